@@ -1,0 +1,148 @@
+"""Advantages of sampled completions from their rewards.
+
+    reward R of each completion
+      -> shaped      R' = clip((R + bias) * scaling)
+      -> normalised  A = (R' - mean) / (std + eps)       mean and std over the group, over the batch, or absent
+      -> per token   A_t = A, minus the KL that is still to come where KL is part of the reward
+
+GRPO (Shao et al. 2024, eq. 3 and section 4.1.2) takes mean and std over the group, Dr. GRPO (Liu et al. 2025) the
+mean alone, REINFORCE++ (Hu 2025) normalises over the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.config.schema import ActorConfig, NormConfig
+from fivefold.types import Batch
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """One advantage a completion, and what the rewards looked like."""
+
+    advantages_N: torch.Tensor
+    """float32 [N]."""
+    metrics: dict[str, float]
+    """`reward/{mean,std,min,max}` before shaping, `advantage/{mean,std}`, `groups`, and `zero_variance_groups`: the
+    share of groups whose shaped rewards are all equal, which teach nothing under group normalisation."""
+
+
+def compute_advantages(rewards: Sequence[float], group_ids: Sequence[int], config: ActorConfig) -> Advantages:
+    """Shape and normalise the rewards of one step's completions.
+
+    Args:
+        rewards: N rewards.
+        group_ids: N ids, equal for completions of the same prompt; in any order.
+        config: its `reward_bias`, `reward_scaling`, `reward_clip` and `reward_norm` are read.
+
+    Raises:
+        ValueError: no completions, lengths that differ, or a reward that is not finite.
+    """
+    if not rewards or len(rewards) != len(group_ids):
+        raise ValueError(
+            f"{len(rewards)} rewards came with {len(group_ids)} group ids: pass one of each for every completion"
+        )
+    # float64: the mean of equal float32 rewards need not equal them, and eps would then decide their advantage.
+    raw_N = torch.tensor(rewards, dtype=torch.float64)
+    if not raw_N.isfinite().all():
+        bad = int((~raw_N.isfinite()).nonzero()[0])
+        raise ValueError(f"reward {bad} is {rewards[bad]}: rewards must be finite numbers; mend the reward function")
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(group_ids))}
+    groups_N = torch.tensor([numbers[group] for group in group_ids])
+    shaped_N = _shape(raw_N, config)
+    advantages_N = normalize(shaped_N, groups_N, config.reward_norm)
+    constant_G = [_is_constant(shaped_N[groups_N == group]) for group in range(len(numbers))]
+    return Advantages(
+        advantages_N.float(),
+        {
+            "reward/mean": raw_N.mean().item(),
+            "reward/std": raw_N.std(correction=0).item(),
+            "reward/min": raw_N.min().item(),
+            "reward/max": raw_N.max().item(),
+            "advantage/mean": advantages_N.mean().item(),
+            "advantage/std": advantages_N.std(correction=0).item(),
+            "groups": float(len(constant_G)),
+            "zero_variance_groups": sum(constant_G) / len(constant_G),
+        },
+    )
+
+
+def normalize(values_N: torch.Tensor, groups_N: torch.Tensor, norm: NormConfig) -> torch.Tensor:
+    """(x - mean) / (std + eps), with mean and std over the set that each one's level names.
+
+    The standard deviation is the sample's (divided by n - 1). Values of a set that a level names and in which all
+    values are equal become exactly 0: such a set holds no signal, and dividing by its eps would make noise of it.
+
+    Args:
+        values_N: floating point [N].
+        groups_N: int64 [N]: group of each value, numbered from 0.
+        norm: levels of mean and std, and eps.
+
+    Returns:
+        [N], in the dtype of `values_N`.
+    """
+    result_N = values_N.clone()
+    sets = {
+        "group": [groups_N == group for group in range(int(groups_N.max()) + 1)],
+        "batch": [torch.ones_like(groups_N, dtype=torch.bool)],
+        "none": [],
+    }
+    for members_N in sets[norm.mean_level]:
+        result_N[members_N] -= values_N[members_N].mean()
+    for members_N in sets[norm.std_level]:
+        if not _is_constant(values_N[members_N]):
+            result_N[members_N] /= values_N[members_N].std() + norm.eps
+    for members_N in sets[norm.mean_level] + sets[norm.std_level]:
+        if _is_constant(values_N[members_N]):
+            result_N[members_N] = 0.0
+    return result_N
+
+
+def token_advantages(batch: Batch, advantages_N: torch.Tensor) -> torch.Tensor:
+    """Each sequence's advantage on all of its tokens.
+
+    Args:
+        batch: N sequences of T tokens together.
+        advantages_N: [N].
+
+    Returns:
+        float32 [T]: the batch's `advantages` field.
+    """
+    return torch.repeat_interleave(advantages_N.float(), torch.tensor(batch.lengths), output_size=batch.n_tokens)
+
+
+def subtract_kl_to_go(advantages_T: torch.Tensor, kl_T: torch.Tensor, batch: Batch, kl_ctl: float) -> torch.Tensor:
+    """Advantages when the KL penalty is part of the reward instead of the loss (`kl_in=reward`).
+
+    Token t of a completion earns -kl_ctl * KL_t, so that what it can still influence, its undiscounted reward-to-go,
+    is added to the completion's advantage:
+
+        A_t = A - kl_ctl * sum over trained tokens s >= t of KL_s
+
+    The KL term is not normalised with the rewards: kl_ctl keeps its unit (advantage per nat) whatever their spread.
+
+    Args:
+        advantages_T: float32 [T], from `token_advantages`.
+        kl_T: float32 [T]: the KL estimate of each token at the policy that sampled it, without gradient.
+        batch: the sequences; its mask says which tokens count.
+        kl_ctl: weight of the penalty.
+
+    Returns:
+        float32 [T].
+    """
+    counted_T = torch.where(batch.mask_T.bool(), kl_T, torch.zeros_like(kl_T))
+    to_go = [kl.flip(0).cumsum(0).flip(0) for kl in batch.split(counted_T)]
+    return advantages_T - kl_ctl * torch.cat(to_go)
+
+
+def _shape(rewards_N: torch.Tensor, config: ActorConfig) -> torch.Tensor:
+    shaped_N = (rewards_N + config.reward_bias) * config.reward_scaling
+    return shaped_N if config.reward_clip is None else shaped_N.clamp(-config.reward_clip, config.reward_clip)
+
+
+def _is_constant(values: torch.Tensor) -> bool:
+    return bool((values == values[0]).all())

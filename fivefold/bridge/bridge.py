@@ -1,0 +1,112 @@
+"""Hugging Face <-> Megatron-Core weights of one model, on any layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
+from fivefold.bridge.families import FAMILIES
+from fivefold.bridge.gather import Item, buckets, gather, over_stages
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.mapping import Shape
+from fivefold.layout.shape import ModelShape
+
+_COMPARED_ROWS = 8192
+_HF_EMBEDDING = "model.embed_tokens.weight"
+_HF_OUTPUT = "lm_head.weight"
+
+
+class Bridge:
+    """Loads and exports the weights of a model of the given shape.
+
+    Parameters are named as Megatron-Core names them, with global layer numbers. Every process of the model calls
+    `load` and `export` together.
+
+    Args:
+        shape: the model.
+        bucket_bytes: full tensors that an export holds at one time, at most, unless one parameter is larger.
+    """
+
+    def __init__(self, shape: ModelShape, *, bucket_bytes: int = 256 * 2**20) -> None:
+        if shape.family not in FAMILIES:
+            raise ValueError(
+                f"no weight mapping for model family {shape.family!r}; there are {', '.join(sorted(FAMILIES))}"
+            )
+        self._shape = shape
+        self._bucket_bytes = bucket_bytes
+        self._family = FAMILIES[shape.family]
+        self._mappings = {mapping.megatron: mapping for mapping in self._family.mappings(shape)}
+
+    def expected_names(self) -> dict[str, Shape]:
+        """Names and full shapes of the model's Hugging Face tensors, in the order of an export."""
+        return {name: shape for mapping in self._mappings.values() for name, shape in mapping.hf_shapes().items()}
+
+    @torch.no_grad()
+    def load(self, parameters: Mapping[str, Tensor], source: HFWeights, groups: ShardGroups) -> None:
+        """Fill this rank's `parameters` in place from `source`, each in its own dtype and on its own device.
+
+        Raises WeightMismatchError, on every rank and before anything is written, unless every parameter can be
+        filled, every tensor of `source` is used and all shapes are equal.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        check_model(self._mappings, over_stages(shapes, groups), groups)
+        check_files(self._mappings.values(), source, self._ignored())
+        if self._shape.tied_embeddings:
+            _check_stored_output(source)
+        for name, parameter in parameters.items():
+            self._mappings[name].fill(parameter, source, groups)
+
+    def export(
+        self, parameters: Mapping[str, Tensor], groups: ShardGroups, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every Hugging Face tensor, full, on every rank, in the order of `expected_names`.
+
+        `parameters` may hold anything of the parameters' names and shapes: weights, gradients, moments. Of tied
+        embeddings the first stage's tensor is exported. All ranks iterate in lock-step, to the end. Without sharding
+        the tensors are views of `parameters`: copy what has to outlive their next change.
+
+        Args:
+            parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
+            groups: where this rank stands.
+            dtype: convert to it before sending; none: as they are.
+        """
+        for bucket in buckets(self._plan(parameters, groups, dtype), self._bucket_bytes):
+            for item, shards in zip(bucket, gather(bucket, parameters, groups), strict=True):
+                for name, tensor in item.mapping.merge(shards):
+                    yield name, tensor.contiguous()
+
+    def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
+        """What to send in which order, the same on every rank."""
+        specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
+        stages = over_stages(specs, groups)
+        check_model(self._mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
+        plan = []
+        for name, mapping in self._mappings.items():
+            if mapping.hf_shapes():
+                owner = next(number for number, stage in enumerate(stages) if name in stage)
+                shape, shard_dtype = stages[owner][name]
+                plan.append(Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups)))
+        return plan
+
+    def _ignored(self) -> tuple[tuple[str, str], ...]:
+        tied = ((re.escape(_HF_OUTPUT), "the embedding is the output layer's weight too"),)
+        return self._family.ignored + (tied if self._shape.tied_embeddings else ())
+
+
+def _check_stored_output(source: HFWeights) -> None:
+    """Check that a tied output weight, which a file may store a second time, is the embedding."""
+    if _HF_OUTPUT not in source.names:
+        return
+    n_rows = source.shape(_HF_EMBEDDING)[0]
+    for start in range(0, n_rows, _COMPARED_ROWS):
+        rows = slice(start, min(start + _COMPARED_ROWS, n_rows))
+        if not torch.equal(source.read(_HF_EMBEDDING, rows), source.read(_HF_OUTPUT, rows)):
+            raise WeightMismatchError(
+                f"the config in {source.folder} ties the output layer to the embedding (tie_word_embeddings), but "
+                f"{_HF_OUTPUT} differs from {_HF_EMBEDDING}; set tie_word_embeddings to false or remove {_HF_OUTPUT}"
+            )

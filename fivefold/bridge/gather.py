@@ -1,0 +1,120 @@
+"""Full tensors out of shards: the collectives of an export, in buckets.
+
+    shard ──all-gather over ETP, TP──> ──all-gather over EP──> [n, *local shape] ──broadcast over PP──> every rank
+
+Parameters travel in buckets, because most are small and every collective costs a round trip: the parameters of one
+pipeline stage and one dtype, one after the other in the model's order, up to a number of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.mapping import Domain, Shape, WeightMapping
+
+# torch 2.11 knows only the second name; later versions deprecate it.
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_DOMAINS: tuple[Domain, ...] = ("replicated", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter on its way to every rank."""
+
+    mapping: WeightMapping
+    stage: int
+    """Pipeline stage that owns it."""
+    shape: Shape
+    """Of one shard."""
+    dtype: torch.dtype
+    n_shards: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all shards together."""
+        return self.n_shards * prod(self.shape) * self.dtype.itemsize
+
+
+def over_stages(value: Any, groups: ShardGroups) -> list[Any]:
+    """`value` of every pipeline stage, in order, on every rank. `value` is anything that pickles."""
+    if groups.pp_size == 1:
+        return [value]
+    values: list[Any] = [None] * groups.pp_size
+    dist.all_gather_object(values, value, group=groups.pp_group)
+    return values
+
+
+def buckets(items: Sequence[Item], max_bytes: int) -> Iterator[list[Item]]:
+    """Runs of items of one stage and dtype, of at most `max_bytes` together (a larger item travels alone)."""
+    bucket: list[Item] = []
+    size = 0
+    for item in items:
+        if bucket and (
+            (item.stage, item.dtype) != (bucket[0].stage, bucket[0].dtype) or size + item.nbytes > max_bytes
+        ):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += item.nbytes
+    if bucket:
+        yield bucket
+
+
+def gather(bucket: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups) -> list[Tensor]:
+    """The shards of every item, [n_shards, *shape] each, on every rank. `tensors` are this rank's, by Megatron name."""
+    if groups.pp_size == 1 and all(item.n_shards == 1 for item in bucket):
+        return [_local(item, tensors).unsqueeze(0) for item in bucket]
+    device = next(iter(tensors.values())).device
+    buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=device)
+    is_owner = bucket[0].stage == groups.pp_rank
+    shards: dict[str, Tensor] = {}
+    start = 0
+    for domain in _DOMAINS:
+        items = [item for item in bucket if item.mapping.domain == domain]
+        if not items:
+            continue
+        end = start + sum(item.nbytes for item in items)
+        region = buffer[start:end].view(items[0].dtype).view(items[0].n_shards, -1)
+        if is_owner:
+            _gather_domain(region, torch.cat([_local(item, tensors).flatten() for item in items]), domain, groups)
+        parts = torch.split(region, [prod(item.shape) for item in items], dim=1)
+        shards.update(
+            (item.mapping.megatron, part.view(item.n_shards, *item.shape))
+            for item, part in zip(items, parts, strict=True)
+        )
+        start = end
+    if groups.pp_size > 1:
+        dist.broadcast(buffer, group=groups.pp_group, group_src=bucket[0].stage)
+    return [shards[item.mapping.megatron] for item in bucket]
+
+
+def _local(item: Item, tensors: Mapping[str, Tensor]) -> Tensor:
+    return tensors[item.mapping.megatron].detach().to(item.dtype)
+
+
+def _gather_domain(region: Tensor, local: Tensor, domain: Domain, groups: ShardGroups) -> None:
+    """Fill `region` [n_shards, elements] with the `local` shards [elements] of the ranks of a domain."""
+    if domain == "tensor" and groups.tp_size > 1:
+        _all_gather(region, local, groups.tp_group)
+        return
+    if domain == "expert" and groups.etp_size > 1:
+        expert_shards = region if groups.ep_size == 1 else local.new_empty(groups.etp_size, local.numel())
+        _all_gather(expert_shards, local, groups.etp_group)
+        local = expert_shards
+    if domain == "expert" and groups.ep_size > 1:
+        _all_gather(region, local, groups.ep_group)
+    elif local is not region:
+        region.copy_(local)
+
+
+def _all_gather(out: Tensor, local: Tensor, group: dist.ProcessGroup | None) -> None:
+    # As bytes: not every backend takes every dtype, and bytes arrive bit for bit.
+    _all_gather_single(out.view(-1).view(torch.uint8), local.view(-1).view(torch.uint8), group=group)

@@ -1,0 +1,102 @@
+"""Hugging Face weight files, read lazily: a rank reads the slices that it needs and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import safe_open
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_OTHER_FORMATS = ["consolidated*", "original/*"]
+
+
+def resolve_model_folder(path: str | Path) -> Path:
+    """The local folder of a model: `path` itself, or a snapshot of the hub repository of that name.
+
+    Raises ValueError if `path` is neither a folder nor a name that the hub could serve.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _HUB_NAME.fullmatch(str(path)):
+        raise ValueError(
+            f"no folder {str(path)!r}: give a Hugging Face model folder or a hub name such as 'Qwen/Qwen3-0.6B'"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES, ignore_patterns=_OTHER_FORMATS))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ValueError(f"{str(path)!r} is not a local folder, and the hub did not serve it: {error}") from error
+
+
+class HFWeights:
+    """The tensors of a Hugging Face model folder (or hub name): one `model.safetensors`, or shards with an index.
+
+    Files are opened at their first use. As a context manager it closes them on exit.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = resolve_model_folder(path)
+        self._files: dict[str, Any] = {}
+        self._file_of = self._index()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """The tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions."""
+        tensor: Tensor = self._slice(name)[index or slice(None)]
+        return tensor
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _index(self) -> dict[str, str]:
+        if (self.folder / INDEX_FILE).is_file():
+            weight_map: dict[str, str] = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
+            missing = sorted(file for file in set(weight_map.values()) if not (self.folder / file).is_file())
+            if missing:
+                raise ValueError(
+                    f"{self.folder / INDEX_FILE} names files that are not there: {', '.join(missing)}; "
+                    "complete the download"
+                )
+            return weight_map
+        if (self.folder / SINGLE_FILE).is_file():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        raise ValueError(
+            f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors files are read; "
+            "save the model with transformers' save_pretrained"
+        )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+        return self._files[file]
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._file_of[name]).get_slice(name)

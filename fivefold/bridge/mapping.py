@@ -1,0 +1,311 @@
+"""How one Megatron parameter and its Hugging Face tensors turn into each other.
+
+    Hugging Face file ──fill: this rank's slices──> parameter (a shard)
+    Hugging Face tensors <──merge── [n, *local shape] <──all-gather── parameter (a shard)
+
+A mapping knows names, shapes and slices; it never communicates. `domain` says over which ranks the shards of a
+parameter are spread: `replicated` (one shard), `tensor` (n = tp, in rank order), or `expert` (n = ep * etp, ep
+outermost). Everything with a parameter's shape can be merged: weights, gradients, an optimizer's moments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from fivefold.bridge.groups import ShardGroups
+
+Shape = tuple[int, ...]
+Domain = Literal["replicated", "tensor", "expert"]
+
+
+class TensorReader(Protocol):
+    """Reads slices of named tensors."""
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """The tensor `name`, or the part of it that `index` selects along its first dimensions."""
+        ...
+
+
+def padded_vocab(vocab: int, tp_size: int) -> int:
+    """Rows of the vocabulary-parallel weights: the vocabulary, padded to a multiple of `tp_size`."""
+    return -(-vocab // tp_size) * tp_size
+
+
+def _share(total: int, parts: int, what: str) -> int:
+    if total % parts:
+        raise ValueError(f"{what}: {total} does not divide into {parts} equal shards; choose a size that divides it")
+    return total // parts
+
+
+def _shard(total: int, rank: int, size: int) -> slice:
+    width = total // size
+    return slice(rank * width, (rank + 1) * width)
+
+
+@dataclass(frozen=True)
+class WeightMapping(ABC):
+    """One Megatron parameter (its global name) and the Hugging Face tensors it is made of."""
+
+    domain: ClassVar[Domain]
+
+    megatron: str
+
+    @abstractmethod
+    def hf_shapes(self) -> dict[str, Shape]:
+        """Full shape of each Hugging Face tensor, in the order in which `merge` yields them."""
+
+    @abstractmethod
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        """Shape of a rank's shard. Raises ValueError where the sizes do not divide."""
+
+    @abstractmethod
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        """Copy this rank's slices into `parameter` ([local_shape]), converting to its dtype."""
+
+    @abstractmethod
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Full Hugging Face tensors from `shards` [n, *local_shape]; views of it where that is possible."""
+
+    def exists(self, groups: ShardGroups) -> bool:
+        """Whether a model of this layout has the parameter, on one stage or another."""
+        return True
+
+    def n_shards(self, groups: ShardGroups) -> int:
+        """Over how many ranks of one pipeline stage the parameter is cut."""
+        return {"replicated": 1, "tensor": groups.tp_size, "expert": groups.ep_size * groups.etp_size}[self.domain]
+
+
+@dataclass(frozen=True)
+class Replicated(WeightMapping):
+    """The same tensor on every rank of a stage: norms, routers, the shared expert's gate."""
+
+    domain = "replicated"
+
+    hf: str
+    shape: Shape
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.hf: self.shape}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        return self.shape
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        parameter.copy_(reader.read(self.hf))
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield self.hf, shards[0]
+
+
+@dataclass(frozen=True)
+class Row(WeightMapping):
+    """Input features, [out, in], cut over tensor parallelism."""
+
+    domain = "tensor"
+
+    hf: str
+    shape: tuple[int, int]
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.hf: self.shape}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        return (self.shape[0], _share(self.shape[1], groups.tp_size, self.megatron))
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        parameter.copy_(reader.read(self.hf, slice(None), _shard(self.shape[1], groups.tp_rank, groups.tp_size)))
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield self.hf, shards.movedim(0, 1).flatten(1)
+
+
+@dataclass(frozen=True)
+class VocabParallel(WeightMapping):
+    """Vocabulary rows [vocab, hidden] cut over tensor parallelism, padded with zero rows to a multiple of tp."""
+
+    domain = "tensor"
+
+    hf: str
+    shape: tuple[int, int]
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.hf: self.shape}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        return (padded_vocab(self.shape[0], groups.tp_size) // groups.tp_size, self.shape[1])
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        width = parameter.shape[0]
+        start = min(groups.tp_rank * width, self.shape[0])
+        end = min(start + width, self.shape[0])
+        if end > start:
+            parameter[: end - start].copy_(reader.read(self.hf, slice(start, end)))
+        parameter[end - start :].zero_()
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield self.hf, shards.flatten(0, 1)[: self.shape[0]]
+
+
+@dataclass(frozen=True)
+class TiedOutput(VocabParallel):
+    """The last stage's copy of a tied embedding. Only a pipeline has it, and the first stage's weight speaks for it."""
+
+    def exists(self, groups: ShardGroups) -> bool:
+        return groups.pp_size > 1
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {}
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield from ()
+
+
+@dataclass(frozen=True)
+class QKV(WeightMapping):
+    """Query, key and value projections in one parameter, grouped by key/value head.
+
+    Rows of one group: its n_heads / n_kv_heads query heads, its key head, its value head. Tensor parallelism cuts
+    between groups. `features` is the shape behind the rows: (hidden,) for the weight, () for the bias.
+    """
+
+    domain = "tensor"
+
+    q: str
+    k: str
+    v: str
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    features: Shape
+
+    @property
+    def _queries(self) -> int:
+        return _share(self.n_heads, self.n_kv_heads, f"{self.megatron}: query heads over key/value heads")
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        kv = (self.n_kv_heads * self.head_dim, *self.features)
+        return {self.q: (self.n_heads * self.head_dim, *self.features), self.k: kv, self.v: kv}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        kv_heads = _share(self.n_kv_heads, groups.tp_size, f"{self.megatron}: key/value heads")
+        return (kv_heads * (self._queries + 2) * self.head_dim, *self.features)
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        grouped = parameter.view(-1, self._queries + 2, self.head_dim, *self.features)
+        parts = (grouped[:, : self._queries], grouped[:, self._queries], grouped[:, self._queries + 1])
+        for (name, shape), part in zip(self.hf_shapes().items(), parts, strict=True):
+            part.copy_(reader.read(name, _shard(shape[0], groups.tp_rank, groups.tp_size)).view(part.shape))
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        grouped = shards.reshape(self.n_kv_heads, self._queries + 2, self.head_dim, *self.features)
+        yield self.q, grouped[:, : self._queries].flatten(0, 2)
+        yield self.k, grouped[:, self._queries].flatten(0, 1)
+        yield self.v, grouped[:, self._queries + 1].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class GatedMLP(WeightMapping):
+    """Gate and up projections in one parameter; rank r of tensor parallelism holds [gate shard r; up shard r]."""
+
+    domain = "tensor"
+
+    gate: str
+    up: str
+    shape: tuple[int, int]
+    """Of one projection: [ffn hidden, hidden]."""
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.gate: self.shape, self.up: self.shape}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        return (2 * _share(self.shape[0], groups.tp_size, self.megatron), self.shape[1])
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        rows = _shard(self.shape[0], groups.tp_rank, groups.tp_size)
+        for name, half in zip((self.gate, self.up), parameter.chunk(2), strict=True):
+            half.copy_(reader.read(name, rows))
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        halves = shards.view(len(shards), 2, -1, self.shape[1])
+        yield self.gate, halves[:, 0].flatten(0, 1)
+        yield self.up, halves[:, 1].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class ExpertGatedMLP(WeightMapping):
+    """Gate and up projections of all experts: [experts, gate; up, hidden], cut over EP and ETP.
+
+    `gate` and `up` are patterns with an `{expert}` field.
+    """
+
+    domain = "expert"
+
+    gate: str
+    up: str
+    n_experts: int
+    shape: tuple[int, int]
+    """Of one expert's projection: [expert ffn hidden, hidden]."""
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        names = (p.format(expert=e) for e in range(self.n_experts) for p in (self.gate, self.up))
+        return dict.fromkeys(names, self.shape)
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        experts = _share(self.n_experts, groups.ep_size, f"{self.megatron}: experts")
+        rows = _share(self.shape[0], groups.etp_size, f"{self.megatron}: expert ffn hidden")
+        return (experts, 2 * rows, self.shape[1])
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        rows = _shard(self.shape[0], groups.etp_rank, groups.etp_size)
+        first = groups.ep_rank * parameter.shape[0]
+        for expert, fused in enumerate(parameter, start=first):
+            for pattern, half in zip((self.gate, self.up), fused.chunk(2), strict=True):
+                half.copy_(reader.read(pattern.format(expert=expert), rows))
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for expert, fused in enumerate(_by_expert(shards, self.n_experts)):
+            halves = fused.view(len(fused), 2, -1, self.shape[1])
+            yield self.gate.format(expert=expert), halves[:, 0].flatten(0, 1)
+            yield self.up.format(expert=expert), halves[:, 1].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class ExpertRow(WeightMapping):
+    """Down projections of all experts: [experts, hidden, expert ffn hidden], cut over EP and ETP."""
+
+    domain = "expert"
+
+    down: str
+    n_experts: int
+    shape: tuple[int, int]
+    """Of one expert's projection: [hidden, expert ffn hidden]."""
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.down.format(expert=e): self.shape for e in range(self.n_experts)}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        experts = _share(self.n_experts, groups.ep_size, f"{self.megatron}: experts")
+        columns = _share(self.shape[1], groups.etp_size, f"{self.megatron}: expert ffn hidden")
+        return (experts, self.shape[0], columns)
+
+    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
+        columns = _shard(self.shape[1], groups.etp_rank, groups.etp_size)
+        first = groups.ep_rank * parameter.shape[0]
+        for expert, weight in enumerate(parameter, start=first):
+            weight.copy_(reader.read(self.down.format(expert=expert), slice(None), columns))
+
+    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for expert, weight in enumerate(_by_expert(shards, self.n_experts)):
+            yield self.down.format(expert=expert), weight.movedim(0, 1).flatten(1)
+
+
+def _by_expert(shards: Tensor, n_experts: int) -> Iterator[Tensor]:
+    """[ep * etp, experts / ep, ...] as one [etp, ...] an expert, in the experts' global order."""
+    ep_size = n_experts // shards.shape[1]
+    for rank_shards in shards.view(ep_size, -1, *shards.shape[1:]):
+        yield from rank_shards.unbind(1)

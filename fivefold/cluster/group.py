@@ -1,0 +1,203 @@
+"""The workers of one role, called together.
+
+    call         every rank, the same arguments        -> results of all ranks
+    call_first   every rank, the same arguments        -> rank 0's result; the others' stay where they are
+    call_each    every rank, arguments of its own      -> results of all ranks
+    call_one     one rank                              -> its result
+    stream       every rank iterates in lock-step      -> references to what rank 0 yields
+    feed         every rank iterates over a stream     -> results of all ranks
+
+`start*` are the same without waiting. Any failure of any worker of the session, waited for or not, ends a wait with
+a `WorkerError` and all workers with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import cloudpickle
+
+from fivefold.cluster.errors import Member
+from fivefold.cluster.rendezvous import master_environment, master_host, worker_environment
+from fivefold.cluster.watch import Call
+from fivefold.cluster.worker import Worker
+
+if TYPE_CHECKING:
+    from fivefold.cluster.session import Role, Session
+
+STREAM_AHEAD = 2
+"""Items of a stream that rank 0 may be ahead of the reader: the memory a stream needs in the object store."""
+_INLINE = (bool, int, float, str, type(None))
+"""Argument types that travel with the call; all others are put into the object store once for all ranks."""
+
+Remote = ray.ObjectRef
+"""Something in the object store. As an argument of a call, the worker gets the thing itself."""
+
+_feed_ids = itertools.count(1)
+
+# Devices are reserved by `nodes.reserve`: a worker itself claims nothing. Nor is it started again when it dies.
+_Actor = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, concurrency_groups={"feed": 1, "where": 1, "hold": 1})(
+    Worker
+)
+
+
+class Pending:
+    """Calls under way; `wait` for their results once."""
+
+    def __init__(self, session: Session, refs: Sequence[ray.ObjectRef], phase: str) -> None:
+        self._session = session
+        self._refs = refs
+        self._phase = phase
+
+    def wait(self) -> list[Any]:
+        """Results by rank.
+
+        Raises:
+            WorkerError: some worker of the session raised or died; all workers are gone.
+            PhaseTimeout: `scheduler.timeout_s` passed first; all workers are gone.
+        """
+        return self._session.watch.wait(self._refs, self._phase, self._session.timeout_s)
+
+
+class WorkerGroup:
+    """Made by `Session.launch`."""
+
+    def __init__(self, session: Session, role: Role) -> None:
+        if not role.devices:
+            raise ValueError(f"role {role.name!r} has no devices: a role needs at least one process")
+        self.name = role.name
+        self._session = session
+        self._role = role
+        self._nodes = [session.nodes[device.node] for device in role.devices]
+        self._members = [
+            Member(role.name, rank, node.host, session.logs / f"{role.name}-{rank}.log")
+            for rank, node in enumerate(self._nodes)
+        ]
+        self._master = master_host(session.nodes, self._nodes[0])
+        self._workers: list[Any] = []
+        self._built: Pending | None = None
+        self._ports: Pending | None = None
+        self._pids: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def create(self) -> None:
+        """Asks for the processes; the ranks of a distributed role start to import torch."""
+        for rank, (member, node) in enumerate(zip(self._members, self._nodes, strict=True)):
+            environment = worker_environment(self._role, rank, self._session.nodes)
+            worker = _Actor.options(scheduling_strategy=node.strategy()).remote(environment, str(member.log))
+            self._workers.append(worker)
+            self._session.watch.add(worker.hold.remote(), Call(member, None, worker))
+        if self._role.distributed:
+            hosts = [self._master] + [None] * (len(self) - 1)
+            refs = [worker.rendezvous.remote(host) for worker, host in zip(self._workers, hosts, strict=True)]
+            self._ports = self._pend(refs)
+
+    def build(self) -> None:
+        """Has every worker make its object."""
+        environment: Mapping[str, str] = {}
+        if self._ports is not None:
+            environment = master_environment(self._master, self._ports.wait()[0])
+        pickled = cloudpickle.dumps(self._role.build)
+        args = ray.put(self._role.args)
+        self._built = self._pend([worker.build.remote(pickled, environment, args) for worker in self._workers])
+
+    def ready(self) -> None:
+        """Waits until every worker has made its object."""
+        if self._built is not None:
+            self._pids = self._built.wait()
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """`call` without waiting."""
+        shared = _put(args)
+        return self._pend([worker.call.remote(method, True, kwargs, *shared) for worker in self._workers])
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`method(*args, **kwargs)` on every rank; arguments travel once. Results by rank."""
+        return self.start(method, *args, **kwargs).wait()
+
+    def start_first(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """`call_first` without waiting; rank 0's result is the first of the list, the others are None."""
+        shared = _put(args)
+        return self._pend(
+            [worker.call.remote(method, rank == 0, kwargs, *shared) for rank, worker in enumerate(self._workers)]
+        )
+
+    def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`call` for methods that give every rank the same result: only rank 0 sends it."""
+        return self.start_first(method, *args, **kwargs).wait()[0]
+
+    def start_each(self, method: str, items: Sequence[Any], **kwargs: Any) -> Pending:
+        """`call_each` without waiting."""
+        if len(items) != len(self):
+            raise ValueError(
+                f"call_each on role {self.name!r} got {len(items)} items for {len(self)} ranks; give one for each"
+            )
+        calls = zip(self._workers, items, strict=True)
+        return self._pend([worker.call.remote(method, True, kwargs, item) for worker, item in calls])
+
+    def call_each(self, method: str, items: Sequence[Any], **kwargs: Any) -> list[Any]:
+        """`method(items[rank], **kwargs)` on every rank. Results by rank."""
+        return self.start_each(method, items, **kwargs).wait()
+
+    def call_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`method(*args, **kwargs)` on one rank alone: never for a method that holds collectives."""
+        ref = self._workers[rank].call.remote(method, True, kwargs, *_put(args))
+        return self._pend([ref], [rank]).wait()[0]
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Remote]:
+        """The generator `method(*args, **kwargs)` on every rank: references to rank 0's items, the others drain theirs.
+
+        Rank 0 stays at most `STREAM_AHEAD` items ahead of the reader, and so do the others where the generator holds
+        collectives. The reader has to read to the end.
+        """
+        shared = _put(args)
+        first, *others = self._workers
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": STREAM_AHEAD}
+        items = first.stream.options(**options).remote(method, kwargs, *shared)
+        drained = self._pend([worker.drain.remote(method, kwargs, *shared) for worker in others], range(1, len(self)))
+        call = Call(self._members[0], self._session.timers.current, first)
+        while (item := self._session.watch.next(items, call, self._session.timeout_s)) is not None:
+            yield item
+        drained.wait()
+
+    def feed(self, method: str, items: Iterable[Remote], *args: Any, **kwargs: Any) -> list[Any]:
+        """`method(iterator, *args, **kwargs)` on every rank, the iterator giving what `items` refer to, one by one.
+
+        An item is let go once every rank has taken it. Results by rank.
+        """
+        feed_id = next(_feed_ids)
+        shared = _put(args)
+        running = self._pend(
+            [worker.consume.remote(feed_id, method, True, kwargs, *shared) for worker in self._workers]
+        )
+        for item in items:
+            self._pend([worker.push.remote(feed_id, item) for worker in self._workers]).wait()
+        self._pend([worker.push_end.remote(feed_id) for worker in self._workers]).wait()
+        return running.wait()
+
+    def kill(self) -> None:
+        """Ends the processes at once."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+    def pids_here(self) -> list[int]:
+        """Process ids of the workers on the driver's machine."""
+        here = ray.util.get_node_ip_address()
+        return [pid for pid, node in zip(self._pids, self._nodes, strict=False) if node.host == here]
+
+    def _pend(self, refs: Sequence[ray.ObjectRef], ranks: Iterable[int] | None = None) -> Pending:
+        phase = self._session.timers.current
+        for rank, ref in zip(range(len(self)) if ranks is None else ranks, refs, strict=True):
+            self._session.watch.add(ref, Call(self._members[rank], phase, self._workers[rank]))
+        return Pending(self._session, refs, phase)
+
+
+def _put(args: Sequence[Any]) -> list[Any]:
+    """Arguments as references into the object store, where they are put once for all ranks."""
+    return [arg if isinstance(arg, (*_INLINE, ray.ObjectRef)) else ray.put(arg) for arg in args]

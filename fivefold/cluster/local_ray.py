@@ -1,0 +1,117 @@
+"""A private Ray on this machine for one run, and what keeps Ray's own talk off the screen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import ray
+import ray._private.worker
+
+MAX_OBJECT_STORE = 8 * 2**30
+"""Weights and batches pass through the object store in pieces; more than this never lies in it at one time."""
+MIN_OBJECT_STORE = 256 * 2**20
+STORE_SHARE = 0.2
+"""Share of the free memory that the object store may grow to."""
+MAX_STARTING = 16
+"""Worker processes that Ray starts at one time, and keeps ready; also bounded by the cores."""
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+"""Ray reads these from the environment alone: no usage reports, no second account of an error that the driver raises
+itself, no hands on CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
+
+SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
+"""Whatever a worker has started ends with it, also when it is killed."""
+
+
+def start() -> Path:
+    """Starts Ray and connects to it; returns its temporary folder. Every process of it ends with this process.
+
+    Raises:
+        RuntimeError: Ray did not come up.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fivefold-", dir=_short_folder()))
+    store = _object_store_bytes()
+    # A container's /dev/shm may be as small as 64 MB; files in the temporary folder are as good, if slower.
+    roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
+    with _signals_kept():
+        ray.init(
+            address="local",
+            num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
+            object_store_memory=store,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            _temp_dir=str(folder),
+            _plasma_directory=None if roomy else str(folder),
+            _system_config=SYSTEM_CONFIG,
+        )
+    return folder
+
+
+def join(address: str) -> None:
+    """Connects to a Ray cluster that runs already.
+
+    Raises:
+        ValueError: there is none at `address`.
+    """
+    try:
+        with _signals_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
+    except ConnectionError as error:
+        raise ValueError(
+            f"scheduler.type is ray, but no Ray cluster answers at scheduler.address={address!r}: start one with `ray start --head` "
+            "on its first machine, or set scheduler.type=local"
+        ) from error
+
+
+def hush() -> None:
+    """To be called before Ray starts or is joined."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    _silence_error_channel()
+
+
+def _silence_error_channel() -> None:
+    """Symptom: "(raylet) A worker died or was killed ..." on the screen when a worker dies, beside our own message.
+
+    Cause: Ray's driver prints what its cluster publishes on the error channel, whatever `log_to_driver` says.
+    Remove when: `log_to_driver=False` covers that channel.
+    """
+    ray._private.worker._worker_logs_enabled = False
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """`ray.init` installs a SIGTERM handler of its own; signals belong to the program that calls us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _short_folder() -> str:
+    """Where sockets may lie: their paths are limited to about 100 characters, which a user's TMPDIR may exceed."""
+    return "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+
+
+def _object_store_bytes() -> int:
+    free = psutil.virtual_memory().available
+    return int(min(MAX_OBJECT_STORE, max(MIN_OBJECT_STORE, STORE_SHARE * free)))

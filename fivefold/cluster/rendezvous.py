@@ -1,0 +1,74 @@
+"""What a worker process is told through its environment, before torch is imported in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fivefold.cluster.nodes import Node
+
+if TYPE_CHECKING:
+    from fivefold.cluster.session import Role
+
+MAX_THREADS = 16
+"""More OpenMP threads than this make the small CPU operations of a worker slower."""
+
+FORWARDED = (
+    "HF_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Prefixes of the driver's variables that its workers get too, on a joined cluster as on this machine."""
+
+
+def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str, str]:
+    """Rank, world, device and threads of one worker.
+
+    A worker sees its own device and no other, so that device is `cuda:0` and LOCAL_RANK is 0.
+    """
+    device = role.devices[rank]
+    node = nodes[device.node]
+    environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    environment |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(role.devices)),
+        "LOCAL_RANK": "0",
+        "CUDA_VISIBLE_DEVICES": node.gpus[device.local] if node.gpus else "",
+        "OMP_NUM_THREADS": str(_threads(role, node)),
+    }
+    if len(nodes) == 1 and (loopback := _loopback()):
+        # Gloo looks up the host's own name, which containers often cannot resolve.
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    return environment | dict(role.environment)
+
+
+def master_environment(host: str, port: int) -> Mapping[str, str]:
+    """Where torch.distributed meets, for `init_method="env://"`. The store is open already, on rank 0."""
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def master_host(nodes: Sequence[Node], rank_0: Node) -> str:
+    """Address of rank 0's node, as the others reach it."""
+    return "127.0.0.1" if len(nodes) == 1 else rank_0.host
+
+
+def _threads(role: Role, node: Node) -> int:
+    """The role's own number, else the driver's OMP_NUM_THREADS, else the node's cores shared among the processes there."""
+    if role.threads is not None:
+        return role.threads
+    if "OMP_NUM_THREADS" in os.environ:
+        return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+    processes = sum(device.node == node.index for device in role.devices)
+    return max(1, min(MAX_THREADS, node.cores // processes))
+
+
+def _loopback() -> str | None:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)

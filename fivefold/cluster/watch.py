@@ -1,0 +1,186 @@
+"""Waiting for workers: the first failure anywhere ends the wait, whoever was waited for.
+
+open references:   actor.call rank 0..n     wanted
+                   rollout.call rank 0      started earlier, not wanted yet
+                   hold of every worker     never returns; fails when the process dies
+                └─ one ray.wait over all of them
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError, tail
+from fivefold.cluster.worker import HeldError
+from fivefold.observe.timers import PhaseTimers
+
+SETTLE_S = 1.5
+"""After a first failure, how long to listen for others, to tell the cause from what followed from it."""
+STACK_TIMEOUT_S = 3.0
+"""How long workers that exceed a phase's time get to say where they are."""
+MAX_STACKS = 4
+"""Stacks shown in a time-out's message."""
+
+_PEER_LOSS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "communicator was aborted",
+    "timed out",
+)
+"""What is heard from ranks whose peer has gone. Gloo and NCCL raise the same types for these and for causes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One outstanding reference: who is to answer it, and in which phase it was asked."""
+
+    member: Member
+    phase: str | None
+    """None: whatever phase the driver is in when it fails."""
+    actor: Any
+    """Handle of the worker."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reference that came back as an error."""
+
+    call: Call
+    error: RayError
+
+    @property
+    def distance(self) -> int:
+        """How far from the cause: 0 the process died, 1 it raised, 2 it raised because a peer had gone."""
+        if isinstance(self.error, RayActorError):
+            return 0
+        text = str(self.error).lower()
+        return 2 if any(words in text for words in _PEER_LOSS) else 1
+
+    @property
+    def text(self) -> str:
+        """The worker's traceback, or how its process ended."""
+        if isinstance(self.error, RayTaskError) and isinstance(self.error.cause, HeldError):
+            return self.error.cause.text
+        if isinstance(self.error, RayActorError):
+            log = tail(self.call.member.log)
+            return f"The process died without a traceback.\n{_how_it_died(self.error)}\nLast lines of its log:\n{log}"
+        return str(self.error)
+
+
+class Watch:
+    """All outstanding calls of a session."""
+
+    def __init__(self, timers: PhaseTimers, on_failure: Callable[[], None]) -> None:
+        self._timers = timers
+        self._open: dict[ray.ObjectRef, Call] = {}
+        self._values: dict[ray.ObjectRef, Any] = {}
+        self._on_failure = on_failure
+
+    def add(self, ref: ray.ObjectRef, call: Call) -> None:
+        """From now on, a failure of `ref` ends any wait."""
+        self._open[ref] = call
+
+    def wait(self, wanted: Sequence[ray.ObjectRef], phase: str, timeout_s: float) -> list[Any]:
+        """Values of `wanted`, in order; each can be waited for once.
+
+        Raises:
+            WorkerError: some worker of the session raised or died.
+            PhaseTimeout: `timeout_s` passed first.
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := [ref for ref in wanted if ref not in self._values]:
+            ready, _ = ray.wait(list(self._open), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._give_up(phase, timeout_s, [self._open[ref] for ref in missing])
+            self._take(ready)
+        return [self._values.pop(ref) for ref in wanted]
+
+    def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef | None:
+        """Reference to the next item of `stream`, None at its end. Raises as `wait` does."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready, _ = ray.wait([stream, *self._open], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._give_up(call.phase, timeout_s, [call])
+            self._take([ref for ref in ready if ref is not stream])
+            if stream in ready:
+                break
+        try:
+            item = next(stream)
+        except StopIteration:
+            return None
+        self.add(item, call)
+        return self.wait([item], call.phase, timeout_s)[0]
+
+    def forget(self) -> None:
+        """Drops every reference: the workers are gone."""
+        self._open.clear()
+        self._values.clear()
+
+    def _take(self, ready: Sequence[ray.ObjectRef]) -> None:
+        """Moves what is ready from the open references to the values; raises for the first failure."""
+        for ref in ready:
+            call = self._open.pop(ref)
+            try:
+                self._values[ref] = ray.get(ref)
+            except RayError as error:
+                self._fail(Failure(call, error))
+
+    def _fail(self, first: Failure) -> None:
+        failures = [first, *self._settle()]
+        cause = min(failures, key=lambda failure: failure.distance)
+        others = {failure.call.member for failure in failures} - {cause.call.member}
+        text = cause.text
+        self._on_failure()
+        also = sorted(others, key=lambda member: (member.role, member.rank))
+        raise WorkerError(cause.call.member, cause.call.phase or self._timers.current, text, also) from None
+
+    def _settle(self) -> list[Failure]:
+        """Failures that follow within `SETTLE_S`."""
+        failures: list[Failure] = []
+        deadline = time.monotonic() + SETTLE_S
+        while self._open and (left := deadline - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(self._open), timeout=left)
+            for ref in ready:
+                call = self._open.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    failures.append(Failure(call, error))
+        return failures
+
+    def _give_up(self, phase: str, seconds: float, calls: Sequence[Call]) -> None:
+        stacks = _stacks(calls[:MAX_STACKS])
+        self._on_failure()
+        raise PhaseTimeout(phase, seconds, [call.member for call in calls], stacks)
+
+
+def _stacks(calls: Sequence[Call]) -> str:
+    """Where the workers are, as far as they answer."""
+    refs = [call.actor.where.remote() for call in calls]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STACK_TIMEOUT_S)
+    parts = []
+    for call, ref in zip(calls, refs, strict=True):
+        stack = ray.get(ref) if ref in ready else "  (it does not answer)\n"
+        parts.append(f"{call.member} is at:\n{stack}")
+    return "\n".join(parts)
+
+
+def _how_it_died(error: RayActorError) -> str:
+    """What Ray knows of the end: an exit code, its own memory watch, or nothing but that the process is gone."""
+    text = str(error)
+    if found := re.search(r"exit(?:s|ed)? with an exit code \d+", text):
+        return found[0][0].upper() + found[0][1:] + "."
+    if "memory" in text and "Task was killed" in text:
+        return next(line.strip() for line in text.splitlines() if "Task was killed" in line)
+    return "It was killed (out of memory?) or crashed in native code."

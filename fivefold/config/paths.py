@@ -1,0 +1,42 @@
+"""Where a model lies: a folder, a hub name, or a model that ships inside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE_PREFIX = "package:"
+_MODELS = Path(__file__).parent.parent / "models"
+_LOCAL_PREFIXES = ("/", "./", "../", "~")
+
+
+def shipped_models() -> list[str]:
+    """Names that `package:<name>` accepts: the folders of `fivefold/models` that hold a `config.json`, sorted."""
+    return sorted(file.parent.name for file in _MODELS.glob("*/config.json"))
+
+
+def resolve_model_path(path: str) -> str:
+    """What `from_pretrained` takes: `package:<name>` becomes a folder, `~` is expanded, a hub name stays as it is.
+
+    Raises ValueError if no model of that name ships, or if a path that can only be local does not exist.
+    """
+    if path.startswith(PACKAGE_PREFIX):
+        return str(_shipped_folder(path))
+    if not path.startswith(_LOCAL_PREFIXES):
+        return path
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"model path {path!r}: there is no such folder. Give a Hugging Face model folder, a hub name such as "
+            f"'Qwen/Qwen3-0.6B', or {PACKAGE_PREFIX}<name> (ships: {', '.join(shipped_models()) or 'none'})"
+        )
+    return str(folder)
+
+
+def _shipped_folder(path: str) -> Path:
+    name = path.removeprefix(PACKAGE_PREFIX)
+    if name not in shipped_models():
+        raise ValueError(
+            f"model path {path!r}: no model of that name ships with Fivefold. "
+            f"Ships: {', '.join(shipped_models()) or 'none'}"
+        )
+    return _MODELS / name

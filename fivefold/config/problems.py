@@ -1,0 +1,150 @@
+"""What is wrong with a recipe, in words a person can act on: key, value, rule, nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
+
+MOST_SUGGESTIONS = 3
+
+COMMANDS: dict[type[RunConfig], str] = {TrainRecipe: "fivefold train", SFTRecipe: "fivefold sft"}
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. `problems` holds one line for each thing to mend."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"- {problem}" for problem in problems))
+        self.source = source
+        self.problems = tuple(problems)
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys, sections included."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from known_keys(section, f"{prefix}{name}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class of a field's type, `Section | None` included; None for a plain value."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+
+
+def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
+    """The known keys that `key` was most likely meant to be: in its own section, or of that name in others."""
+    section, _, name = key.rpartition(".")
+    keys = list(known_keys(schema))
+    siblings = {path.rpartition(".")[2]: path for path in keys if path.rpartition(".")[0] == section}
+    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
+        return [siblings[close[0]]]
+    close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in keys}, n=1, cutoff=0.8)
+    namesakes = [path for path in keys if close and path.rpartition(".")[2] == close[0]]
+    if namesakes:
+        likeness = {path: difflib.SequenceMatcher(None, key, path).ratio() for path in namesakes}
+        return namesakes if len(namesakes) <= MOST_SUGGESTIONS else [max(namesakes, key=likeness.__getitem__)]
+    elsewhere = [path for path in keys if not key.startswith(f"{path}.")]
+    return difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.75)
+
+
+def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
+    """The line for a key that the schema does not have."""
+    line = f"{key}={show(value)}: unknown key"
+    for other, command in COMMANDS.items():
+        if other is not schema and key in known_keys(other) and key.partition(".")[0] not in schema.model_fields:
+            return f"{line}; it belongs to a recipe of `{command}`"
+    nearest = nearest_keys(key, schema)
+    return f"{line}; did you mean {' or '.join(nearest)}?" if nearest else line
+
+
+def problems_of(error: ValidationError, schema: type[BaseModel]) -> list[str]:
+    """One line for each thing that pydantic refused."""
+    return [_line(detail, schema) for detail in error.errors(include_url=False)]
+
+
+def _line(detail: ErrorDetails, schema: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+    kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return unknown_key(key, value, schema)
+    if kind == "missing":
+        return f"{key}: missing; every recipe needs it"
+    if kind == "value_error":
+        message = str(detail["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    return f"{key}={show(value)}: {_rule(detail)}"
+
+
+def _rule(detail: ErrorDetails) -> str:
+    """What the value must be, and, for a wrong type, how to write it."""
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    bounds = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than")}
+    bounds |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
+    if kind in bounds:
+        limit, words = bounds[kind]
+        return f"must be {words} {context[limit]:g}"
+    if kind == "literal_error":
+        close = difflib.get_close_matches(
+            str(value), [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")], n=1
+        )
+        return f"must be {context['expected']}" + (f"; did you mean {close[0]}?" if close else "")
+    if kind == "string_pattern_mismatch":
+        return "must be of letters, digits, `_`, `.` and `-`, and begin with none of the last two"
+    types_ = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "a text",
+        "list_type": "a list",
+        "dict_type": "a mapping",
+        "model_type": "a section with keys of its own",
+    }
+    if kind == "finite_number":
+        return "must be a finite number"
+    if kind not in types_:
+        return detail["msg"]
+    return f"must be {types_[kind]}, not {_kind_of(value)}{_quoting_hint(kind, value)}"
+
+
+def _quoting_hint(kind: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f'; quote it: "{value}"'
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and value:
+        return "; if it is one, drop the quotes"
+    return ""
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "empty"
+    names = {
+        bool: "true or false",
+        int: "a number",
+        float: "a fraction",
+        str: "a text",
+        list: "a list",
+        dict: "a mapping",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def show(value: Any) -> str:
+    """A value as YAML would write it, shortened to fit a line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

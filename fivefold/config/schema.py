@@ -1,0 +1,293 @@
+"""The recipe: every key, its type, its rule and its default, each declared once.
+
+A key that is not declared here is an error. Rules that need two keys stand in the validators below; rules that
+need the model's shape or the layout stand in `fivefold.layout.check`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are not coerced into other types."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+class ClusterConfig(Section):
+    n_nodes: Positive = 1
+    """Machines in the run."""
+    n_gpus_per_node: NonNegative = 8
+    """GPUs used on each machine. 0: every worker is a CPU process (gloo)."""
+    fileroot: str = "runs"
+    """Outputs go to `<fileroot>/<experiment_name>/<trial_name>/`."""
+
+
+class SchedulerConfig(Section):
+    type: Literal["local", "ray"] = "local"
+    """`local`: start Ray on this machine for this run alone. `ray`: join the cluster at `address`."""
+    address: str = "auto"
+    """Address of the Ray cluster to join with `type: ray` (`auto`, or host:port)."""
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest time, in seconds, that one phase may take on a worker before the run ends with an error."""
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's decoupled weight decay; norms and biases are exempt."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    warmup_steps_proportion: Fraction = 0.0
+    """Share of all optimizer steps spent on a linear warm-up from 0."""
+    min_lr_ratio: Fraction = 0.0
+    """Where the decay ends, as a share of `lr`."""
+    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class MicroBatchConfig(Section):
+    max_tokens_per_mb: Positive = 8192
+    """Most tokens in one micro-batch, counted over its context-parallel shards. A longer sequence gets one of its own."""
+    n_mbs: Positive = 1
+    """Fewest micro-batches a data-parallel rank splits a mini-batch into."""
+
+
+class MegatronConfig(Section):
+    bridge_type: Literal["fivefold"] = "fivefold"
+    """The weight bridge between Hugging Face and Megatron-Core names."""
+    use_deterministic_algorithms: bool = False
+    """Bit-reproducible kernels, at some cost in speed."""
+    virtual_pipeline_parallel_size: Positive = 1
+    """Model chunks on each pipeline stage (interleaved 1F1B); the `v` of a layout says the same."""
+    router_dtype: Literal["model", "fp32"] = "fp32"
+    """Dtype of the router's matmul and softmax."""
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts. Both are dropless."""
+    logprob_chunk_size: Positive = 1024
+    """Tokens whose logits [chunk, vocabulary / tp] exist at one time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, the MLP/MoE activations, or whole layers."""
+    transformer: dict[str, Any] = {}
+    """Fields of Megatron-Core's TransformerConfig, by its own names."""
+    ddp: dict[str, Any] = {}
+    """Fields of Megatron-Core's DistributedDataParallelConfig, by its own names."""
+    optimizer: dict[str, Any] = {}
+    """Fields of Megatron-Core's OptimizerConfig, by its own names."""
+
+
+class EngineConfig(Section):
+    """A model, and how it is laid out over processes."""
+
+    path: str
+    """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold."""
+    backend: str = "megatron:d1"
+    """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of weights and activations. Gradients, moments and master weights are float32."""
+    init_from_scratch: bool = False
+    """Random weights (seeded) in place of the checkpoint's; `path` then needs only a config and a tokenizer."""
+    mb_spec: MicroBatchConfig = MicroBatchConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class NormConfig(Section):
+    """(x - mean) / (std + eps), each over the group of one prompt, over the batch, or not at all."""
+
+    mean_level: Literal["group", "batch", "none"] = "group"
+    std_level: Literal["group", "batch", "none"] = "group"
+    eps: Annotated[float, Field(gt=0)] = 1e-6
+
+
+class ActorConfig(EngineConfig):
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ppo_epochs: Positive = 1
+    """Times each sample is trained in a step."""
+    ppo_n_minibatches: Positive = 1
+    """Optimizer updates in an epoch; whole groups stay together."""
+    eps_clip: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """PPO's clip range below 1."""
+    eps_clip_higher: Annotated[float, Field(ge=0)] | None = None
+    """PPO's clip range above 1; none: the same as `eps_clip`."""
+    c_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip (Ye et al. 2020): bound on the ratio of samples with negative advantage."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """Mean over tokens (DAPO); mean over sequences of token means (GRPO); mean over sequences of token sums (Dr. GRPO)."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_ctl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the reference model; 0: no reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether the KL term is added to the loss or subtracted from each token's reward."""
+    recompute_logprob: bool | None = None
+    """Whether the trainer computes the old log-probs. None: only when a step has more than one update."""
+    reward_norm: NormConfig = NormConfig()
+    """How rewards become advantages (GRPO: group, group; Dr. GRPO: group, none)."""
+    reward_scaling: float = 1.0
+    reward_bias: float = 0.0
+    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    """Rewards are (reward + bias) * scaling, then clipped to ±clip."""
+
+
+class ReferenceConfig(Section):
+    path: str | None = None
+    """Reference model; none: the actor's initial weights."""
+    backend: str | None = None
+    """None: the actor's own layout."""
+
+
+class GenerationConfig(Section):
+    n_samples: Positive = 8
+    """Completions of each prompt: the group."""
+    max_new_tokens: Positive = 1024
+    min_new_tokens: NonNegative = 0
+    greedy: bool = False
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    """Sample among the k most likely tokens; 0: all."""
+    stop_token_ids: list[int] = []
+    """Stop after any of these, besides the model's own end-of-sequence tokens."""
+    stop: list[str] = []
+    """Stop after any of these texts."""
+
+
+class RolloutConfig(Section):
+    backend: str = "transformers:d1"
+    """Engine and replicas, for example `transformers:d2`."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None: the actor's."""
+    max_batch_size: Positive = 256
+    """Most sequences that a replica decodes at one time."""
+    colocate: bool | None = None
+    """Share the actor's devices. None: only if the cluster has too few for both."""
+
+
+class DatasetConfig(Section):
+    path: str
+    """Parquet or JSONL file, folder of such files, `datasets` name, or `package:<name>`."""
+    split: str = "train"
+    """Split to read, for a `datasets` name."""
+    batch_size: Positive = 32
+    """Prompts in a step."""
+    shuffle: bool = True
+    max_length: Positive = 1024
+    """Longest prompt, in tokens; longer ones are dropped and counted."""
+    limit: Positive | None = None
+    """Use only the first rows."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a text, or a list of chat messages."""
+    answer_key: str | None = None
+    """Column of the ground truth, for plain columns; none: `reward_model.ground_truth`."""
+    apply_chat_template: bool | None = None
+    """None: for chat messages yes, for texts no."""
+
+
+class RewardConfig(Section):
+    fn: str = "math"
+    """`exact_match`, `math` (math-verify), or `module:function` of your own."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments handed to the function."""
+
+
+class EvaluatorConfig(Section):
+    freq_steps: Positive | None = None
+    """Evaluate every so many steps; before the first and after the last step in any case."""
+    n_samples: Positive = 1
+    greedy: bool = True
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+
+
+class StatsConfig(Section):
+    tensorboard: bool = True
+    n_logged_samples: NonNegative = 4
+    """Generations of each step written to `samples.jsonl`."""
+
+
+class RunConfig(Section):
+    """What every kind of recipe has."""
+
+    experiment_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    trial_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "trial-0"
+    seed: NonNegative = 1
+    cluster: ClusterConfig = ClusterConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    tokenizer_path: str | None = None
+    """None: `actor.path`."""
+    stats: StatsConfig = StatsConfig()
+
+
+class TrainRecipe(RunConfig):
+    """`fivefold train`: reinforcement learning."""
+
+    allocation_mode: str | None = None
+    """Older, single-string form of `rollout.backend` and `actor.backend`: `transformers:d1+megatron:d2`."""
+    actor: ActorConfig
+    ref: ReferenceConfig = ReferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gconfig: GenerationConfig = GenerationConfig()
+    train_dataset: DatasetConfig
+    valid_dataset: DatasetConfig | None = None
+    reward: RewardConfig = RewardConfig()
+    evaluator: EvaluatorConfig = EvaluatorConfig()
+    total_train_epochs: Positive = 1
+    total_train_steps: Positive | None = None
+    """Stop after so many steps; none: after `total_train_epochs`."""
+
+    @model_validator(mode="after")
+    def _check_group(self) -> TrainRecipe:
+        if self.gconfig.n_samples == 1 and self.actor.reward_norm.mean_level == "group":
+            raise ValueError(
+                "gconfig.n_samples is 1, but actor.reward_norm.mean_level=group subtracts the group's mean, "
+                "which leaves no signal: raise gconfig.n_samples or set actor.reward_norm.mean_level=batch"
+            )
+        if self.train_dataset.batch_size % self.actor.ppo_n_minibatches:
+            raise ValueError(
+                f"train_dataset.batch_size={self.train_dataset.batch_size} must be a multiple of "
+                f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches}, so that groups stay whole"
+            )
+        return self
+
+
+class SFTDatasetConfig(DatasetConfig):
+    response_key: str = "response"
+    """Column of the text to learn; the end-of-sequence token is appended."""
+    max_length: Positive = 1024
+    """Longest example, in tokens: prompt, response and end token. Longer ones are dropped and counted."""
+
+
+class SFTModelConfig(EngineConfig):
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class SFTRecipe(RunConfig):
+    """`fivefold sft`: supervised fine-tuning, loss on the response tokens."""
+
+    actor: SFTModelConfig
+    train_dataset: SFTDatasetConfig
+    valid_dataset: SFTDatasetConfig | None = None
+    total_train_epochs: Positive = 1
+    total_train_steps: Positive | None = None
+
+
+Recipe = TrainRecipe | SFTRecipe

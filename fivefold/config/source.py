@@ -1,0 +1,178 @@
+"""From a YAML file and `a.b=c` overrides to one plain dict: duplicates refused, `${...}` filled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
+
+from fivefold.config.problems import RecipeError, section_of
+
+KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+COMMENT = re.compile(r"(^|\s)#")
+MISSING = "???"
+QUOTES = frozenset("'\"")
+
+
+def read_mapping(path: Path) -> DictConfig:
+    """The file's keys and values, interpolations still open.
+
+    Raises:
+        RecipeError: no such file, an empty one, one that is not YAML, not a mapping, or that gives a key twice.
+    """
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        raise RecipeError(str(path), [f"the recipe {what}"])
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            raise RecipeError(
+                str(path), ["the file is empty; a recipe needs at least experiment_name, actor and train_dataset"]
+            )
+        if not isinstance(root, yaml.MappingNode):
+            raise RecipeError(str(path), [f"a recipe is a mapping of keys to values, not a {root.id}"])
+        if duplicates := list(_duplicates(root)):
+            raise RecipeError(str(path), duplicates)
+        config = OmegaConf.create(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(str(path), [f"not YAML: {_one_line(error)}"]) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(str(path), [f"not a text in UTF-8: {error.reason} at byte {error.start}"]) from error
+    except OmegaConfBaseException as error:
+        raise RecipeError(str(path), [_omegaconf_line(error)]) from error
+    assert isinstance(config, DictConfig), "the root is a mapping"
+    return config
+
+
+def _duplicates(node: yaml.Node, prefix: str = "") -> Iterator[str]:
+    """A line for each key that its mapping holds twice, at any depth."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _duplicates(item, prefix)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, int] = {}
+    for key, value in node.value:
+        path, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if path in first and key.tag != "tag:yaml.org,2002:merge":
+            yield f"{path}: given twice, in lines {first[path]} and {line}; keep one"
+        first.setdefault(path, line)
+        yield from _duplicates(value, f"{path}.")
+
+
+def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Writes each `a.b=c` into `config`, later ones over earlier; returns a line for each that cannot be read.
+
+    Values are typed as YAML types them: 8, 1e-5, true, null, [a, b], {a: 1}, text.
+    """
+    problems = []
+    for override in overrides:
+        problem = _override_problem(override)
+        if problem is None:
+            try:
+                config.merge_with_dotlist([override])
+            except yaml.YAMLError as error:
+                problem = f"the value is not YAML ({_one_line(error)}); quote it"
+            except OmegaConfBaseException as error:
+                problem = _omegaconf_line(error)
+        if problem is not None:
+            problems.append(f"override {override!r}: {problem}")
+    return problems
+
+
+def _override_problem(override: str) -> str | None:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return "there is no `=`; write key=value"
+    bare = key.lstrip("+-~")
+    if bare != key and KEY.fullmatch(bare):
+        return f"no prefix is needed; write {bare}=..."
+    if not KEY.fullmatch(key):
+        return f"`{key}` is not a key; write section.key=value"
+    if COMMENT.search(value) and not QUOTES & set(value):
+        return "` #` starts a comment in YAML and would cut the value short; quote it"
+    return None
+
+
+def resolve(config: DictConfig, schema: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
+    """The plain dict that was written, `${...}` filled in, and a line for each value that cannot be.
+
+    An interpolation may name a key that keeps its default. With any such line, the dict is empty.
+    """
+    written = OmegaConf.to_container(config, resolve=False)
+    full = OmegaConf.merge(_defaults(schema), config)
+    problems = [f"{key}: `{MISSING}` stands for a value that is still to be given" for key in _missing(written)]
+    problems += _dangling(full)
+    if problems:
+        return {}, problems
+    picked = _pick(OmegaConf.to_container(full, resolve=True), written)
+    assert isinstance(picked, dict), "the root is a mapping"
+    return picked, []
+
+
+def _missing(value: Any, path: str = "") -> Iterator[str]:
+    if value == MISSING:
+        yield path
+    for key, inner in _entries(value):
+        yield from _missing(inner, f"{path}.{key}" if path else str(key))
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list):
+        yield from enumerate(value)
+
+
+def _dangling(node: DictConfig | ListConfig) -> Iterator[str]:
+    """A line for each interpolation that leads nowhere."""
+    keys: Iterable[Any] = node if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        if OmegaConf.is_missing(node, key):
+            continue
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            yield _omegaconf_line(error)
+            continue
+        if isinstance(value, (DictConfig, ListConfig)) and not OmegaConf.is_interpolation(node, key):
+            yield from _dangling(value)
+
+
+def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
+    """Every default of the schema, inside required sections too."""
+    defaults: dict[str, Any] = {}
+    for name, field in schema.model_fields.items():
+        section = section_of(field.annotation)
+        if field.is_required():
+            if section is not None:
+                defaults[name] = _defaults(section)
+        else:
+            default = field.default
+            defaults[name] = default.model_dump() if isinstance(default, BaseModel) else default
+    return defaults
+
+
+def _pick(resolved: Any, written: Any) -> Any:
+    """The part of `resolved` whose keys are in `written`."""
+    if isinstance(resolved, dict) and isinstance(written, dict):
+        return {key: _pick(resolved[key], value) for key, value in written.items()}
+    return resolved
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split())
+
+
+def _omegaconf_line(error: OmegaConfBaseException) -> str:
+    message = str(error).splitlines()[0]
+    return f"{error.full_key}: {message}" if error.full_key else message

@@ -1,0 +1,151 @@
+"""Prompts of a data set: rows in, tokenized problems with their ground truth out.
+
+Two forms of rows are read. The common schema of verifiable-reward data sets:
+
+    {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "..."}], "ability": "math",
+     "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": {...}}
+
+and plain columns named by `prompt_key` and `answer_key`:
+
+    {"question": "17 + 25 =", "answer": "42"}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fivefold.config.schema import DatasetConfig
+from fivefold.data.rows import Row, load_rows, require_column
+from fivefold.data.sampler import EpochSampler
+from fivefold.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """The prompts that fit, and how many did not."""
+
+    prompts: tuple[Prompt, ...]
+    n_rows: int
+    """Rows read."""
+    n_too_long: int
+    """Rows dropped because their prompt has more than `max_length` tokens."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def sampler(self, config: DatasetConfig, seed: int) -> EpochSampler[Prompt]:
+        """Batches of `config.batch_size` prompts."""
+        return EpochSampler(
+            self.prompts,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=seed,
+            fingerprint=self.fingerprint(),
+        )
+
+    def fingerprint(self) -> str:
+        """A hash of all prompt tokens, in order: tells on resume whether this is still the same data set."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(struct.pack(f"<{len(prompt.token_ids) + 1}q", len(prompt.token_ids), *prompt.token_ids))
+        return digest.hexdigest()[:16]
+
+
+def load_prompts(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """Read, render and tokenize a data set; over-long prompts are dropped and counted.
+
+    Raises:
+        ValueError: no data, a missing column, chat messages without a chat template, or no prompt that fits.
+    """
+    rows = load_rows(config)
+    require_column(rows, config.prompt_key, "prompt_key", config.path)
+    if config.answer_key is not None:
+        require_column(rows, config.answer_key, "answer_key", config.path)
+    prompts: list[Prompt] = []
+    for number, row in enumerate(rows):
+        where = f"row {number} of {config.path!r}"
+        text, token_ids = render(row[config.prompt_key], config, tokenizer, where)
+        if len(token_ids) <= config.max_length:
+            prompts.append(
+                Prompt(
+                    index=len(prompts),
+                    text=text,
+                    token_ids=token_ids,
+                    ground_truth=_ground_truth(row, config, where),
+                    data_source=row.get("data_source") or "",
+                    extra_info=row.get("extra_info") or {},
+                )
+            )
+    if not prompts:
+        raise ValueError(
+            f"all {len(rows)} prompts of {config.path!r} have more than max_length={config.max_length} tokens: "
+            "raise max_length"
+        )
+    return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
+
+
+def render(
+    prompt: Any, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[str, tuple[int, ...]]:
+    """A prompt as the model sees it, and its tokens.
+
+    Args:
+        prompt: a text, or a list of chat messages.
+        config: `apply_chat_template` None renders messages and leaves texts; True also renders a text, as the one
+            message of a user; False takes texts only.
+        where: the row, for errors.
+
+    Raises:
+        ValueError: neither text nor messages, no chat template, or no tokens.
+    """
+    is_chat = not isinstance(prompt, str)
+    if is_chat and not (isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)):
+        raise ValueError(f"{where}: {config.prompt_key!r} must be a text or a list of chat messages, not {prompt!r}")
+    if is_chat and config.apply_chat_template is False:
+        raise ValueError(
+            f"{where}: {config.prompt_key!r} holds chat messages, but apply_chat_template is false: "
+            "leave it out, or give texts"
+        )
+    if is_chat or config.apply_chat_template:
+        text = _render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
+        # The template writes the special tokens itself.
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        text = prompt
+        token_ids = tokenizer(text)["input_ids"]
+        # Some tokenizers close every text; an answer must not start after the end of the text.
+        if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+            token_ids = token_ids[:-1]
+    if not token_ids:
+        raise ValueError(f"{where}: {config.prompt_key!r} has no tokens; a prompt needs at least one")
+    return text, tuple(token_ids)
+
+
+def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{where}: the prompt is made of chat messages, but the tokenizer of {tokenizer.name_or_path!r} has no "
+            "chat template: use a model that has one (an instruct model), or give texts with apply_chat_template=false"
+        )
+    # Parquet gives all messages of a column the same keys; templates would take the None of an absent one for a value.
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=True))
+
+
+def _ground_truth(row: Row, config: DatasetConfig, where: str) -> Any:
+    if config.answer_key is not None:
+        return row[config.answer_key]
+    reward_model = row.get("reward_model")
+    if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
+        raise ValueError(
+            f"{where} has no reward_model.ground_truth; its columns are {sorted(row)}: "
+            "set answer_key to the column that holds the ground truth"
+        )
+    return reward_model["ground_truth"]

@@ -1,0 +1,157 @@
+"""Rows of a data set, from wherever `path` points: files, folders, the package itself, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.schema import DatasetConfig
+
+Row = dict[str, Any]
+
+SUFFIXES = (".jsonl", ".parquet")
+_PACKAGE = "package:"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
+
+
+def load_rows(config: DatasetConfig) -> list[Row]:
+    """The rows of `config.path`, the first `config.limit` of them, as plain Python values.
+
+    `config.path` is one of
+
+        data/train.parquet, data/train.jsonl     a file
+        data/train                               a folder of such files, read in the order of their names
+        package:arithmetic/train                 a file that ships with Fivefold
+        package:arithmetic                       the same, `config.split` naming the file
+        openai/gsm8k:main                        a `datasets` name (and configuration), read at `config.split`
+
+    Raises:
+        ValueError: nothing there, no rows, or a file that is not what its suffix says.
+    """
+    rows = list(islice(_iterate(config), config.limit))
+    if not rows:
+        raise ValueError(f"the data set {config.path!r} has no rows: check the path, or fill the file")
+    return rows
+
+
+def columns(rows: list[Row]) -> list[str]:
+    """Names of the columns that any row has."""
+    return sorted({name for row in rows for name in row})
+
+
+def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
+    """Check that all rows have column `name`, which recipe key `key` asks for.
+
+    Raises:
+        ValueError: naming the first row without it, and the columns that there are.
+    """
+    for number, row in enumerate(rows):
+        if name not in row:
+            raise ValueError(
+                f"row {number} of {path!r} has no column {name!r}, which {key} asks for; "
+                f"the columns found are {columns(rows)}: set {key} to one of them, or add the column"
+            )
+
+
+def _iterate(config: DatasetConfig) -> Iterator[Row]:
+    if config.path.startswith(_PACKAGE):
+        with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
+            yield from _read_file(file)
+        return
+    local = Path(config.path).expanduser()
+    if local.is_dir():
+        for file in _files_of(local):
+            yield from _read_file(file)
+    elif local.is_file():
+        yield from _read_file(local)
+    elif local.suffix in SUFFIXES or not _HUB_NAME.fullmatch(config.path):
+        raise ValueError(
+            f"the data set {config.path!r} does not exist (looked in {Path.cwd()}): give a file, a folder or a hub name"
+        )
+    else:
+        yield from _read_hub(config.path, config.split)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    if not found:
+        raise ValueError(f"the folder {str(folder)!r} holds no {' or '.join(SUFFIXES)} file: give the folder that does")
+    return found
+
+
+def _packaged(name: str, split: str) -> Traversable:
+    root = files("fivefold.data") / "packaged"
+    for candidate in (name, f"{name}/{split}"):
+        for suffix in SUFFIXES:
+            if (file := root / f"{candidate}{suffix}").is_file():
+                return file
+    folders = [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
+    shipped = sorted(
+        f"{folder.name}/{Path(file.name).stem}"
+        for folder in folders
+        for file in folder.iterdir()
+        if file.name.endswith(SUFFIXES)
+    )
+    raise ValueError(f"no data set {_PACKAGE}{name} (split {split!r}) ships with Fivefold; there are {shipped}")
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    match file.suffix:
+        case ".jsonl":
+            return _read_jsonl(file)
+        case ".parquet":
+            return _read_parquet(file)
+    raise ValueError(f"the data set {str(file)!r} must end in {' or '.join(SUFFIXES)}: convert it to one of them")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{file}, line {number}: not JSON ({error}); a JSONL file has one JSON object a line"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{file}, line {number}: holds a {type(row).__name__}; a JSONL file has one JSON object a line"
+                )
+            yield row
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        for record_batch in table.iter_batches():
+            yield from record_batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{file} is not a readable parquet file ({error}): write it again") from error
+
+
+def _read_hub(path: str, split: str) -> Iterator[Row]:
+    import datasets
+
+    name, _, configuration = path.partition(":")
+    try:
+        yield from datasets.load_dataset(name, configuration or None, split=split)
+    except (
+        datasets.exceptions.DatasetNotFoundError,
+        datasets.exceptions.DataFilesNotFoundError,
+        ConnectionError,
+    ) as error:
+        raise ValueError(
+            f"{path!r} is no file or folder here, and the Hugging Face hub gives no data set of that name ({error}): "
+            "check the spelling, your connection and your access"
+        ) from error

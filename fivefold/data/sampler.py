@@ -1,0 +1,112 @@
+"""The order in which a data set is read, as a function of (seed, epoch, position) alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Generic, TypedDict, TypeVar
+
+Item = TypeVar("Item")
+
+
+class SamplerState(TypedDict):
+    """All that a sampler needs to go on where it stopped; plain values, fit for JSON."""
+
+    seed: int
+    shuffle: bool
+    batch_size: int
+    n_items: int
+    fingerprint: str
+    epoch: int
+    position: int
+
+
+class EpochSampler(Generic[Item]):
+    """Batches of `batch_size` items, epoch after epoch, without end.
+
+    Each epoch is a permutation of its own (`shuffle`) or the data set's order. Within an epoch no item comes twice,
+    and no batch mixes two epochs: the `n_dropped` items at the end of an epoch that do not fill a batch are left out
+    of that epoch, and the next shuffle leaves out others.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], *, batch_size: int, shuffle: bool, seed: int, fingerprint: str = ""
+    ) -> None:
+        """
+        Args:
+            items: the data set.
+            batch_size: items in a batch.
+            shuffle: whether each epoch has an order of its own.
+            seed: decides those orders.
+            fingerprint: identifies the data set's content; a state only loads where it is the same.
+
+        Raises:
+            ValueError: fewer items than one batch takes.
+        """
+        if not 1 <= batch_size <= len(items):
+            raise ValueError(
+                f"batch_size={batch_size} must be between 1 and {len(items)}, the number of usable rows of the "
+                f"data set: lower batch_size, or add rows"
+            )
+        self._items = items
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._fingerprint = fingerprint
+        self.epoch = 0
+        """Epoch of the next batch, from 0."""
+        self.position = 0
+        """Batches of this epoch already handed out."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._items) // self._batch_size
+
+    @property
+    def n_dropped(self) -> int:
+        """Items that each epoch leaves out, because they do not fill a batch."""
+        return len(self._items) % self._batch_size
+
+    def next_batch(self) -> list[Item]:
+        """The next `batch_size` items."""
+        start = self.position * self._batch_size
+        batch = [self._items[i] for i in self._order()[start : start + self._batch_size]]
+        self.position += 1
+        if self.position == self.batches_per_epoch:
+            self.epoch, self.position = self.epoch + 1, 0
+        return batch
+
+    def state_dict(self) -> SamplerState:
+        return SamplerState(
+            seed=self._seed,
+            shuffle=self._shuffle,
+            batch_size=self._batch_size,
+            n_items=len(self._items),
+            fingerprint=self._fingerprint,
+            epoch=self.epoch,
+            position=self.position,
+        )
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Go on exactly where the sampler of `state` stopped.
+
+        Raises:
+            ValueError: the state belongs to another data set, batch size, order or seed.
+        """
+        here = self.state_dict()
+        resumed = SamplerState(**{**here, "epoch": state["epoch"], "position": state["position"]})
+        differing = sorted(key for key, value in resumed.items() if state.get(key) != value)
+        if differing:
+            found = ", ".join(f"{key}={state.get(key)!r} (now {here.get(key)!r})" for key in differing)
+            raise ValueError(
+                f"the saved reading position belongs to another data set or order: {found}; "
+                "resume with the same train_dataset and seed"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _order(self) -> list[int]:
+        order = list(range(len(self._items)))
+        if self._shuffle:
+            # A string seed is hashed with SHA-512: neighbouring seeds and epochs give unrelated orders.
+            random.Random(f"{self._seed}-{self.epoch}").shuffle(order)
+        return order

@@ -1,0 +1,106 @@
+"""Prompts with the responses to learn: rows in, tokenized examples and batches out.
+
+{"prompt": "17 + 25 =", "response": " 42"}
+tokens   17 + 25 =  42 <eos>
+mask      0 0  0 0   1   1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fivefold.config.schema import SFTDatasetConfig
+from fivefold.data.batches import ragged_batch
+from fivefold.data.prompts import render
+from fivefold.data.rows import load_rows, require_column
+from fivefold.data.sampler import EpochSampler
+from fivefold.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    """One tokenized prompt and the response to learn."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """The response and the end-of-sequence token."""
+
+
+@dataclass(frozen=True)
+class SFTDataset:
+    """The examples that fit, and how many did not."""
+
+    examples: tuple[SFTExample, ...]
+    n_rows: int
+    """Rows read."""
+    n_too_long: int
+    """Rows dropped because prompt, response and end token are more than `max_length` tokens."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def sampler(self, config: SFTDatasetConfig, seed: int) -> EpochSampler[SFTExample]:
+        """Lists of `config.batch_size` examples; `sft_batch` makes a batch of one."""
+        return EpochSampler(
+            self.examples,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=seed,
+            fingerprint=self.fingerprint(),
+        )
+
+    def fingerprint(self) -> str:
+        """A hash of all tokens, in order: tells on resume whether this is still the same data set."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            for ids in (example.prompt_ids, example.response_ids):
+                digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
+        return digest.hexdigest()[:16]
+
+
+def load_sft(config: SFTDatasetConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
+    """Read and tokenize a data set of prompts and responses; over-long examples are dropped and counted.
+
+    The prompt is rendered as in training with rewards, chat template included; the response follows it unchanged.
+
+    Raises:
+        ValueError: no data, a missing column, a response that is no text, no end-of-sequence token, or none that fits.
+    """
+    if config.answer_key is not None:
+        raise ValueError(
+            f"answer_key={config.answer_key!r} has no use in supervised fine-tuning: "
+            "set response_key, the text to learn"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token: set its eos_token")
+    rows = load_rows(config)
+    require_column(rows, config.prompt_key, "prompt_key", config.path)
+    require_column(rows, config.response_key, "response_key", config.path)
+    examples: list[SFTExample] = []
+    for number, row in enumerate(rows):
+        where = f"row {number} of {config.path!r}"
+        response = row[config.response_key]
+        if not isinstance(response, str):
+            raise ValueError(f"{where}: {config.response_key!r} must be a text, not {response!r}")
+        _, prompt_ids = render(row[config.prompt_key], config, tokenizer, where)
+        response_ids = (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+        if len(prompt_ids) + len(response_ids) <= config.max_length:
+            examples.append(SFTExample(prompt_ids, response_ids))
+    if not examples:
+        raise ValueError(
+            f"all {len(rows)} examples of {config.path!r} have more than max_length={config.max_length} tokens: "
+            "raise max_length"
+        )
+    return SFTDataset(tuple(examples), n_rows=len(rows), n_too_long=len(rows) - len(examples))
+
+
+def sft_batch(examples: Sequence[SFTExample]) -> Batch:
+    """Examples as one batch; the mask is 1 on responses and their end tokens."""
+    return ragged_batch([e.prompt_ids for e in examples], [e.response_ids for e in examples])

@@ -1,0 +1,40 @@
+"""Errors of layouts: which rule was broken, what to write instead, and, in a string, where."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Part = Literal["dims", "attn", "ffn"]
+
+
+class RuleError(ValueError):
+    """Degrees that break a rule, whether they came from a string or from a program.
+
+    `role`, `part` and `letter` say which degree it is, so that a parser can put its caret there.
+    """
+
+    def __init__(self, rule: str, fix: str, *, letter: str = "", part: Part = "dims", role: int = 0) -> None:
+        super().__init__(f"{rule}; {fix}")
+        self.rule = rule
+        self.fix = fix
+        self.letter = letter
+        self.part: Part = part
+        self.role = role
+
+
+class AllocationError(ValueError):
+    """An allocation string that cannot be read, with a caret under the character that is to blame.
+
+    unknown backend `megatrn`
+      megatrn:d4
+      ^
+    fix: write `megatron`
+    """
+
+    def __init__(self, rule: str, fix: str, text: str, position: int) -> None:
+        line = "".join(" " if character.isspace() else character for character in text)
+        super().__init__(f"{rule}\n  {line}\n  {' ' * position}^\nfix: {fix}")
+        self.rule = rule
+        self.fix = fix
+        self.text = text
+        self.position = position

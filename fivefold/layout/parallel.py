@@ -1,0 +1,62 @@
+"""The layout of one role: how many ways each dimension of parallelism splits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+TRAIN_BACKENDS = ("megatron", "fsdp")
+INFERENCE_BACKENDS = ("transformers", "vllm", "sglang")
+BACKENDS = TRAIN_BACKENDS + INFERENCE_BACKENDS
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Degrees of parallelism of one role, with every degree known.
+
+    Attention and dense layers split the world as dp x pp x cp x tp; experts split the same world as
+    edp x pp x ep x etp (MoE parallel folding, Liu et al. 2025, https://arxiv.org/abs/2504.14960).
+
+        megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)     dp1 pp4 cp2 tp2 = 16 = edp1 pp4 ep4 etp1
+    """
+
+    backend: str
+    """`megatron`, `fsdp`, `transformers`, `vllm` or `sglang`."""
+    tp: int
+    """Tensor parallel degree of attention and dense layers."""
+    pp: int
+    """Pipeline stages."""
+    cp: int
+    """Context parallel degree: ranks that share one sequence."""
+    dp: int
+    """Data parallel degree of attention and dense layers; replicas, for an inference backend."""
+    vpp: int
+    """Model chunks on each pipeline stage (interleaved schedule); 1: plain 1F1B."""
+    ep: int
+    """Expert parallel degree."""
+    etp: int
+    """Tensor parallel degree inside each expert."""
+    edp: int
+    """Data parallel degree of the experts."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "backend" and value < 1:
+                raise ValueError(f"ParallelLayout.{field.name} is {value}; a degree is at least 1")
+        dense, experts = self.dp * self.tp * self.cp, self.edp * self.etp * self.ep
+        if dense != experts:
+            raise ValueError(
+                f"dp*tp*cp = {self.dp}*{self.tp}*{self.cp} = {dense}, "
+                f"but edp*etp*ep = {self.edp}*{self.etp}*{self.ep} = {experts}: "
+                "attention and experts share the ranks of a stage, so the two must be equal"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the role: one device or process each."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the backend trains (and does not only generate)."""
+        return self.backend in TRAIN_BACKENDS

@@ -1,0 +1,199 @@
+"""Roles on devices: which rank runs where, who takes turns with whom, and what is wrong or wasteful about it.
+
+vllm[rollout]:d2t4+megatron[actor]:d4t2 on 2 nodes of 8
+
+node 0   rollout 0-7                      "+": one after another over the nodes
+node 1   actor   0-7                      "|": the same devices, in turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import Recipe
+from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.grid import rank_groups
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.recipe import recipe_allocation
+
+
+class Device(NamedTuple):
+    """A GPU, or the slot of a CPU process."""
+
+    node: int
+    local: int
+    """Index on its node."""
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """One role: rank r runs on `devices[r]`."""
+
+    role: str
+    layout: ParallelLayout
+    devices: tuple[Device, ...]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The nodes it runs on, in ascending order."""
+        return tuple(sorted({device.node for device in self.devices}))
+
+    def straddling_tp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor parallel groups (of ranks) with members on more than one node."""
+        return tuple(
+            group for group in rank_groups(self.layout, "tp") if len({self.devices[rank].node for rank in group}) > 1
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All roles on `n_nodes` nodes of `n_devices_per_node` devices."""
+
+    n_nodes: int
+    n_devices_per_node: int
+    """GPUs; for CPU processes, the slots that the roles need."""
+    is_cpu: bool
+    roles: tuple[RolePlacement, ...]
+
+    def __getitem__(self, role: str) -> RolePlacement:
+        """The placement of `role`.
+
+        Raises:
+            KeyError: no such role; a reference model without a backend of its own is inside the actor's processes.
+        """
+        found = {placed.role: placed for placed in self.roles}
+        if role not in found:
+            raise KeyError(f"no role {role!r} is placed; the roles are {', '.join(found)}")
+        return found[role]
+
+    def __contains__(self, role: str) -> bool:
+        return any(placed.role == role for placed in self.roles)
+
+    def sharers(self, role: str) -> tuple[str, ...]:
+        """Roles with a device in common with `role`: they sleep while it works, and it sleeps while they do."""
+        devices = set(self[role].devices)
+        return tuple(placed.role for placed in self.roles if placed.role != role and devices & set(placed.devices))
+
+    def unused(self) -> tuple[Device, ...]:
+        """Devices that no role uses, in order."""
+        used = {device for placed in self.roles for device in placed.devices}
+        devices = (Device(node, local) for node in range(self.n_nodes) for local in range(self.n_devices_per_node))
+        return tuple(device for device in devices if device not in used)
+
+    def warnings(self) -> tuple[str, ...]:
+        """What would run, but wastes devices or bandwidth."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        if not self.is_cpu and (unused := self.unused()):
+            total = self.n_nodes * self.n_devices_per_node
+            yield f"{len(unused)} of {total} GPUs are unused: {_runs(unused)}"
+        for placed in self.roles:
+            if self.is_cpu or not (groups := placed.straddling_tp_groups()):
+                continue
+            example = ", ".join(
+                f"rank {rank} on node {placed.devices[rank].node}" for rank in (groups[0][0], groups[0][-1])
+            )
+            yield (
+                f"{len(groups)} tensor parallel groups of {placed.role} cross nodes ({example}): "
+                "their traffic takes the network between nodes; make t divide the GPUs of a node, "
+                "or let the role begin with a node"
+            )
+
+
+def _runs(devices: Sequence[Device]) -> str:
+    """`node 0: 6-7; node 1: 0`."""
+    by_node: dict[int, list[int]] = {}
+    for device in devices:
+        by_node.setdefault(device.node, []).append(device.local)
+    return "; ".join(f"node {node}: {_spans(indices)}" for node, indices in by_node.items())
+
+
+def _spans(indices: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and index == spans[-1][-1] + 1:
+            spans[-1].append(index)
+        else:
+            spans.append([index])
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+
+
+def place(recipe: Recipe) -> Placement:
+    """Where each of the recipe's roles runs.
+
+    The roles are `rollout`, `actor`, and `ref` if it has a backend of its own. With `cluster.n_gpus_per_node: 0` they
+    are CPU processes, as many as the layouts ask for.
+
+    Raises:
+        RecipeError: layouts that cannot be read or contradict one another, or that need more GPUs than there are.
+    """
+    allocation = recipe_allocation(recipe)
+    try:
+        return place_allocation(allocation, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
+    except ValueError as error:
+        raise RecipeError(recipe.experiment_name, [str(error)]) from error
+
+
+def place_allocation(allocation: Allocation, n_nodes: int, n_gpus_per_node: int) -> Placement:
+    """Groups one after another over the nodes; the roles of a group on the same devices.
+
+    Raises:
+        AllocationError: a `d*` that the GPUs do not settle.
+        ValueError: more devices asked for than there are.
+    """
+    available = n_nodes * n_gpus_per_node
+    layouts = allocation.resolve(available or None)
+    sizes = [layouts[group[0].role].world_size for group in allocation.groups]
+    is_cpu = n_gpus_per_node == 0
+    if not is_cpu and sum(sizes) > available:
+        needs = " + ".join(
+            f"{size} ({'|'.join(role.role for role in group)})"
+            for size, group in zip(sizes, allocation.groups, strict=True)
+        )
+        raise ValueError(
+            f"{allocation} needs {needs} = {sum(sizes)} GPUs, "
+            f"but the cluster has {n_nodes} * {n_gpus_per_node} = {available}: "
+            "take smaller degrees, share devices between roles (`|`, rollout.colocate=true), or raise cluster.n_nodes"
+        )
+    per_node = -(-sum(sizes) // n_nodes) if is_cpu else n_gpus_per_node
+    placed, start = [], 0
+    for group, size in zip(allocation.groups, sizes, strict=True):
+        devices = tuple(Device(*divmod(index, per_node)) for index in range(start, start + size))
+        placed += [RolePlacement(role.role, layouts[role.role], devices) for role in group]
+        start += size
+    return Placement(n_nodes, per_node, is_cpu, tuple(placed))
+
+
+def place_by_list(
+    roles: Mapping[str, tuple[RoleAllocation, Sequence[int]]], n_nodes: int, n_gpus_per_node: int
+) -> Placement:
+    """Each role on the listed GPUs, counted through over the nodes; `d*` takes as many replicas as its list holds.
+
+    Lists of different roles may overlap: those roles take turns.
+
+    Raises:
+        ValueError: a list that is not as long as its layout, names a GPU twice, or one that does not exist.
+    """
+    available = n_nodes * n_gpus_per_node
+    placed = []
+    for name, (role, indices) in roles.items():
+        missing = [index for index in indices if not 0 <= index < available]
+        if missing:
+            raise ValueError(
+                f"{name} is put on device {missing[0]}, "
+                f"but the {n_nodes} * {n_gpus_per_node} GPUs are numbered 0 to {available - 1}"
+            )
+        if len(set(indices)) != len(indices):
+            twice = next(index for index in indices if list(indices).count(index) > 1)
+            raise ValueError(f"{name} is put on device {twice} twice; a device runs one rank of a role")
+        layout = role.resolve(len(indices))
+        if layout.world_size != len(indices):
+            raise ValueError(
+                f"{name}={role} has {layout.world_size} ranks, but its list has {len(indices)} devices; make them equal"
+            )
+        placed.append(RolePlacement(name, layout, tuple(Device(*divmod(index, n_gpus_per_node)) for index in indices)))
+    return Placement(n_nodes, n_gpus_per_node, False, tuple(placed))

@@ -1,0 +1,144 @@
+"""What a recipe says of its roles, brought into one form: an `Allocation`.
+
+A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `ref.backend`, `rollout.colocate`) or in one
+string (`allocation_mode`). The reference model lives inside the actor's processes, and is no role of its own, unless
+it is given a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import ClusterConfig, Recipe, Section, SFTRecipe, TrainRecipe
+from fivefold.layout.allocation import Allocation, AllocationError, RoleAllocation, RuleError, parse, parse_role
+
+EXAMPLES = {"actor": "megatron:d1", "rollout": "transformers:d1", "ref": "megatron:d1"}
+"""The roles of a recipe, each with a backend string that suits it."""
+
+
+def recipe_allocation(recipe: Recipe) -> Allocation:
+    """The recipe's roles, named and grouped by the devices they share.
+
+    Raises:
+        RecipeError: strings that cannot be read, that contradict one another, or that name a backend of the wrong kind.
+    """
+    if isinstance(recipe, TrainRecipe) and recipe.allocation_mode is not None:
+        groups = _from_allocation_mode(recipe, recipe.allocation_mode)
+    else:
+        groups = _from_backends(recipe)
+    _require(recipe, (line for group in groups for role in group if (line := _wrong_kind(role))))
+    try:
+        return Allocation(tuple(tuple(_with_virtual_stages(recipe, role) for role in group) for group in groups))
+    except RuleError as error:
+        raise RecipeError(recipe.experiment_name, [str(error)]) from error
+
+
+def _require(recipe: Recipe, problems: Iterable[str]) -> None:
+    if lines := list(problems):
+        raise RecipeError(recipe.experiment_name, lines)
+
+
+def _wrong_kind(role: RoleAllocation) -> str | None:
+    if role.is_training == (role.role != "rollout"):
+        return None
+    fix = "train with megatron or fsdp" if role.role != "rollout" else "generate with transformers, vllm or sglang"
+    return (
+        f"the {role.role} cannot run {role.backend}, which {'trains' if role.is_training else 'only generates'}; {fix}"
+    )
+
+
+def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
+    """The actor's virtual stages may stand in its layout or in `actor.megatron`, or the same in both."""
+    key, virtual = "actor.megatron.virtual_pipeline_parallel_size", recipe.actor.megatron.virtual_pipeline_parallel_size
+    if role.role != "actor" or virtual == 1:
+        return role
+    if role.vpp not in (1, virtual):
+        raise RecipeError(
+            recipe.experiment_name, [f"{key}={virtual} contradicts v{role.vpp} in the actor's layout {role}; keep one"]
+        )
+    try:
+        return replace(role, vpp=virtual)
+    except RuleError as error:
+        raise RecipeError(
+            recipe.experiment_name, [f"{key}={virtual} with the actor's layout {role}: {error}"]
+        ) from error
+
+
+Groups = tuple[tuple[RoleAllocation, ...], ...]
+
+
+def _from_backends(recipe: Recipe) -> Groups:
+    roles = _written_roles(recipe)
+    if isinstance(recipe, SFTRecipe):
+        return ((roles["actor"],),)
+    trainers = [roles["actor"]]
+    if "ref" in roles and recipe.actor.kl_ctl > 0:
+        trainers.append(roles["ref"])
+    is_shared = recipe.rollout.colocate
+    if is_shared is None:
+        is_shared = _needs_sharing(roles["actor"], roles["rollout"], recipe.cluster)
+    return ((roles["rollout"], *trainers),) if is_shared else ((roles["rollout"],), tuple(trainers))
+
+
+def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
+    """Each role's own backend key, parsed; defaults of the schema included, `allocation_mode` aside."""
+    texts: dict[str, str | None] = {"actor": recipe.actor.backend}
+    if isinstance(recipe, TrainRecipe):
+        texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend}
+    roles, problems = {}, []
+    for name, text in texts.items():
+        if text is None:
+            continue
+        try:
+            roles[name] = replace(parse_role(text), name=name)
+        except AllocationError as error:
+            problems.append(f"{name}.backend: {error}")
+    _require(recipe, problems)
+    return roles
+
+
+def _needs_sharing(actor: RoleAllocation, rollout: RoleAllocation, cluster: ClusterConfig) -> bool:
+    """Whether the cluster has too few devices for both roles side by side. CPU processes are never too few."""
+    if actor.dp is None and rollout.dp is None:
+        return True
+    available = cluster.n_nodes * cluster.n_gpus_per_node
+    least = [role.replica_size if role.n_devices is None else role.n_devices for role in (actor, rollout)]
+    return available > 0 and sum(least) > available
+
+
+def _from_allocation_mode(recipe: TrainRecipe, text: str) -> Groups:
+    try:
+        allocation = parse(text)
+    except AllocationError as error:
+        raise RecipeError(recipe.experiment_name, [f"allocation_mode: {error}"]) from error
+    groups = tuple(tuple(replace(role, name=role.role) for role in group) for group in allocation.groups)
+    roles = {role.role: role for group in groups for role in group}
+    _require(recipe, _wrong_roles(recipe, roles))
+    is_shared = any({"actor", "rollout"} <= {role.role for role in group} for group in groups)
+    _require(recipe, _contradictions(recipe, roles, is_shared=is_shared))
+    return groups
+
+
+def _wrong_roles(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation]) -> Iterable[str]:
+    for name in roles:
+        if name not in EXAMPLES:
+            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(EXAMPLES)}"
+    for name in ("actor", "rollout"):
+        if name not in roles:
+            yield f"allocation_mode lays out no {name}; add one, such as `{EXAMPLES[name]}`"
+    if "ref" in roles and recipe.actor.kl_ctl == 0:
+        yield "allocation_mode gives devices to ref, but actor.kl_ctl is 0, so no reference model is loaded; drop it"
+
+
+def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *, is_shared: bool) -> Iterable[str]:
+    """Keys that are written in the recipe and say something else than `allocation_mode`."""
+    sections: dict[str, Section] = {"actor": recipe.actor, "rollout": recipe.rollout, "ref": recipe.ref}
+    for name, role in _written_roles(recipe).items():
+        if "backend" in sections[name].model_fields_set and role != roles.get(name):
+            said = f"`{roles[name]}`" if name in roles else f"no {name}"
+            yield f"{name}.backend says `{role}`, allocation_mode says {said}; keep one of the two keys"
+    if recipe.rollout.colocate not in (None, is_shared):
+        colocate, sign = str(recipe.rollout.colocate).lower(), "|" if is_shared else "+"
+        yield f"rollout.colocate={colocate} contradicts the `{sign}` in allocation_mode; keep one of the two keys"

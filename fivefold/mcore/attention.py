@@ -1,0 +1,71 @@
+"""Self-attention on packed sequences, with context parallelism, over Megatron-Core's parallel linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
+from torch import nn
+
+from fivefold.mcore.rope import rotate
+from fivefold.mcore.sequence import PackedSequences
+from fivefold.mcore.varlen import varlen_attention
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention, its projections and q/k norms, on [T, 1, hidden] packed tokens."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSequences, **_unused: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        query = rotate(query, packed_seq_params.cos_T1D, packed_seq_params.sin_T1D)
+        key = rotate(key, packed_seq_params.cos_T1D, packed_seq_params.sin_T1D)
+        output = self.core_attention(query, key, value, packed_seq_params)
+        return self.linear_proj(output.flatten(1).unsqueeze(1))
+
+
+class PackedCoreAttention(nn.Module):
+    """Softmax attention of the local queries over the keys of the whole context-parallel group."""
+
+    def __init__(self, *, pg_collection: Any, **_unused: Any) -> None:
+        super().__init__()
+        self.cp_group: dist.ProcessGroup = pg_collection.cp
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        """query [T, heads, d], key and value [T, kv_heads, d] of this rank's tokens. Returns [T, heads, d]."""
+        if self.cp_group.size() > 1:
+            pair = _GatherKeys.apply(torch.stack((key, value), dim=1), packed.first_keys, packed.second_keys, self.cp_group)
+            key, value = pair.unbind(1)
+        return varlen_attention(query, key, value, packed.plan)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """All-gather over the context-parallel group, then the rows that the two local chunks attend to.
+
+    A row may serve both chunks but appears once in each, so the backward pass adds two plain index writes: it needs no
+    atomics and gives the same bits every time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, first_rows: torch.Tensor, second_rows: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(first_rows, second_rows)
+        ctx.group, ctx.local_shape = group, local.shape
+        gathered = local.new_empty(local.shape[0] * group.size(), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return torch.cat((gathered[first_rows], gathered[second_rows]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        first_rows, second_rows = ctx.saved_tensors
+        first, second = grad.split((first_rows.numel(), second_rows.numel()))
+        gathered = grad.new_zeros(ctx.local_shape[0] * ctx.group.size(), *ctx.local_shape[1:])
+        gathered[second_rows] = second
+        gathered[first_rows] += first
+        local = grad.new_empty(ctx.local_shape)
+        dist.reduce_scatter_tensor(local, gathered, group=ctx.group)
+        return local, None, None, None

@@ -1,0 +1,167 @@
+"""Everything that Megatron-Core 0.16.1 must be told before it runs on stock PyTorch, with or without CUDA.
+
+Nothing here happens at import: `prepare()` is called once in a worker, before the model is built. Each patch states
+its symptom, its cause and when it can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_prepared = False
+
+
+def prepare() -> None:
+    """Make Megatron-Core usable in this process. On CUDA one fix is needed, without it all of them."""
+    global _prepared
+    if _prepared:
+        return
+    _fix_router_without_transformer_engine()
+    if not torch.cuda.is_available():
+        _redirect_cuda_runtime()
+        _redirect_rng_tracker()
+        _convert_splits_to_lists()
+        _allow_uneven_collectives_on_gloo()
+        _CudaToCpu().__enter__()
+    _prepared = True
+
+
+def make_deterministic() -> None:
+    """Only kernels that give the same bits every time. To be called before the first matrix product on the device."""
+    # cuBLAS reads it when its handle is made; without it, it may choose another algorithm on another stream.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def _fix_router_without_transformer_engine() -> None:
+    """Symptom: NameError `te_general_gemm` in the router's forward pass with moe_router_dtype=fp32.
+
+    Cause: moe_utils defines the name only where TransformerEngine imports, yet reads it always.
+    Remove when: moe_utils defines it as None otherwise.
+    """
+    if "te_general_gemm" not in vars(moe_utils):
+        moe_utils.te_general_gemm = None
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Symptom: "Torch not compiled with CUDA enabled" all over Megatron-Core.
+
+    Cause: `device="cuda"`, `.cuda()`, `.pin_memory()` and the type name `torch.cuda.FloatTensor` are written out in it.
+    Remove when: Megatron-Core takes its device from one place.
+    """
+
+    _METHODS = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type})
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs) if kwargs else {}
+        if options:
+            if _is_cuda(options.get("device")):
+                options["device"] = _CPU
+            options.pop("pin_memory", None)
+        if func not in self._METHODS:
+            return func(*args, **options)
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not options:
+            return func(*args).replace("torch.Float", "torch.cuda.Float")
+        return func(*(_CPU if _is_cuda(arg) else arg for arg in args), **options)
+
+
+def _is_cuda(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.startswith("cuda")
+
+
+class _Anything:
+    """Stands for a CUDA stream or event: every method exists, does nothing and returns another of it."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Anything]:
+        return lambda *args, **kwargs: self
+
+
+def _redirect_cuda_runtime() -> None:
+    """Symptom: calls of torch.cuda's runtime (streams, events, synchronize) raise without a driver.
+
+    Cause: Megatron-Core calls them without asking whether CUDA is there. Remove when: it asks.
+    """
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    anything = _Anything()
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.set_device = torch.cuda.synchronize = torch.cuda.empty_cache = nothing
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing
+    torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: anything
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: anything
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _redirect_rng_tracker() -> None:
+    """Symptom: Megatron's RNG tracker (activation recomputation, initialisation) asks for CUDA generators.
+
+    Cause: it has no CPU generator. Remove when: it takes the device's.
+    """
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _convert_splits_to_lists() -> None:
+    """Symptom: all_to_all gets tensors as split sizes and refuses them.
+
+    Cause: `maybe_move_tensor_to_cpu(as_numpy=True)` converts CUDA tensors only. Remove when: it converts all.
+    """
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _allow_uneven_collectives_on_gloo() -> None:
+    """Symptom: expert tensor parallelism fails in gloo's all_gather and reduce_scatter.
+
+    Cause: experts get unequal numbers of tokens, and gloo wants equal sizes. Remove when: gloo takes uneven sizes.
+    """
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def uneven_gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def uneven_reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = uneven_gather
+    mappings._reduce_scatter_along_first_dim = uneven_reduce_scatter

@@ -1,0 +1,247 @@
+"""The Megatron engine: a few verbs over a model that is spread over processes.
+
+Every process of the model calls every verb together, with the same whole batch. Each takes its own share by Megatron's
+own groups, and what is returned is global and the same everywhere.
+
+    batch ─> micro-batches of every data-parallel rank ─> this rank's tokens of them ─> Megatron's schedule over the chunks
+          ─> log-probs from the last hidden state ─> whole sequences again ─> loss ─> gradients, summed over all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from fivefold.algorithms.loss import Loss, LossInputs
+from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.layout.check import check_layout
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.shape import load_shape
+from fivefold.mcore import compat, settings
+from fivefold.mcore.logprobs import linear_logprobs
+from fivefold.mcore.metrics import reduce_metrics
+from fivefold.mcore.micro_batches import MicroBatch, MicroBatchPlanner, attention_equals_rest_at
+from fivefold.mcore.model import Decoder, build_chunks, named_parameters
+from fivefold.mcore.optimizer import Optimizer, StepResult
+from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_groups
+from fivefold.mcore.random_weights import RandomWeights
+from fivefold.mcore.rope import cos_sin, inverse_frequencies
+from fivefold.types import Batch
+
+LossStep = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, log-probs [T], entropies [T]) on the last stage -> (scalar to differentiate, what to hand back)."""
+
+
+class MegatronEngine:
+    """A model on Megatron-Core: with `optimizer` it trains, without it computes log-probabilities only.
+
+    torch.distributed must be initialised, with one process for each rank of `layout`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        *,
+        seed: int,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+    ) -> None:
+        """Build the model from the folder `config.path`, a Hugging Face config and weights.
+
+        Args:
+            config: the model and its options.
+            layout: how it is spread over processes.
+            seed: of dropout, and of the weights with `init_from_scratch`.
+            optimizer: hyper-parameters; none for a model that is not trained.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+
+        Raises:
+            ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
+        """
+        compat.prepare()
+        if config.megatron.use_deterministic_algorithms:
+            compat.make_deterministic()
+        self.config, self.layout = config, layout
+        self.shape = load_shape(config.path)
+        check_layout(layout, self.shape)
+        self.groups = initialize_parallel(layout, seed)
+        self._shards = shard_groups(self.groups)
+        self._bridge = Bridge(self.shape)
+        self._device = torch.device(torch.cuda.current_device())
+        self._megatron_config = settings.transformer_config(config, layout, self.shape)
+        self._decoders = build_chunks(self._megatron_config, layout, self.shape)
+        self._chunks: list[Any] = list(self._decoders)
+        self.parameters = dict(named_parameters(self._decoders))
+        if optimizer is not None:
+            ddp = settings.ddp_config(config, layout)
+            self._chunks = [
+                DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
+                for index, chunk in enumerate(self._decoders)
+            ]
+        self._load(seed)
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            megatron_optimizer = settings.optimizer_config(config, optimizer)
+            self.optimizer = Optimizer(optimizer, megatron_optimizer, self._chunks, self.parameters, total_steps)
+        self._frequencies = inverse_frequencies(self.shape, self._device)
+        self._planner = MicroBatchPlanner(
+            config=config.mb_spec,
+            layout=layout,
+            groups=self.groups,
+            quadratic_at=attention_equals_rest_at(self.shape),
+            same_length=config.megatron.token_dispatcher == "allgather",
+            flash=self._device.type == "cuda" and config.dtype == "bfloat16",
+            device=self._device,
+        )
+
+    def _load(self, seed: int) -> None:
+        if self.config.init_from_scratch:
+            weights = RandomWeights(self._bridge.expected_names(), self.config.path, seed, self._device)
+            self._bridge.load(self.parameters, weights, self._shards)
+            return
+        with HFWeights(self.config.path) as weights:
+            self._bridge.load(self.parameters, weights, self._shards)
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
+
+        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(batch)`, whatever the layout,
+        the split into micro-batches and the packing.
+        """
+        if self.optimizer is None:
+            raise ValueError("this engine was built without an optimizer, so it cannot train: pass its OptimizerConfig")
+        for chunk in self._chunks:
+            chunk.train()
+        # Auxiliary losses are sums over tokens; Megatron's scale, shared by both kinds, makes them a mean.
+        scale = 1.0 / max(1, batch.n_tokens)
+        self._megatron_config.grad_scale_func = lambda value: value * scale
+        step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(batch) * scale))
+        kept = self._run(batch, step, temperature=loss.temperature, entropy_gradient=loss.entropy_gradient, backward=True)
+        metrics = reduce_metrics(kept, self.groups, n_trained=float(batch.mask_T.sum()))
+        metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(batch)
+        return metrics
+
+    def optim_step(self) -> StepResult:
+        """Clip the accumulated gradient, update the weights, advance the schedule and forget the gradient."""
+        if self.optimizer is None:
+            raise ValueError("this engine was built without an optimizer, so it cannot train: pass its OptimizerConfig")
+        return self.optimizer.step()
+
+    @torch.no_grad()
+    def compute_logprobs(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the trained tokens and the entropies they were drawn at: float32 [T] on the CPU, 0 elsewhere."""
+        for chunk in self._chunks:
+            chunk.eval()
+        kept = self._run(batch, _keep_predictions, temperature=temperature, entropy_gradient=False, backward=False)
+        total = torch.zeros(2, batch.n_tokens, device=self._device)
+        for rows_T, predictions_2T in kept:
+            total[:, rows_T.to(self._device)] = predictions_2T
+        # Only the last stage has anything; each data-parallel rank has its own sequences.
+        dist.all_reduce(total, group=self.groups.dp)
+        dist.all_reduce(total, group=self.groups.pp)
+        logprobs, entropy = total.cpu()
+        return logprobs, entropy
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank, which all iterate in lock-step to the end."""
+        return self._bridge.export(self.parameters, self._shards)
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write the model as a Hugging Face folder that transformers loads. Rank 0 writes, all ranks take part."""
+        weights = self.export_weights()
+        if dist.get_rank() == 0:
+            save_hf(Path(folder), weights, Path(self.config.path))
+        else:
+            for _ in weights:
+                pass
+        dist.barrier()
+
+    def _run(self, batch: Batch, step: LossStep, *, temperature: float, entropy_gradient: bool, backward: bool) -> list[Any]:
+        """Put every micro-batch through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
+        micro_batches = self._planner.split(batch)
+        dtype = getattr(torch, self.config.dtype)
+        for micro_batch in micro_batches:
+            packed = micro_batch.local.packed
+            packed.cos_T1D, packed.sin_T1D = cos_sin(micro_batch.local.positions_T, self._frequencies, dtype)
+
+        def predict_and_lose(micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
+            logprobs, entropy = self._predict(micro_batch, decoder, hidden, temperature, entropy_gradient)
+            loss, kept = step(micro_batch, logprobs, entropy)
+            return loss, torch.zeros((), dtype=torch.int), kept
+
+        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro_batch = next(iterator)
+            decoder = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+            return chunk(micro_batch.local), partial(predict_and_lose, micro_batch, decoder)
+
+        self._megatron_config.no_sync_func = self._no_sync_functions() if backward else None
+        self._megatron_config.finalize_model_grads_func = self._finalize_gradients if backward else None
+        kept: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(micro_batches) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=max(micro_batch.padded for micro_batch in micro_batches) // self.layout.cp,
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+        return kept
+
+    def _predict(
+        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32 [T] each, of the whole sequences of a micro-batch; 0 on tokens not trained."""
+        hidden = hidden.squeeze(1)
+        if self._megatron_config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        local = micro_batch.local
+        pair = linear_logprobs(
+            hidden[local.rows_N],
+            decoder.output_weight(),
+            local.targets_N,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+            chunk_size=self.config.megatron.logprob_chunk_size,
+            vocab=self.shape.vocab,
+            group=self.groups.tp,
+        )
+        whole = hidden.new_zeros(2, micro_batch.batch.n_tokens, dtype=torch.float32)
+        whole = whole.index_copy(1, local.places_N, torch.stack(pair))
+        if self.layout.cp > 1 and whole.numel() > 0:
+            whole = SumOverGroup.apply(whole, self.groups.cp)
+        logprobs, entropy = whole.unbind(0)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
+
+    def _no_sync_functions(self) -> Any:
+        functions = [chunk.no_sync for chunk in self._chunks]
+        return functions if len(functions) > 1 else functions[0]
+
+    def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
+        """Megatron's reductions over ranks, without its division by the number of tokens: the loss is normalised already."""
+        finalize_model_grads(chunks, None, **options)
+
+
+def _apply_loss(
+    loss: Loss, scale: float, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    batch = micro_batch.batch
+    total, metrics = loss(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, batch.fields))
+    return total * scale, {**metrics, "loss/sum": total.detach()}
+
+
+def _keep_predictions(
+    micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    return logprobs.sum(), (micro_batch.rows_T, torch.stack((logprobs, entropy)))

@@ -1,0 +1,76 @@
+"""The chunks of a decoder that one rank holds, wrapped in Megatron-Core's data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from fivefold.bridge.mapping import padded_vocab
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.shape import ModelShape
+from fivefold.mcore.sequence import LocalSequences
+from fivefold.mcore.specs import block_spec
+
+
+class Decoder(GPTModel):
+    """Megatron-Core's GPT model, from packed tokens to hidden states. What follows the last one is the loss's business."""
+
+    def forward(self, local: LocalSequences) -> torch.Tensor:
+        """[T / tp, 1, hidden] of this stage: the last normalised hidden state on the last one."""
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
+        padding_1T = local.padding_T.unsqueeze(0)
+        if self.config.sequence_parallel:
+            padding_1T = padding_1T.chunk(self.config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
+        return self.decoder(
+            hidden_states=hidden, attention_mask=None, packed_seq_params=local.packed, padding_mask=padding_1T
+        )
+
+    def output_weight(self) -> torch.Tensor:
+        """[vocabulary / tp, hidden] on the last stage."""
+        weight: torch.Tensor = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        )
+        return weight
+
+
+def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: ModelShape) -> list[Decoder]:
+    """This rank's model chunks, one for each virtual stage, uninitialised, on the device."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = []
+    for stage in range(layout.vpp):
+        vp_stage = stage if layout.vpp > 1 else None
+        chunk = Decoder(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage),
+            vocab_size=padded_vocab(shape.vocab, layout.tp),
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        chunks.append(chunk.to(torch.cuda.current_device()))
+    return chunks
+
+
+def named_parameters(chunks: list[Decoder]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of this rank under Megatron-Core's names, with the layer's number in the whole model."""
+    for chunk in chunks:
+        offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + offset)
+            yield ".".join(parts), parameter

@@ -1,0 +1,86 @@
+"""Process groups of a layout, as Megatron-Core makes them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from fivefold.bridge.groups import ShardGroups
+from fivefold.layout.parallel import ParallelLayout
+
+
+def initialize_parallel(layout: ParallelLayout, seed: int) -> ProcessGroupCollection:
+    """Make Megatron-Core's groups for `layout` over all processes, once. A second model must have the same layout.
+
+    Raises:
+        ValueError: the number of processes is not the layout's world size, or another layout was made here before.
+    """
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(
+            f"the layout has {layout.world_size} ranks, but {dist.get_world_size()} processes were started: "
+            "start one process a rank"
+        )
+    degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
+    if parallel_state.is_initialized():
+        if _current_degrees() != degrees:
+            raise ValueError(
+                f"these processes are laid out as tp, pp, cp, ep, etp = {_current_degrees()}, and a model with {degrees} "
+                "cannot share them: give it processes of its own"
+            )
+        return ProcessGroupCollection.use_mpu_process_groups()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _current_degrees() -> tuple[int, int, int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def shard_groups(groups: ProcessGroupCollection) -> ShardGroups:
+    """Where this rank stands, for the weight bridge."""
+    return ShardGroups(
+        tp_rank=groups.tp.rank(),
+        tp_size=groups.tp.size(),
+        tp_group=groups.tp,
+        etp_rank=groups.expt_tp.rank(),
+        etp_size=groups.expt_tp.size(),
+        etp_group=groups.expt_tp,
+        ep_rank=groups.ep.rank(),
+        ep_size=groups.ep.size(),
+        ep_group=groups.ep,
+        pp_rank=groups.pp.rank(),
+        pp_size=groups.pp.size(),
+        pp_group=groups.pp,
+    )
+
+
+class SumOverGroup(torch.autograd.Function):
+    """All-reduce whose result every rank uses for the same loss: the gradient of a rank's part is the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None

@@ -1,0 +1,48 @@
+"""Random weights under Hugging Face names: the same numbers on every layout."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+
+class RandomWeights:
+    """Stands in for a folder of safetensors. Each tensor is drawn from a generator seeded by its name.
+
+    Matrices are normal with the config's `initializer_range`, norms are 1 and biases 0, as transformers initialises
+    these families.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: str | Path, seed: int, device: torch.device) -> None:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        self._std = float(config.get("initializer_range", 0.02))
+        self._shapes = dict(shapes)
+        self._seed = seed
+        self._device = device
+        self.folder = Path(folder)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._shapes[name]
+
+    def read(self, name: str, *index: slice) -> torch.Tensor:
+        """The float32 tensor `name`, or the part that `index` selects along its first dimensions."""
+        return self._draw(name)[index or slice(None)]
+
+    def _draw(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        generator = torch.Generator(self._device).manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=generator, device=self._device) * self._std

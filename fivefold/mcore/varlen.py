@@ -1,0 +1,124 @@
+"""Causal attention over entries of uneven length, on PyTorch's own kernels.
+
+An entry is a run of queries that are the *last* tokens of its keys: query i of n sees keys 0 .. n_keys - n + i. A whole
+sequence is an entry with as many keys as queries; a chunk of a context-parallel sequence has more keys.
+
+On CUDA in half precision one `varlen_attn` call (flash attention) does it. Elsewhere entries of similar length are
+padded to rectangles for `scaled_dot_product_attention`; a rectangle wastes at most half of its rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+# torch 2.11 has no such argument and shares key heads among query heads by itself; later versions want it said.
+_GROUPED_QUERIES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class FlashPlan:
+    """Cumulative lengths int32 [entries + 1] on the device, and the longest entry of each."""
+
+    cu_queries: torch.Tensor
+    cu_keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """B entries padded to Q queries and K keys."""
+
+    query_rows_BQ: torch.Tensor
+    key_rows_BK: torch.Tensor
+    valid_BQ: torch.Tensor
+    """bool: rows that are queries and not padding."""
+    mask_B1QK: torch.Tensor | None
+    """bool: pairs that attend. None: plain causal order says it all, as every entry has as many keys as queries."""
+
+
+@dataclass(frozen=True)
+class PaddedPlan:
+    rectangles: tuple[Rectangle, ...]
+    restore_T: torch.Tensor
+    """int64 [T]: for each query token, its row among the rectangles' valid rows laid end to end."""
+
+
+AttentionPlan = FlashPlan | PaddedPlan
+
+
+def plan_attention(entries: Sequence[tuple[int, int]], *, flash: bool, device: torch.device) -> AttentionPlan:
+    """Plan the attention of `entries`, (queries, keys) each, whose queries and keys are laid end to end."""
+    queries, keys = torch.tensor(entries, dtype=torch.int64).T
+    if flash:
+        start = torch.zeros(1, dtype=torch.int64)
+        return FlashPlan(
+            cu_queries=torch.cat([start, queries.cumsum(0)]).to(device, torch.int32, non_blocking=True),
+            cu_keys=torch.cat([start, keys.cumsum(0)]).to(device, torch.int32, non_blocking=True),
+            max_queries=int(queries.max()),
+            max_keys=int(keys.max()),
+        )
+    return _plan_rectangles(queries, keys, device)
+
+
+def _plan_rectangles(queries: torch.Tensor, keys: torch.Tensor, device: torch.device) -> PaddedPlan:
+    query_starts, key_starts = queries.cumsum(0) - queries, keys.cumsum(0) - keys
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, (n_queries, n_keys) in enumerate(zip(queries.tolist(), keys.tolist(), strict=True)):
+        groups[n_queries.bit_length(), n_keys.bit_length()].append(index)
+    rectangles, order = [], []
+    for members in groups.values():
+        rows = torch.tensor(members)
+        rectangle, tokens = _rectangle(queries[rows], keys[rows], query_starts[rows], key_starts[rows], device)
+        rectangles.append(rectangle)
+        order.append(tokens)
+    restore = torch.empty(int(queries.sum()), dtype=torch.int64)
+    restore[torch.cat(order)] = torch.arange(restore.numel())
+    return PaddedPlan(tuple(rectangles), restore.to(device))
+
+
+def _rectangle(
+    queries_B: torch.Tensor, keys_B: torch.Tensor, query_starts_B: torch.Tensor, key_starts_B: torch.Tensor, device: torch.device
+) -> tuple[Rectangle, torch.Tensor]:
+    query_Q, key_K = torch.arange(int(queries_B.max())), torch.arange(int(keys_B.max()))
+    valid_BQ = query_Q < queries_B[:, None]
+    valid_BK = key_K < keys_B[:, None]
+    query_rows = torch.where(valid_BQ, query_starts_B[:, None] + query_Q, query_starts_B[:, None])
+    key_rows = torch.where(valid_BK, key_starts_B[:, None] + key_K, key_starts_B[:, None])
+    mask = None
+    if not torch.equal(queries_B, keys_B):
+        last_key_BQ = (keys_B - queries_B)[:, None] + query_Q
+        mask = (key_K <= last_key_BQ[:, :, None]).unsqueeze(1).to(device)
+    rectangle = Rectangle(query_rows.to(device), key_rows.to(device), valid_BQ.to(device), mask)
+    return rectangle, query_rows[valid_BQ]
+
+
+def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """Attention of query [T, heads, d] over key and value [K, kv_heads, d], causal within each entry. Returns [T, heads, d]."""
+    if isinstance(plan, FlashPlan):
+        output: torch.Tensor = varlen_attn(
+            query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, window_size=(-1, 0), **_GROUPED_QUERIES
+        )
+        return output
+    outputs = [_rectangle_attention(query, key, value, rectangle) for rectangle in plan.rectangles]
+    return torch.cat(outputs).index_select(0, plan.restore_T)
+
+
+def _rectangle_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+    """[valid queries, heads, d] of one rectangle."""
+    output_BHQD = F.scaled_dot_product_attention(
+        query[rectangle.query_rows_BQ].transpose(1, 2),
+        key[rectangle.key_rows_BK].transpose(1, 2),
+        value[rectangle.key_rows_BK].transpose(1, 2),
+        attn_mask=rectangle.mask_B1QK,
+        is_causal=rectangle.mask_B1QK is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output_BHQD.transpose(1, 2)[rectangle.valid_BQ]

@@ -1,0 +1,190 @@
+"""What a person sees of a run: a banner, a line a step under a live status line, and where everything is at the end.
+
++- arithmetic / trial-0 -------------+
+| model    package:tiny-moe          |
++------------------------------------+
+ step reward    acc ... | seconds rollout  train
+ 1/50  0.312  0.312 ... |    12.1     8.0    3.6
+ 2/50  0.344  0.344 ... |    11.8     7.9    3.5
+* step 3/50  rollout 96/256  4.1 s       elapsed 0:28  about 9:24 left      <- on a terminal only
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.observe.table import Column, StepTable
+from fivefold.observe.timers import SETUP
+
+FILE_WIDTH = 160
+"""Width of the lines where the output is no terminal."""
+HEADER_EVERY = 25
+"""Steps after which the labels are printed again."""
+REFRESH_HZ = 8
+
+
+class RunConsole:
+    """The screen of one run.
+
+        with RunConsole(TRAIN_COLUMNS) as screen:
+            timers = PhaseTimers(on_change=screen.phase)
+            screen.banner("arithmetic / trial-0", {"model": ..., "actor": ...})
+            screen.start(n_steps=50)
+            ...
+            screen.progress(96, 256)
+            screen.step(1, metrics, timers.take())
+            screen.note("evaluation after step 20: accuracy 0.71")
+            screen.end("finished in 1:23", {"weights": ...})
+
+    On a terminal a status line follows phases and progress; elsewhere (a pipe, a file) there are plain lines only.
+    """
+
+    def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
+        self.console = _default_console() if console is None else console
+        self._columns = columns
+        self._table: StepTable | None = None
+        self._status = _Status()
+        self._live: Live | None = None
+        self._n_lines = 0
+
+    def banner(self, title: str, facts: Mapping[str, object]) -> None:
+        """Run name and what it runs on."""
+        self._box(title, facts, style="cyan")
+
+    def start(self, n_steps: int) -> None:
+        """The steps begin."""
+        self._table = StepTable(self._columns, n_steps, self.console.width)
+        self._status.begin(n_steps)
+
+    def phase(self, name: str) -> None:
+        """The driver enters phase `name`: the `on_change` of `PhaseTimers`."""
+        self._status.enter(name)
+
+    def progress(self, done: int, total: int) -> None:
+        """How far the phase is."""
+        self._status.progress = (done, total)
+
+    def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
+        """One line: the numbers of `step` (counted from 1) and the seconds of its phases.
+
+        Raises:
+            RuntimeError: called before `start`.
+        """
+        if self._table is None:
+            raise RuntimeError("RunConsole.step was called before RunConsole.start")
+        if self._n_lines % HEADER_EVERY == 0:
+            for line in self._table.header(seconds):
+                self._line(Text(line, style="bold"))
+        self._n_lines += 1
+        self._line(_painted(self._table.row(step, metrics, seconds)))
+        self._status.finish_step(step)
+
+    def note(self, text: str, style: str = "") -> None:
+        """A line of text between the steps."""
+        self._line(Text(text, style=style))
+
+    def end(self, title: str, facts: Mapping[str, object]) -> None:
+        """How it went and where everything is. Stops the status line."""
+        self._stop()
+        self._box(title, facts, style="green")
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(self._status, console=self.console, refresh_per_second=REFRESH_HZ, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _line(self, text: Text) -> None:
+        # Cut, not folded: a folded table cannot be read.
+        self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
+
+    def _box(self, title: str, facts: Mapping[str, object], style: str) -> None:
+        if not self.console.is_terminal:
+            width = max((len(name) for name in facts), default=0)
+            lines = [f"  {name.ljust(width)}  {value}" for name, value in facts.items()]
+            self.console.print(Text("\n".join([title, *lines])), soft_wrap=True)
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in facts.items():
+            grid.add_row(name, Text(str(value)))
+        self.console.print(
+            Panel(grid, title=Text(title, style="bold"), title_align="left", border_style=style, expand=False)
+        )
+
+
+class _Status:
+    """The live line: what the run is doing now, for how long, and how long it may still take."""
+
+    def __init__(self) -> None:
+        self.progress: tuple[int, int] | None = None
+        self._phase = SETUP
+        self._phase_began = time.monotonic()
+        self._began: float | None = None
+        self._n_steps = 0
+        self._done = 0
+        self._spinner = Spinner("dots", style="cyan")
+
+    def begin(self, n_steps: int) -> None:
+        self._n_steps = n_steps
+        self._began = time.monotonic()
+
+    def enter(self, phase: str) -> None:
+        self._phase, self._phase_began, self.progress = phase, time.monotonic(), None
+
+    def finish_step(self, step: int) -> None:
+        self._done = step
+
+    def __rich__(self) -> RenderableType:
+        now = time.monotonic()
+        words = []
+        if self._n_steps and self._done < self._n_steps:
+            words.append(f"step {self._done + 1}/{self._n_steps}")
+        words.append(self._phase if self.progress is None else f"{self._phase} {self.progress[0]}/{self.progress[1]}")
+        words.append(f"{now - self._phase_began:.1f} s")
+        if self._began is not None:
+            elapsed = now - self._began
+            words.append(f"elapsed {clock(elapsed)}")
+            if 0 < self._done < self._n_steps:
+                words.append(f"about {clock(elapsed / self._done * (self._n_steps - self._done))} left")
+        self._spinner.update(text=Text("   ".join(words), no_wrap=True, overflow="ellipsis"))
+        return self._spinner
+
+
+def clock(seconds: float) -> str:
+    """65 -> 1:05, 3665 -> 1:01:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _painted(row: str) -> Text:
+    """The seconds stand back, so that the eye finds the run's own numbers."""
+    numbers, bar, seconds = row.partition("|")
+    return Text.assemble(numbers, (bar + seconds, "dim"))
+
+
+def _default_console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)

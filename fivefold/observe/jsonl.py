@@ -1,0 +1,52 @@
+"""JSON files as they are read by others: one object a line, on disk as soon as it is written, no NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class JsonLines:
+    """A file that grows by one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends `record`; floats that are not finite are written as null."""
+        self._file.write(json.dumps(finite(record), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes `value` to `path` in one go: a reader sees the old file or the new one, never half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def finite(value: Any) -> Any:
+    """`value` with each float that JSON cannot hold (NaN, infinities) replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value

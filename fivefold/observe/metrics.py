@@ -1,0 +1,59 @@
+"""Where a step's numbers are kept: `metrics.jsonl` and TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from fivefold.observe.jsonl import JsonLines
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class MetricsLog:
+    """One line of `metrics.jsonl` a step, and the same numbers as TensorBoard scalars.
+
+        {"step": 3, "reward/mean": 0.41, "lr": 1e-06, "seconds/rollout": 2.9, ...}
+
+    A value that is not finite is null in the file and NaN in TensorBoard.
+    """
+
+    def __init__(self, path: Path, tensorboard: Path | None) -> None:
+        """
+        Args:
+            path: the JSON lines file.
+            tensorboard: folder of TensorBoard's event files; none: no TensorBoard.
+        """
+        self._lines = JsonLines(path)
+        self._board = None if tensorboard is None else _open_board(tensorboard)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps the numbers of `step`; they are on disk when this returns."""
+        self._lines.write({"step": step, **metrics})
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_board(folder: Path) -> SummaryWriter:
+    # Imported here: it takes a second and brings torch along, which the command line's errors must not wait for.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir=str(folder))

@@ -1,0 +1,191 @@
+"""The folder of a run: what is in it, whose it is, and how the run in it ended.
+
+runs/<experiment_name>/<trial_name>/
+    recipe.yaml      the resolved recipe: every key, also those left at their defaults
+    status.json      setup | running | finished | failed | interrupted, and when
+    metrics.jsonl    one line a step
+    samples.jsonl    generations of each step
+    tensorboard/
+    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed
+    weights/         the trained model, Hugging Face format
+    summary.json     accuracy before and after, seconds, versions, recipe
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import psutil
+
+from fivefold.config.load import resolved_yaml
+from fivefold.config.schema import RunConfig
+from fivefold.observe.errors import RunFailed
+from fivefold.observe.jsonl import write_json
+
+State = Literal["setup", "running", "finished", "failed", "interrupted"]
+
+
+class RunDir:
+    """A run's folder; as a context manager it records how the run ends.
+
+    with RunDir.create(recipe, overwrite=False) as run:
+        ...                       set-up: a ValueError here is the recipe's fault and stays a ValueError
+        run.started()
+        ...                       the run: a ValueError of the driver here is ours, and becomes a RunFailed
+        run.write_summary({...})
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.status = path / "status.json"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.logs = path / "logs"
+        self.weights = path / "weights"
+        self.summary = path / "summary.json"
+        self.state: State = "setup"
+        self._began = _now()
+
+    @classmethod
+    def of(cls, recipe: RunConfig) -> Self:
+        """Where the recipe's run is or would be; nothing is created."""
+        return cls(Path(recipe.cluster.fileroot) / recipe.experiment_name / recipe.trial_name)
+
+    @classmethod
+    def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:
+        """Makes the folder and writes the resolved recipe into it.
+
+        The remains of a run that ended before its first step are replaced without asking.
+
+        Raises:
+            ValueError: the folder holds another run and `overwrite` is false, or that run still goes on.
+        """
+        run = cls.of(recipe)
+        if run._is_taken():
+            run._refuse(overwrite=overwrite)
+            shutil.rmtree(run.path)
+        run.logs.mkdir(parents=True, exist_ok=True)
+        run.recipe.write_text(resolved_yaml(recipe), encoding="utf-8")
+        run._write_status("setup")
+        return run
+
+    def started(self) -> None:
+        """The set-up is over."""
+        self._write_status("running")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes `summary.json`."""
+        write_json(self.summary, summary)
+
+    def saved(self) -> dict[str, Path]:
+        """What there is of the run's results, by what it is: for the end of a run, however it ended."""
+        results = {
+            "weights": self.weights,
+            "metrics": self.metrics,
+            "samples": self.samples,
+            "TensorBoard": self.tensorboard,
+            "summary": self.summary,
+            "recipe": self.recipe,
+            "logs": self.logs,
+        }
+        return {name: path for name, path in results.items() if _has_content(path)}
+
+    def is_ours(self) -> bool:
+        """Whether the run in the folder is one of this process."""
+        if not self.status.is_file():
+            return False
+        status = json.loads(self.status.read_text(encoding="utf-8"))
+        return bool(status["host"] == socket.gethostname() and status["pid"] == os.getpid())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._write_status("finished")
+            return
+        had_started = self.state == "running"
+        self._write_status(
+            "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
+        )
+        log = self.logs / "driver.log"
+        log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        if had_started and isinstance(error, ValueError):
+            raise RunFailed(f"{error}\n\nTraceback: {log}") from error
+
+    def _is_taken(self) -> bool:
+        return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+
+    def _refuse(self, *, overwrite: bool) -> None:
+        """Raises unless what is in the folder may be deleted."""
+        if not self.status.is_file():
+            raise ValueError(
+                f"{self.path} exists and is not the folder of a run: choose another trial_name, such as "
+                f"trial_name={self._free_name()}, or move it away"
+            )
+        status = json.loads(self.status.read_text(encoding="utf-8"))
+        state = status["state"]
+        if state in ("setup", "running") and _is_alive(status):
+            raise ValueError(
+                f"a run goes on in {self.path} (process {status['pid']}): choose another trial_name, such as "
+                f"trial_name={self._free_name()}, or end that run first"
+            )
+        has_results = any(_has_content(path) for path in (self.metrics, self.samples, self.weights, self.summary))
+        if has_results and not overwrite:
+            word = state if state not in ("setup", "running") else "killed"
+            raise ValueError(
+                f"{self.path} holds the results of a {word} run of {status['began']}: choose another trial_name, such as "
+                f"trial_name={self._free_name()}, or delete those results with --overwrite"
+            )
+
+    def _free_name(self) -> str:
+        """The next trial name in the experiment's folder that nothing has yet: trial-0 -> trial-1."""
+        match = re.fullmatch(r"(.*?)(\d+)", self.path.name)
+        stem, number = (match[1], int(match[2])) if match else (f"{self.path.name}-", 0)
+        while (name := f"{stem}{number + 1}") and (self.path.parent / name).exists():
+            number += 1
+        return name
+
+    def _write_status(self, state: State, error: str | None = None) -> None:
+        self.state = state
+        write_json(
+            self.status,
+            {
+                "state": state,
+                "began": self._began,
+                "changed": _now(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "error": error,
+            },
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+
+
+def _is_alive(status: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote `status` still runs; its number may have gone to another one since."""
+    if status["host"] != socket.gethostname() or not psutil.pid_exists(status["pid"]):
+        return False
+    changed = datetime.fromisoformat(status["changed"]).timestamp()
+    return bool(psutil.Process(status["pid"]).create_time() < changed + 1.0)

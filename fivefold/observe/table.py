@@ -1,0 +1,164 @@
+"""The table of steps as text: which columns fit a width, and how numbers look in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MISSING = "-"
+GAP = " "
+BAR = " | "
+Kind = Literal["fixed", "short", "rate", "count"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a step."""
+
+    label: str
+    keys: tuple[str, ...]
+    """Metric to show; the first of them that the step has."""
+    kind: Kind
+    width: int
+
+
+TRAIN_COLUMNS = (
+    Column("reward", ("reward/mean",), "fixed", 6),
+    Column("acc", ("accuracy",), "fixed", 5),
+    Column("KL", ("kl_ref", "ppo_kl_k3"), "short", 7),
+    Column("entropy", ("entropy",), "fixed", 7),
+    Column("clip", ("clip_fraction",), "fixed", 5),
+    Column("gnorm", ("grad_norm",), "short", 7),
+    Column("lr", ("lr",), "rate", 7),
+    Column("len", ("response_length/mean",), "count", 5),
+    Column("tok/s", ("tokens_per_second",), "count", 5),
+)
+"""Reinforcement learning. KL: to the reference where there is one, else to the policy that sampled."""
+
+SFT_COLUMNS = (
+    Column("loss", ("nll",), "short", 7),
+    Column("entropy", ("entropy",), "fixed", 7),
+    Column("gnorm", ("grad_norm",), "short", 7),
+    Column("lr", ("lr",), "rate", 7),
+    Column("tok/s", ("tokens_per_second",), "count", 5),
+)
+"""Supervised fine-tuning."""
+
+TOTAL = "seconds"
+"""Label of the seconds of all phases together."""
+REST = "rest"
+"""Label of the seconds of the phases that have no column."""
+
+
+class StepTable:
+    """Aligned lines, one a step, none longer than `width`.
+
+                                                                            |                       weight
+        step reward   acc      KL entropy  clip   gnorm      lr   len tok/s | seconds rollout train   sync
+        1/50  0.312 0.312 0.00012   1.204 0.000   0.531 1.0e-06   214 31.2k |    12.1     8.0   3.6    0.5
+
+    The phases of the step that `header` is given become columns; where there is no room for all, the longest ones do,
+    and the others are added up as `rest`.
+    """
+
+    def __init__(self, columns: Sequence[Column], n_steps: int, width: int) -> None:
+        self._columns = columns
+        self._n_steps = n_steps
+        self._width = width
+        self._step_width = max(len("step"), len(f"{n_steps}/{n_steps}"))
+        self._phases: list[str] = []
+
+    def header(self, seconds: Mapping[str, float]) -> list[str]:
+        """The lines of labels, one or two; `seconds` of a step say which phases there are and which matter."""
+        self._phases = self._fitting(seconds)
+        widths = [self._step_width, *(column.width for column in self._columns)]
+        labels = ["step", *(column.label for column in self._columns)]
+        left = GAP.join(label.rjust(width) for label, width in zip(labels, widths, strict=True))
+        upper, lower = [" " * len(TOTAL)], [TOTAL]
+        for phase in self._phases:
+            over, _, under = phase.rpartition(" ")
+            upper.append(over.rjust(_phase_width(phase)))
+            lower.append(under.rjust(_phase_width(phase)))
+        lines = [left + BAR + GAP.join(lower)]
+        if any(" " in phase for phase in self._phases):
+            lines.insert(0, " " * len(left) + BAR + GAP.join(upper))
+        return lines
+
+    def row(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> str:
+        """The line of one step; what a step does not have, and what is not a number, is "-"."""
+        cells = [f"{step}/{self._n_steps}".rjust(self._step_width)]
+        cells += [_cell(column, metrics) for column in self._columns]
+        times = [_seconds(sum(seconds.values()), len(TOTAL))]
+        times += [self._phase_cell(phase, seconds) for phase in self._phases]
+        return GAP.join(cells) + BAR + GAP.join(times)
+
+    def _phase_cell(self, phase: str, seconds: Mapping[str, float]) -> str:
+        if phase != REST:
+            return _seconds(seconds.get(phase), _phase_width(phase))
+        others = [value for name, value in seconds.items() if name not in self._phases]
+        return _seconds(sum(others), _phase_width(REST))
+
+    def _fitting(self, seconds: Mapping[str, float]) -> list[str]:
+        used = self._step_width + sum(column.width + len(GAP) for column in self._columns) + len(BAR) + len(TOTAL)
+        room = self._width - used
+        if sum(_phase_width(phase) + len(GAP) for phase in seconds) <= room:
+            return list(seconds)
+        room -= _phase_width(REST) + len(GAP)
+        fitting: set[str] = set()
+        for phase in sorted(seconds, key=lambda name: -seconds[name]):
+            need = _phase_width(phase) + len(GAP)
+            if need <= room:
+                fitting.add(phase)
+                room -= need
+        return [phase for phase in seconds if phase in fitting] + [REST]
+
+
+def number(value: float | None, kind: Kind) -> str:
+    """`value` in at most 7 characters.
+
+    fixed: 0.312     short: 0.0012, 1.2e-05, 31.5     rate: 1.0e-06     count: 214, 3.1k
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if kind == "fixed":
+        return f"{value:.3f}"
+    if kind == "rate":
+        return f"{value:.1e}"
+    if kind == "count":
+        return _count(value)
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1000:
+        # Three significant digits, without an exponent.
+        decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+        return f"{value:.{min(decimals, 5 - (value < 0))}f}"
+    return f"{value:.1e}"
+
+
+def _count(value: float) -> str:
+    for limit, divisor, suffix in ((1e4, 1.0, ""), (1e7, 1e3, "k"), (1e10, 1e6, "M")):
+        if abs(value) < limit:
+            scaled = value / divisor
+            return (
+                f"{scaled:.1f}{suffix}"
+                if abs(scaled) < 100 and (suffix or not scaled.is_integer())
+                else f"{scaled:.0f}{suffix}"
+            )
+    return f"{value:.0e}"
+
+
+def _cell(column: Column, metrics: Mapping[str, float | None]) -> str:
+    value = next((metrics[key] for key in column.keys if key in metrics), None)
+    return number(value, column.kind).rjust(column.width)
+
+
+def _seconds(value: float | None, width: int) -> str:
+    text = MISSING if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return text.rjust(width)
+
+
+def _phase_width(phase: str) -> int:
+    over, _, under = phase.rpartition(" ")
+    return max(5, len(over), len(under))

@@ -1,0 +1,196 @@
+"""The decode loop over one wave of requests.
+
+prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> stop? ──> rows that go on ─┐
+                                                        └──────────── one forward for all of them <───────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fivefold.rollout.kv_cache import RowCache
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.sampling import choose_tokens, uniform_numbers
+from fivefold.rollout.stopping import StopRule
+from fivefold.types import FinishReason
+
+_PREFILL_TOKENS = 16384
+"""Prompt tokens, padding included, in one forward: bounds the activations of long prompts."""
+_COMPACT_SHARE = 8
+"""Finished rows leave once they are 1/8 of the batch: copying the cache costs about as much as they do."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the model answered to one request."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass
+class _Rows:
+    """The rows in the batch, [B] each. A finished row stays, ignored, until the next compaction."""
+
+    request: Tensor
+    """Which request of the wave a row answers."""
+    position: Tensor
+    """Position of the row's next token."""
+    padding: Tensor | None
+    """Masked columns at the row's left; None: no row has any."""
+    is_running: Tensor
+
+    def select(self, rows: Tensor) -> _Rows:
+        padding = None if self.padding is None else self.padding[rows]
+        return _Rows(self.request[rows], self.position[rows], padding, self.is_running[rows])
+
+
+class _Record:
+    """Everything sampled in the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running)."""
+
+    def __init__(self, n_requests: int, max_new_tokens: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(n_requests, max_new_tokens, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(n_requests, max_new_tokens, dtype=torch.float32, device=device)
+        self.lengths = torch.zeros(n_requests, dtype=torch.int64, device=device)
+
+    def finished(self) -> list[Decoded]:
+        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
+        return [
+            Decoded(tuple(row[: n or None]), tuple(values[: n or None]), "stop" if n else "length")
+            for row, values, n in zip(tokens, logprobs, lengths, strict=True)
+        ]
+
+
+def decode_wave(
+    model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: StopRule
+) -> list[Decoded]:
+    """Answer all requests at once; those with the same prompt must be neighbours, longest prompts first.
+
+    Raises RuntimeError if the model's logits are not finite.
+    """
+    device = model.device
+    lengths = torch.tensor([len(request.token_ids) for request in requests], device=device)
+    prompt_length = len(requests[0].token_ids)
+    rows = _Rows(
+        request=torch.arange(len(requests), device=device),
+        position=lengths,
+        padding=prompt_length - lengths if len(requests[-1].token_ids) < prompt_length else None,
+        is_running=torch.ones(len(requests), dtype=torch.bool, device=device),
+    )
+    cache = RowCache(model.config.num_hidden_layers, len(requests), prompt_length)
+    logits_BV = _prefill(model, cache, requests)
+    uniforms = uniform_numbers([request.seed for request in requests], sampling.max_new_tokens).to(device)
+    record = _Record(len(requests), sampling.max_new_tokens, device)
+    for step in range(sampling.max_new_tokens):
+        tokens_B, logprobs_B = choose_tokens(logits_BV, uniforms[rows.request, step], sampling, stop.forbidden(step))
+        record.tokens[rows.request, step] = tokens_B
+        record.logprobs[rows.request, step] = logprobs_B
+        tails_BW = record.tokens[rows.request, max(0, step + 1 - stop.window) : step + 1]
+        stops_B = rows.is_running & stop.hits(tails_BW, step)
+        record.lengths[rows.request[stops_B]] = step + 1
+        rows.is_running &= ~stops_B
+        n_running = int(rows.is_running.sum())
+        if n_running == 0 or step + 1 == sampling.max_new_tokens:
+            break
+        rows, tokens_B = _compact(rows, tokens_B, n_running, cache)
+        logits_BV = _forward_token(model, cache, rows, tokens_B)
+    _check_finite(record.logprobs)
+    return record.finished()
+
+
+def _prefill(model: PreTrainedModel, cache: RowCache, requests: Sequence[GenerationRequest]) -> Tensor:
+    """Logits [B, V] of the token after each prompt; fills the cache."""
+    logits = []
+    for start, stop, prompts, source in _prefill_batches(requests):
+        source_B = torch.tensor(source, device=model.device)
+        cache.begin_prefill(slice(start, stop), source_B)
+        logits.append(_forward_prompts(model, cache, prompts)[source_B])
+    cache.end_prefill()
+    return torch.cat(logits)
+
+
+def _prefill_batches(
+    requests: Sequence[GenerationRequest],
+) -> Iterator[tuple[int, int, list[tuple[int, ...]], list[int]]]:
+    """(first row, row behind the last, distinct prompts, each row's index among them), in order of the rows."""
+    start, prompts, source = 0, [], []
+    for row, request in enumerate(requests):
+        if not prompts or request.token_ids != prompts[-1]:
+            if prompts and len(prompts[0]) * (len(prompts) + 1) > _PREFILL_TOKENS:
+                yield start, row, prompts, source
+                start, prompts, source = row, [], []
+            prompts.append(request.token_ids)
+        source.append(len(prompts) - 1)
+    yield start, len(requests), prompts, source
+
+
+def _forward_prompts(model: PreTrainedModel, cache: RowCache, prompts: list[tuple[int, ...]]) -> Tensor:
+    width = len(prompts[0])
+    padding_U1 = torch.tensor([[width - len(prompt)] for prompt in prompts], device=model.device)
+    tokens_UP = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    columns_P = torch.arange(width, device=model.device)
+    is_ragged = len(prompts[-1]) < width
+    return _last_logits(
+        model,
+        cache,
+        tokens_UP,
+        (columns_P - padding_U1).clamp_(min=0),
+        _prompt_mask(columns_P, padding_U1) if is_ragged else None,
+    )
+
+
+def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
+    """bool [U, 1, P, P]: causal, without padding. A padding token sees itself, as a softmax over nothing is NaN."""
+    is_token_UP = columns_P >= padding_U1
+    is_past_PP = columns_P[:, None] >= columns_P
+    is_self_PP = columns_P[:, None] == columns_P
+    return ((is_past_PP & is_token_UP[:, None, :]) | is_self_PP).unsqueeze(1)
+
+
+def _forward_token(model: PreTrainedModel, cache: RowCache, rows: _Rows, tokens_B: Tensor) -> Tensor:
+    """Logits [B, V] after feeding one token to every row."""
+    mask = None
+    if rows.padding is not None:
+        columns = torch.arange(cache.get_seq_length() + 1, device=model.device)
+        mask = (columns >= rows.padding[:, None])[:, None, None, :]
+    logits_BV = _last_logits(model, cache, tokens_B[:, None], rows.position[:, None], mask)
+    rows.position = rows.position + 1
+    return logits_BV
+
+
+def _last_logits(
+    model: PreTrainedModel, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None
+) -> Tensor:
+    output = model(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+def _compact(rows: _Rows, tokens_B: Tensor, n_running: int, cache: RowCache) -> tuple[_Rows, Tensor]:
+    n_finished = len(tokens_B) - n_running
+    if n_finished * _COMPACT_SHARE < len(tokens_B):
+        return rows, tokens_B
+    running = rows.is_running.nonzero().squeeze(1)
+    cache.keep(running)
+    return rows.select(running), tokens_B[running]
+
+
+def _check_finite(logprobs: Tensor) -> None:
+    if not bool(logprobs.isfinite().all()):
+        raise RuntimeError(
+            "the rollout model gave logits that are not finite (NaN or infinite): its weights or activations have "
+            "overflowed. Check the last update's gradient norm, or set rollout.dtype=float32"
+        )

@@ -1,0 +1,77 @@
+"""Builds a transformers model for generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils.logging import disable_progress_bar
+
+from fivefold.rollout.attention import ATTENTION_NAME, register_attention
+
+
+def build_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, load_weights: bool
+) -> tuple[PreTrainedModel, GenerationConfig | None]:
+    """The causal language model at `path` (folder or hub name) in evaluation mode, and its generation config if it has one.
+
+    Args:
+        load_weights: False: parameters are left uninitialised, for weights that the actor sends. Only the config is read.
+
+    Raises ValueError if the checkpoint lacks or exceeds the model, or if the model uses sliding-window attention.
+    """
+    register_attention()
+    config = AutoConfig.from_pretrained(path)
+    _check_full_attention(config)
+    # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
+    # expert's weights for each row, and `eager` loops over experts in Python.
+    options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    if load_weights:
+        model = _load(path, config, options).to(device)
+    else:
+        with torch.device(device), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, **options)
+        model.tie_weights()
+    return model.eval().requires_grad_(False), _generation_config(path)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path` (folder or hub name)."""
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    disable_progress_bar()
+    model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **options)
+    problems = {kind: names for kind, names in report.items() if names}
+    if problems:
+        raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
+    return model
+
+
+def _check_full_attention(config: PreTrainedConfig) -> None:
+    layer_types = getattr(config, "layer_types", None) or []
+    others = sorted(set(layer_types) - {"full_attention"})
+    window = getattr(config, "sliding_window", None)
+    if others or window:
+        raise ValueError(
+            f"the transformers rollout engine has full causal attention alone; this model's config asks for "
+            f"{', '.join(others) or f'sliding_window={window}'}. Use a model without it, or switch it off in its config.json"
+        )
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # transformers' answer to a folder without generation_config.json
+        return None

@@ -1,0 +1,114 @@
+"""What a rollout engine is asked, and what it answers.
+
+prompts ─group_requests─> GenerationRequest ... ──engine.generate(requests, sampling)──> Completion ...
+                                                       ^
+actor ──(Hugging Face file name, tensor) ...──engine.update_weights(weights, version)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fivefold.config.schema import EvaluatorConfig, GenerationConfig
+from fivefold.types import Completion
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One completion to sample. A group is several requests with the same prompt and different seeds."""
+
+    token_ids: tuple[int, ...]
+    """The prompt."""
+    seed: int
+    """Decides every random choice of this completion, whichever replica and batch it lands in."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. The fields mean what they mean on `GenerationConfig`."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    greedy: bool
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: "
+                "lower the first or raise the second"
+            )
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which every completion contains: remove it")
+
+    @classmethod
+    def from_config(cls, config: GenerationConfig) -> SamplingParams:
+        """Sampling as the recipe's `gconfig` asks for it."""
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            greedy=config.greedy,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=tuple(config.stop_token_ids),
+            stop=tuple(config.stop),
+        )
+
+    @classmethod
+    def for_evaluation(cls, config: GenerationConfig, evaluator: EvaluatorConfig) -> SamplingParams:
+        """Sampling for held-out prompts: `gconfig`, with the evaluator's own choice of greedy and temperature."""
+        own = {"greedy": evaluator.greedy, "temperature": evaluator.temperature}
+        return cls.from_config(config.model_copy(update=own))
+
+
+def group_requests(
+    prompts: Sequence[Sequence[int]], n_samples: int, key: tuple[int | str, ...]
+) -> list[GenerationRequest]:
+    """`n_samples` requests for each prompt, the group of a prompt side by side.
+
+    Seeds are a hash of `key` (the run's seed, the phase, the step, ...), the prompt's place in `prompts` and the
+    sample's place in its group: make the requests first, then share them out over replicas.
+    """
+    return [
+        GenerationRequest(tuple(token_ids), _hash_seed(*key, row, sample))
+        for row, token_ids in enumerate(prompts)
+        for sample in range(n_samples)
+    ]
+
+
+def _hash_seed(*key: int | str) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class RolloutEngine(Protocol):
+    """One replica: a model that answers requests, and whose weights the actor replaces between steps."""
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
+        """One completion for each request, in the order of the requests."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights in place, under their names in Hugging Face files; `version` marks what follows.
+
+        Every tensor must come exactly once, else ValueError; the engine then refuses to generate until an update
+        succeeds.
+        """
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights in use, under their names in Hugging Face files."""
+
+    def sleep(self) -> None:
+        """Give device memory back until `wake`."""
+
+    def wake(self) -> None:
+        """Take the device memory again."""

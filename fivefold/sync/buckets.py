@@ -1,0 +1,179 @@
+"""Named tensors as a stream of flat buckets, for transports that carry a few large byte arrays well and many small ones badly.
+
+    tensors   embed [V, H]        q [H, H]   k [H, K]        norm [H]
+    buckets   |embed 1|embed 2|   |q     |k     |norm |
+    entries    whole buckets       name, dtype, shape, offset in the bucket
+
+A tensor that does not fit into what is left of a bucket opens the next one; one that is larger than a whole bucket is
+spread over several. No buffer is ever larger than the limit, whatever the model's largest tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""Tensors start at multiples of this many bytes, which suits every dtype and vectorised loads."""
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """A tensor in a bucket, or the part of it that lies there."""
+
+    name: str
+    dtype: str
+    """As in `torch.<dtype>`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: int
+    """First byte in the bucket."""
+    n_bytes: int
+    """Bytes in this bucket."""
+    tensor_offset: int
+    """How many of the tensor's bytes came in earlier buckets."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Bytes of several tensors, and what they are. Pickle protocol 5 carries `data` out of band, without a copy."""
+
+    entries: tuple[BucketEntry, ...]
+    data: np.ndarray
+    """uint8 [bytes], in host memory. Read-only where it comes out of an object store."""
+
+
+def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Pack tensors, in order, into buckets of at most `max_bytes`.
+
+    Tensors may be of any dtype, shape (empty ones too), stride and device. A bucket is filled on its first tensor's device
+    and copied to the host at once. Bytes are copied as the tensors come, so whoever yields them may reuse their memory.
+    """
+    if max_bytes < _ALIGNMENT:
+        raise ValueError(f"max_bytes={max_bytes} is below {_ALIGNMENT}, the alignment of tensors in a bucket: raise it")
+    bucket = _OpenBucket(max_bytes)
+    for name, tensor in weights:
+        source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if not bucket.has_room(source.numel()):
+            yield bucket.close()
+        sent = bucket.add(name, tensor, source, 0)
+        while sent < source.numel():
+            yield bucket.close()
+            sent += bucket.add(name, tensor, source, sent)
+    if not bucket.is_empty:
+        yield bucket.close()
+
+
+def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `pack`, in order, on `device`.
+
+    On the CPU they share the bucket's memory: read them, and copy what you keep. Each bucket goes to another device in one
+    copy. Raises ValueError if a part of a tensor is missing.
+    """
+    split = _SplitTensor()
+    for bucket in buckets:
+        flat = _as_tensor(bucket.data).to(device)
+        for entry in bucket.entries:
+            piece = flat[entry.offset : entry.offset + entry.n_bytes]
+            whole = piece if entry.n_bytes == _size(entry) else split.add(entry, piece)
+            if whole is not None:
+                yield entry.name, whole.view(_dtype(entry)).view(entry.shape)
+    split.check_complete()
+
+
+class _OpenBucket:
+    """The bucket being filled."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: list[BucketEntry] = []
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._end = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._entries
+
+    @property
+    def _next_offset(self) -> int:
+        return -(-self._end // _ALIGNMENT) * _ALIGNMENT
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether a tensor may begin here: it fits, or the bucket is empty and no other would do better."""
+        return self.is_empty or self._next_offset + n_bytes <= self._max_bytes
+
+    def add(self, name: str, tensor: Tensor, source: Tensor, sent: int) -> int:
+        """Take as many bytes of `source`, from `sent` on, as fit; returns how many."""
+        if self.is_empty:
+            self._flat = torch.empty(self._max_bytes, dtype=torch.uint8, device=source.device)
+        offset = self._next_offset
+        piece = source[sent : sent + self._max_bytes - offset]
+        self._end = offset + piece.numel()
+        self._flat[offset : self._end] = piece
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._entries.append(BucketEntry(name, dtype, tuple(tensor.shape), offset, piece.numel(), sent))
+        return piece.numel()
+
+    def close(self) -> Bucket:
+        """Hand the bucket over, and begin the next."""
+        bucket = Bucket(tuple(self._entries), self._flat[: self._end].cpu().numpy())
+        self._entries, self._end = [], 0
+        return bucket
+
+
+class _SplitTensor:
+    """Puts a tensor together that is spread over several buckets."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._received = 0
+
+    def add(self, entry: BucketEntry, piece: Tensor) -> Tensor | None:
+        """The whole tensor's bytes once its last piece is here, else None."""
+        if entry.tensor_offset == 0:
+            self.check_complete()
+            self._name, self._received = entry.name, 0
+            self._bytes = torch.empty(_size(entry), dtype=torch.uint8, device=piece.device)
+        if entry.name != self._name or entry.tensor_offset != self._received:
+            raise ValueError(
+                f"a bucket continues tensor {entry.name!r} at byte {entry.tensor_offset}, but {self._received} bytes "
+                f"of {self._name!r} came before it: buckets must arrive in order, none left out"
+            )
+        self._bytes[self._received : self._received + entry.n_bytes] = piece
+        self._received += entry.n_bytes
+        if self._received < len(self._bytes):
+            return None
+        self._name = None
+        return self._bytes
+
+    def check_complete(self) -> None:
+        if self._name is not None:
+            raise ValueError(
+                f"the buckets end {self._received} bytes into tensor {self._name!r} of {len(self._bytes)} bytes: "
+                "buckets must arrive in order, none left out"
+            )
+
+
+def _dtype(entry: BucketEntry) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype
+
+
+def _size(entry: BucketEntry) -> int:
+    return math.prod(entry.shape) * _dtype(entry).itemsize
+
+
+def _as_tensor(data: np.ndarray) -> Tensor:
+    if data.size == 0:  # torch gives an empty array stride 0, which no other dtype can view
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        # Arrays out of an object store are read-only, which torch cannot express; nobody writes to these tensors.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data)

@@ -1,0 +1,272 @@
+"""The policy loss against a token-by-token loop in plain Python, finite differences, and its own micro-batch splits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fivefold.algorithms.loss import LossInputs, PolicyLoss, SFTLoss
+from fivefold.config.schema import ActorConfig
+from fivefold.types import Batch
+
+LENGTHS = (5, 9, 3, 7, 4)
+RESPONSES = (3, 6, 0, 6, 1)  # trained tokens of each sequence, at its end; the third has none
+
+BASE = PolicyLoss(
+    temperature=1.0,
+    clip_low=0.2,
+    clip_high=0.3,
+    dual_clip=None,
+    aggregation="token_mean",
+    entropy_coeff=0.0,
+    kl_coeff=0.0,
+    kl_estimator="k3",
+)
+VARIANTS = [
+    BASE,
+    replace(BASE, aggregation="sequence_mean"),
+    replace(BASE, aggregation="sequence_sum"),
+    replace(BASE, dual_clip=1.4),
+    replace(BASE, entropy_coeff=0.05, aggregation="sequence_mean"),
+    replace(BASE, kl_coeff=0.1, kl_estimator="k1"),
+    replace(BASE, kl_coeff=0.1, kl_estimator="k2", aggregation="sequence_sum"),
+    replace(BASE, kl_coeff=0.1, kl_estimator="k3", entropy_coeff=0.02, dual_clip=1.5),
+]
+
+
+def make_batch(seed: int = 0) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """A batch in float64 with ratios on both sides of the clips, current log-probs, and entropies."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    mask = [x for n, r in zip(LENGTHS, RESPONSES, strict=True) for x in [0.0] * (n - r) + [1.0] * r]
+    logprobs = -1.5 + noise(0.5)
+    fields = {
+        "advantages": noise(1.0),
+        "old_logprobs": logprobs + noise(0.4),
+        "ref_logprobs": logprobs + noise(0.3),
+        "rollout_logprobs": logprobs + noise(0.1),
+    }
+    batch = Batch(LENGTHS, torch.zeros(total, dtype=torch.int64), torch.tensor(mask, dtype=torch.float64), fields)
+    return batch, logprobs, noise(1.0).abs()
+
+
+def inputs_of(batch: Batch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -> LossInputs:
+    return LossInputs(logprobs_T, entropy_T, batch.mask_T, batch.lengths, batch.fields)
+
+
+def reference_cost(loss: PolicyLoss, logprob: float, entropy: float, fields: dict[str, float]) -> float:
+    """One token's cost, written from the papers' case distinctions rather than from maxima."""
+    ratio = math.exp(logprob - fields["old_logprobs"])
+    advantage = fields["advantages"]
+    if advantage >= 0:
+        cost = -advantage * min(ratio, 1 + loss.clip_high)
+    else:
+        cost = -advantage * max(ratio, 1 - loss.clip_low)
+        if loss.dual_clip is not None:
+            cost = -advantage * min(max(ratio, 1 - loss.clip_low), loss.dual_clip)
+    d = logprob - fields["ref_logprobs"]
+    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[loss.kl_estimator]
+    return cost - loss.entropy_coeff * entropy + loss.kl_coeff * kl
+
+
+def reference_loss(loss: PolicyLoss, batch: Batch, logprobs: list[float], entropy: list[float]) -> float:
+    per_sequence = []
+    offsets = batch.offsets()
+    for start, end in pairwise(offsets):
+        trained = [t for t in range(start, end) if batch.mask_T[t]]
+        if trained:
+            rows = [{name: value[t].item() for name, value in batch.fields.items()} for t in trained]
+            costs = [reference_cost(loss, logprobs[t], entropy[t], row) for t, row in zip(trained, rows, strict=True)]
+            per_sequence.append(costs)
+    match loss.aggregation:
+        case "token_mean":
+            return sum(map(sum, per_sequence)) / sum(map(len, per_sequence))
+        case "sequence_mean":
+            return sum(sum(costs) / len(costs) for costs in per_sequence) / len(per_sequence)
+        case "sequence_sum":
+            return sum(map(sum, per_sequence)) / len(per_sequence)
+
+
+@pytest.mark.parametrize("loss", VARIANTS)
+def test_value_equals_a_loop_over_tokens(loss: PolicyLoss) -> None:
+    batch, logprobs, entropy = make_batch()
+    total, _ = loss(inputs_of(batch, logprobs, entropy))
+    expected = reference_loss(loss, batch, logprobs.tolist(), entropy.tolist())
+    assert total.item() / loss.normalizer(batch) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", VARIANTS)
+def test_gradient_equals_finite_differences(loss: PolicyLoss) -> None:
+    batch, logprobs, entropy = make_batch(seed=1)
+    logprobs.requires_grad_()
+    entropy.requires_grad_()
+    total, _ = loss(inputs_of(batch, logprobs, entropy))
+    (total / loss.normalizer(batch)).backward()
+    step = 1e-6
+    for tensor in (logprobs, entropy):
+        got = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for t in range(0, batch.n_tokens, 3):
+            moved = []
+            for sign in (1, -1):
+                values = {id(x): x.detach().clone() for x in (logprobs, entropy)}
+                values[id(tensor)][t] += sign * step
+                moved.append(reference_loss(loss, batch, values[id(logprobs)].tolist(), values[id(entropy)].tolist()))
+            assert got[t].item() == pytest.approx((moved[0] - moved[1]) / (2 * step), rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("loss", [*VARIANTS, SFTLoss()])
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4]], [[2], [4, 0], [3, 1]], [[4], [3], [2], [1], [0]]])
+def test_sums_over_any_split_equal_the_whole(loss: PolicyLoss | SFTLoss, split: list[list[int]]) -> None:
+    batch, logprobs, entropy = make_batch(seed=2)
+    extended = batch.with_fields(logprobs=logprobs, entropy=entropy)
+    whole, whole_metrics = loss(inputs_of(batch, logprobs, entropy))
+    parts = [extended.select(indices) for indices in split]
+    results = [loss(inputs_of(part, part.fields["logprobs"], part.fields["entropy"])) for part in parts]
+    assert sum(value.item() for value, _ in results) == pytest.approx(whole.item(), rel=1e-12)
+    for name, value in whole_metrics.items():
+        combine = max if name.endswith("/max") else sum
+        assert combine(metrics[name].item() for _, metrics in results) == pytest.approx(value.item(), rel=1e-12), name
+
+
+def test_sequence_mean_gives_each_sequence_the_same_weight() -> None:
+    loss = replace(BASE, aggregation="sequence_mean")
+    batch, logprobs, entropy = make_batch()
+    fields = {"advantages": torch.ones_like(logprobs)}
+    logprobs.requires_grad_()
+    total, _ = loss(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+    total.backward()
+    assert logprobs.grad is not None
+    assert [grad.sum().item() for grad in batch.split(logprobs.grad)] == pytest.approx([-1, -1, 0, -1, -1])
+    assert loss.normalizer(batch) == 4
+
+
+def test_without_old_logprobs_the_gradient_is_the_policy_gradient() -> None:
+    batch, logprobs, entropy = make_batch()
+    logprobs.requires_grad_()
+    fields = {"advantages": batch.fields["advantages"]}
+    total, metrics = BASE(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+    total.backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, -batch.fields["advantages"] * batch.mask_T, rtol=0, atol=0)
+    assert metrics["ratio/max"].item() == 1
+    assert metrics["clip_fraction"].item() == metrics["ppo_kl"].item() == 0
+
+
+def test_values_under_the_mask_reach_neither_loss_nor_gradient() -> None:
+    loss = replace(BASE, kl_coeff=0.1, entropy_coeff=0.1)
+    batch, logprobs, entropy = make_batch()
+    clean, clean_metrics = loss(inputs_of(batch, logprobs, entropy))
+
+    def poison(values: torch.Tensor, bad: float) -> torch.Tensor:
+        return torch.where(batch.mask_T.bool(), values, torch.full_like(values, bad))
+
+    fields = {name: poison(value, math.nan) for name, value in batch.fields.items()}
+    bad_logprobs = poison(logprobs, -math.inf).requires_grad_()
+    bad_entropy = poison(entropy, math.nan).requires_grad_()
+    total, metrics = loss(LossInputs(bad_logprobs, bad_entropy, batch.mask_T, batch.lengths, fields))
+    total.backward()
+    assert total.item() == clean.item()
+    assert {name: value.item() for name, value in metrics.items()} == {n: v.item() for n, v in clean_metrics.items()}
+    for tensor in (bad_logprobs, bad_entropy):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+        assert not tensor.grad[~batch.mask_T.bool()].any()
+
+
+def test_a_far_ratio_stays_finite() -> None:
+    logprobs = torch.tensor([-1.0, -2000.0, 0.0], requires_grad=True)
+    fields = {"advantages": torch.tensor([0.0, -1.0, -1.0]), "old_logprobs": torch.tensor([0.0, -1.0, -900.0])}
+    fields["ref_logprobs"] = torch.tensor([0.0, -1.0, -900.0])
+    loss = replace(BASE, kl_coeff=0.1)
+    total, metrics = loss(LossInputs(logprobs, torch.zeros(3), torch.tensor([0.0, 1.0, 1.0]), (3,), fields))
+    total.backward()
+    assert logprobs.grad is not None
+    assert all(value.isfinite() for value in [total, *logprobs.grad, *metrics.values()])
+
+
+def test_metrics_against_hand_counts() -> None:
+    logprobs = torch.tensor([0.0, math.log(0.5), math.log(0.5), math.log(2.0), math.log(2.0)], dtype=torch.float64)
+    zeros = torch.zeros_like(logprobs)
+    fields = {
+        "advantages": torch.tensor([9.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64),
+        "old_logprobs": zeros,
+        "rollout_logprobs": torch.tensor([7.0, 0.1, 0.0, -0.3, 0.0], dtype=torch.float64),
+    }
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    _, metrics = replace(BASE, dual_clip=1.5)(LossInputs(logprobs, zeros + 2, mask, (5,), fields))
+    values = {name: value.item() for name, value in metrics.items()}
+    # Per token: 0.5 clipped below to 0.8; 0.5 and its advantage stand; 2 clipped to 1.3; 2 dual-clipped to 1.5.
+    assert values["policy_loss"] == pytest.approx(0.8 - 0.5 - 1.3 + 1.5)
+    assert values["clip_fraction_lower"] == values["clip_fraction_upper"] == values["clip_fraction_dual"] == 1
+    assert values["clip_fraction"] == 3
+    assert values["entropy"] == 8
+    assert values["ratio"] == pytest.approx(5)
+    assert values["ratio/max"] == pytest.approx(2)
+    assert values["ppo_kl"] == pytest.approx(0)
+    assert values["ppo_kl_k3"] == pytest.approx(2 * (0.5 - 1 + math.log(2)) + 2 * (2 - 1 - math.log(2)))
+    assert values["rollout_mismatch"] == pytest.approx(0.4)
+    assert values["rollout_mismatch/max"] == pytest.approx(0.3)
+    # KL(rollout || trainer), trainer / rollout = exp(-0.1) and exp(0.3).
+    assert values["rollout_mismatch_kl"] == pytest.approx(math.exp(-0.1) - 1 + 0.1 + math.exp(0.3) - 1 - 0.3)
+
+
+def test_a_kl_penalty_without_reference_is_an_error() -> None:
+    batch, logprobs, entropy = make_batch()
+    fields = {"advantages": batch.fields["advantages"]}
+    with pytest.raises(ValueError, match=r"kl_ctl=0.1.*no `ref_logprobs`"):
+        replace(BASE, kl_coeff=0.1)(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+
+
+def test_from_config_reads_every_option() -> None:
+    config = ActorConfig(
+        path="m",
+        eps_clip=0.1,
+        c_clip=3.0,
+        loss_aggregation="sequence_sum",
+        entropy_coeff=0.2,
+        kl_ctl=0.3,
+        kl_estimator="k2",
+    )
+    assert PolicyLoss.from_config(config, 0.7) == PolicyLoss(0.7, 0.1, 0.1, 3.0, "sequence_sum", 0.2, 0.3, "k2")
+    in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28})
+    assert PolicyLoss.from_config(in_reward, 0.7) == PolicyLoss(0.7, 0.1, 0.28, 3.0, "sequence_sum", 0.2, 0.0, "k2")
+    assert PolicyLoss.from_config(config, 1.0).entropy_gradient
+    assert not BASE.entropy_gradient
+
+
+def test_sft_loss_is_the_negative_log_likelihood_of_the_response() -> None:
+    batch, logprobs, entropy = make_batch()
+    loss = SFTLoss()
+    total, metrics = loss(inputs_of(batch, logprobs, entropy))
+    trained = [t for t in range(batch.n_tokens) if batch.mask_T[t]]
+    assert total.item() / loss.normalizer(batch) == pytest.approx(
+        -sum(logprobs[t].item() for t in trained) / len(trained)
+    )
+    assert metrics["nll"].item() == total.item()
+    assert metrics["entropy"].item() == pytest.approx(sum(entropy[t].item() for t in trained))
+
+
+@pytest.mark.parametrize("lengths", [(3,), ()])
+def test_a_batch_without_trained_tokens_costs_nothing(lengths: tuple[int, ...]) -> None:
+    n = sum(lengths)
+    fields = {name: torch.ones(n) for name in ("advantages", "rollout_logprobs")}
+    batch = Batch(lengths, torch.zeros(n, dtype=torch.int64), torch.zeros(n), fields)
+    logprobs = torch.zeros(n, requires_grad=True)
+    losses: list[PolicyLoss | SFTLoss] = [
+        *(replace(BASE, aggregation=a) for a in ("token_mean", "sequence_mean", "sequence_sum")),
+        SFTLoss(),
+    ]
+    for loss in losses:
+        total, metrics = loss(inputs_of(batch, logprobs, torch.zeros(n)))
+        assert {value.item() for name, value in metrics.items() if name.endswith("/max")} <= {-math.inf}
+        assert total.item() == 0
+        assert total.requires_grad
+        assert loss.normalizer(batch) == 1

@@ -1,0 +1,36 @@
+"""Tiny random models of every family, as transformers saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder by model: written by transformers' own `save_pretrained`, with tensors that all differ."""
+    import transformers as hf
+
+    base = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    base |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4, "num_hidden_layers": 3}
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    qwen2 = {**base, "num_attention_heads": 8, "num_key_value_heads": 8}
+    configs = {
+        "llama": hf.LlamaConfig(**base, tie_word_embeddings=True),
+        "qwen2": hf.Qwen2Config(**qwen2, tie_word_embeddings=True),
+        "qwen3": hf.Qwen3Config(**base, tie_word_embeddings=False),
+        "qwen3_moe": hf.Qwen3MoeConfig(**base, **moe, mlp_only_layers=[1]),
+        "qwen2_moe": hf.Qwen2MoeConfig(**qwen2, **moe, shared_expert_intermediate_size=24),
+        "mixtral": hf.MixtralConfig(**base, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+    }
+    folders = {}
+    for name, config in configs.items():
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(len(folders))
+        for parameter in model.parameters():
+            parameter.data.normal_(generator=generator)
+        folders[name] = tmp_path_factory.mktemp("hf") / name
+        model.save_pretrained(folders[name])
+    return folders

@@ -1,0 +1,147 @@
+"""Nothing is left over silently, on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fivefold.bridge import Bridge, HFWeights, ShardGroups, padded_vocab
+from fivefold.bridge.audit import WeightMismatchError
+from fivefold.bridge.families import FAMILIES
+from fivefold.layout.shape import load_shape
+
+EMBEDDING = "model.embed_tokens.weight"
+ALONE = ShardGroups()
+
+
+class Case:
+    """A model's files and parameters, to be changed before they are loaded."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.shape = load_shape(folder)
+        self.scratch = scratch
+        self.files: dict[str, Tensor] = load_file(folder / "model.safetensors")
+        mappings = FAMILIES[self.shape.family].mappings(self.shape)
+        self.parameters = {m.megatron: torch.zeros(m.local_shape(ALONE)) for m in mappings if m.exists(ALONE)}
+
+    def load(self) -> None:
+        save_file(self.files, self.scratch / "model.safetensors")
+        with HFWeights(self.scratch) as source:
+            Bridge(self.shape).load(self.parameters, source, ALONE)
+
+
+@pytest.fixture
+def dense(hf_models: dict[str, Path], tmp_path: Path) -> Case:
+    return Case(hf_models["qwen3"], tmp_path)
+
+
+@pytest.fixture
+def tied(hf_models: dict[str, Path], tmp_path: Path) -> Case:
+    return Case(hf_models["llama"], tmp_path)
+
+
+def renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def test_a_renamed_tensor_is_named_with_its_nearest_on_both_sides(dense: Case) -> None:
+    dense.files = renamed(dense.files, "model.norm.weight", "model.norm.scale")
+    with pytest.raises(WeightMismatchError) as raised:
+        dense.load()
+    assert "1 Hugging Face tensors that no parameter uses:\n    model.norm.scale (nearest: model.norm.weight)" in str(
+        raised.value
+    )
+    assert "1 Hugging Face tensors that are missing:\n    model.norm.weight (nearest: model.norm.scale)" in str(
+        raised.value
+    )
+
+
+def test_many_strays_are_counted_and_a_few_named(dense: Case) -> None:
+    dense.files |= {f"extra.{i:02d}": torch.zeros(1) for i in range(20)}
+    with pytest.raises(WeightMismatchError, match=r"(?s)20 Hugging Face .*extra\.07\n    \.\.\. and 12 more$"):
+        dense.load()
+
+
+def test_a_tensor_of_another_shape_is_an_error(dense: Case) -> None:
+    dense.files["model.norm.weight"] = torch.zeros(17)
+    with pytest.raises(WeightMismatchError, match=r"model\.norm\.weight: \[17\], expected \[16\]"):
+        dense.load()
+
+
+def test_a_parameter_of_another_shape_is_an_error(dense: Case) -> None:
+    dense.parameters["decoder.final_layernorm.weight"] = torch.zeros(17)
+    with pytest.raises(WeightMismatchError, match=r"on pipeline stage 0: \[17\], expected \[16\]"):
+        dense.load()
+
+
+def test_a_parameter_without_a_mapping_is_an_error(dense: Case) -> None:
+    dense.parameters["decoder.layers.0.self_attention.sink"] = torch.zeros(4)
+    with pytest.raises(WeightMismatchError, match=r"no mapping knows:\n    decoder\.layers\.0\.self_attention\.sink"):
+        dense.load()
+
+
+def test_an_export_without_a_parameter_is_an_error(dense: Case) -> None:
+    del dense.parameters["output_layer.weight"]
+    with pytest.raises(WeightMismatchError, match=r"no pipeline stage has:\n    output_layer\.weight"):
+        next(Bridge(dense.shape).export(dense.parameters, ALONE))
+
+
+def test_a_failed_audit_writes_nothing(dense: Case) -> None:
+    del dense.files["model.norm.weight"]
+    with pytest.raises(WeightMismatchError):
+        dense.load()
+    assert not any(parameter.any() for parameter in dense.parameters.values())
+
+
+def test_stored_rotary_frequencies_go_unused(tied: Case) -> None:
+    tied.files["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    tied.load()
+    assert tied.parameters["decoder.final_layernorm.weight"].equal(tied.files["model.norm.weight"])
+
+
+def test_a_tied_output_weight_may_be_stored_again(tied: Case) -> None:
+    tied.files["lm_head.weight"] = tied.files[EMBEDDING].clone()
+    tied.load()
+    assert tied.parameters["embedding.word_embeddings.weight"].equal(tied.files[EMBEDDING])
+
+
+def test_a_tied_output_weight_that_differs_is_an_error(tied: Case) -> None:
+    tied.files["lm_head.weight"] = tied.files[EMBEDDING] + 1
+    with pytest.raises(WeightMismatchError, match="tie_word_embeddings"):
+        tied.load()
+
+
+def test_a_tied_model_on_one_stage_has_no_output_weight(tied: Case) -> None:
+    tied.parameters["output_layer.weight"] = torch.zeros(tied.shape.vocab, tied.shape.hidden)
+    with pytest.raises(WeightMismatchError, match=r"no mapping knows:\n    output_layer\.weight"):
+        tied.load()
+
+
+def test_an_unknown_family_is_an_error_naming_those_there_are(dense: Case) -> None:
+    with pytest.raises(ValueError, match=r"'gpt9'; there are llama, mixtral, qwen2"):
+        Bridge(replace(dense.shape, family="gpt9"))
+
+
+def test_groups_refuse_impossible_positions() -> None:
+    with pytest.raises(ValueError, match="ep_rank=2 is outside ep_size=2"):
+        ShardGroups(ep_rank=2, ep_size=2)
+    with pytest.raises(ValueError, match="tp_size=2 needs a process group"):
+        ShardGroups(tp_size=2)
+
+
+def test_heads_that_tensor_parallelism_cannot_divide_are_an_error(dense: Case) -> None:
+    attention = next(m for m in FAMILIES["qwen3"].mappings(dense.shape) if m.megatron.endswith("linear_qkv.weight"))
+    with pytest.raises(ValueError, match=r"layers\.0\..*key/value heads: 8 does not divide into 3"):
+        attention.local_shape(ShardGroups(tp_size=3, tp_group=dist.ProcessGroup(0, 3)))
+
+
+@pytest.mark.parametrize(("vocab", "tp", "padded"), [(41, 1, 41), (41, 2, 42), (48, 8, 48), (41, 8, 48)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_tp(vocab: int, tp: int, padded: int) -> None:
+    assert padded_vocab(vocab, tp) == padded

@@ -1,0 +1,49 @@
+"""Each family against the files that transformers writes and reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fivefold.bridge import Bridge, HFWeights, ShardGroups, save_hf
+from fivefold.bridge.families import FAMILIES
+from fivefold.layout.shape import load_shape
+
+
+def megatron_parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole model on one process, by Megatron-Core's names, its values not yet set."""
+    shape, alone = load_shape(folder), ShardGroups()
+    mappings = FAMILIES[shape.family].mappings(shape)
+    return {m.megatron: torch.full(m.local_shape(alone), torch.nan) for m in mappings if m.exists(alone)}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_names_and_shapes_are_those_that_transformers_writes(hf_models: dict[str, Path], family: str) -> None:
+    with HFWeights(hf_models[family]) as saved:
+        written = {name: saved.shape(name) for name in saved.names}
+    assert Bridge(load_shape(hf_models[family])).expected_names() == written
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_hf_to_megatron_to_hf_is_bit_exact(hf_models: dict[str, Path], tmp_path: Path, family: str) -> None:
+    bridge, parameters = Bridge(load_shape(hf_models[family])), megatron_parameters(hf_models[family])
+    with HFWeights(hf_models[family]) as saved:
+        bridge.load(parameters, saved, ShardGroups())
+        save_hf(tmp_path / "model", bridge.export(parameters, ShardGroups()), hf_models[family], max_shard_bytes=8000)
+        with HFWeights(tmp_path / "model") as again:
+            assert again.names == saved.names
+            assert all(again.read(name).equal(saved.read(name)) for name in saved.names)
+    original = AutoModelForCausalLM.from_pretrained(hf_models[family]).state_dict()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert original.keys() == reloaded.keys()
+    assert all(reloaded[name].equal(tensor) for name, tensor in original.items())
+
+
+def test_layers_without_experts_keep_a_dense_mlp(hf_models: dict[str, Path]) -> None:
+    names = megatron_parameters(hf_models["qwen3_moe"])
+    assert "decoder.layers.0.mlp.experts.weight1" in names
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in names
+    assert "decoder.layers.1.mlp.experts.weight1" not in names

@@ -1,0 +1,153 @@
+"""Reading and writing of Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fivefold.bridge import HFWeights, resolve_model_folder, save_hf
+
+TENSORS = {f"layer.{i}": torch.randn(10, 10, generator=torch.Generator().manual_seed(i)) for i in range(5)}
+"""400 bytes each."""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model folder: config, tokenizer and weights, which must not be taken over."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))
+    for name in (
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+    ):
+        (folder / name).write_text(name)
+    save_file({"old": torch.zeros(1)}, folder / "model.safetensors")
+    (folder / "model-00001-of-00002.safetensors").write_text("old")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    with HFWeights(folder) as weights:
+        return {name: weights.read(name) for name in weights.names}
+
+
+def test_shards_stay_below_their_size_and_the_index_finds_all(source: Path, tmp_path: Path) -> None:
+    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
+    files = sorted(tmp_path.glob("out/*.safetensors"))
+    assert [file.name for file in files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files] == [800, 800, 400]
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2000
+    assert all(torch.equal(contents(tmp_path / "out")[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_one_shard_needs_no_index(source: Path, tmp_path: Path) -> None:
+    save_hf(tmp_path / "out", TENSORS.items(), source)
+    assert [file.name for file in tmp_path.glob("out/model*")] == ["model.safetensors"]
+    assert contents(tmp_path / "out").keys() == TENSORS.keys()
+
+
+def test_a_tensor_larger_than_a_shard_gets_its_own(source: Path, tmp_path: Path) -> None:
+    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=100)
+    assert len(list(tmp_path.glob("out/*.safetensors"))) == 5
+
+
+def test_views_of_one_buffer_are_written(source: Path, tmp_path: Path) -> None:
+    buffer = torch.arange(12.0).view(3, 4)
+    save_hf(tmp_path / "out", {"rows": buffer[:2], "columns": buffer[:, 1:3], "all": buffer}.items(), source)
+    assert contents(tmp_path / "out")["columns"].equal(buffer[:, 1:3])
+
+
+def test_tokenizer_comes_along_and_the_config_tells_the_dtype(source: Path, tmp_path: Path) -> None:
+    half = {name: tensor.bfloat16() for name, tensor in TENSORS.items()}
+    save_hf(tmp_path / "out", {**half, "router": torch.zeros(2)}.items(), source)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
+    copied = {file.name for file in (tmp_path / "out").iterdir()} - {"config.json", "model.safetensors"}
+    assert copied == {file.name for file in source.iterdir()} - {
+        "config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [({"torch_dtype": "float16"}, {"torch_dtype": "float32"}), ({}, {"torch_dtype": "float32"})]
+)
+def test_the_older_name_of_the_dtype_is_kept(
+    source: Path, tmp_path: Path, old: dict[str, str], new: dict[str, str]
+) -> None:
+    (source / "config.json").write_text(json.dumps(old))
+    save_hf(tmp_path / "out", TENSORS.items(), source)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == new
+
+
+def test_an_interrupted_save_leaves_the_earlier_model(source: Path, tmp_path: Path) -> None:
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
+        yield "layer.0", torch.zeros(10)
+        raise KeyboardInterrupt
+
+    save_hf(tmp_path / "out", TENSORS.items(), source)
+    with pytest.raises(KeyboardInterrupt):
+        save_hf(tmp_path / "out", interrupted(), source)
+    assert contents(tmp_path / "out")["layer.0"].equal(TENSORS["layer.0"])
+    assert {folder.name for folder in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_a_save_replaces_the_earlier_model_whole(source: Path, tmp_path: Path) -> None:
+    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
+    save_hf(tmp_path / "out", {"layer.0": torch.zeros(3)}.items(), source)
+    assert contents(tmp_path / "out").keys() == {"layer.0"}
+    assert {folder.name for folder in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_a_model_may_be_saved_over_its_own_source(source: Path) -> None:
+    save_hf(source, TENSORS.items(), source)
+    assert contents(source).keys() == TENSORS.keys()
+    assert (source / "tokenizer.json").read_text() == "tokenizer.json"
+
+
+def test_saving_nothing_is_an_error(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no weights"):
+        save_hf(tmp_path / "out", iter(()), source)
+
+
+def test_slices_are_those_of_the_tensor(source: Path, tmp_path: Path) -> None:
+    save_hf(tmp_path / "out", TENSORS.items(), source)
+    whole = TENSORS["layer.3"]
+    with HFWeights(tmp_path / "out") as weights:
+        assert weights.shape("layer.3") == (10, 10)
+        assert weights.read("layer.3", slice(2, 5)).equal(whole[2:5])
+        assert weights.read("layer.3", slice(None), slice(7, 10)).equal(whole[:, 7:])
+
+
+def test_a_hub_name_is_fetched(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/model": str(source)}[name])
+    assert HFWeights("org/model").names == {"old"}
+
+
+def test_neither_folder_nor_hub_name_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no folder"):
+        resolve_model_folder(tmp_path / "nowhere")
+
+
+def test_a_folder_without_safetensors_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="only safetensors files are read"):
+        HFWeights(tmp_path)
+
+
+def test_an_incomplete_download_is_an_error(source: Path, tmp_path: Path) -> None:
+    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
+    (tmp_path / "out/model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-00002-of-00003"):
+        HFWeights(tmp_path / "out")

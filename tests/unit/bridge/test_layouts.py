@@ -1,0 +1,172 @@
+"""Load and export on 8 gloo processes, bit for bit against shards cut by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sharding_by_hand import LAYOUTS, Layout, Position, shard_by_hand
+from torch import Tensor
+
+from fivefold.bridge import Bridge, HFWeights, ShardGroups
+from fivefold.layout.shape import load_shape
+
+WORLD = 8
+DENSE = ("llama", "qwen2", "qwen3")
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral")
+CHECKS = ("load", "export", "export mixed", "export as bfloat16", "order")
+
+
+def case_name(family: str, layout: Layout) -> str:
+    stages = "|".join(",".join(map(str, layers)) for layers in layout.layers)
+    return f"{family} tp{layout.tp} etp{layout.etp} ep{layout.ep} layers {stages}"
+
+
+def layouts_of(family: str) -> tuple[Layout, ...]:
+    """Every layout for one dense and one MoE family, two mixed ones for the others, whose names alone differ."""
+    dense = tuple(layout for layout in LAYOUTS if layout.etp == layout.ep == 1)
+    return {"qwen2": dense, "qwen3_moe": LAYOUTS}.get(family, dense[-1:] if family in DENSE else LAYOUTS[-3:-1])
+
+
+CASES = [(family, layout) for family in (*DENSE, *MOE) for layout in layouts_of(family)]
+
+
+def strided_groups(layout: Layout, rank: int) -> tuple[Position, ShardGroups]:
+    """Megatron-Core's rank order: tensor ranks next to each other, pipeline stages furthest apart."""
+    stage = WORLD // layout.pp
+    at = Position(
+        tp=rank % layout.tp,
+        etp=rank % layout.etp,
+        ep=rank // layout.etp % layout.ep,
+        pp=rank // stage,
+    )
+
+    def group(index: int, size: int, stride: int) -> dist.ProcessGroup | None:
+        first = rank - index * stride
+        ranks = [first + i * stride for i in range(size)]
+        return dist.new_group(ranks, use_local_synchronization=True) if size > 1 else None
+
+    return at, ShardGroups(
+        tp_rank=at.tp,
+        tp_size=layout.tp,
+        tp_group=group(at.tp, layout.tp, 1),
+        etp_rank=at.etp,
+        etp_size=layout.etp,
+        etp_group=group(at.etp, layout.etp, 1),
+        ep_rank=at.ep,
+        ep_size=layout.ep,
+        ep_group=group(at.ep, layout.ep, layout.etp),
+        pp_rank=at.pp,
+        pp_size=layout.pp,
+        pp_group=group(at.pp, layout.pp, stage),
+    )
+
+
+def differences(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    strays = sorted(got.keys() ^ wanted.keys())
+    return strays + [
+        n for n in got.keys() & wanted.keys() if got[n].dtype != wanted[n].dtype or not got[n].equal(wanted[n])
+    ]
+
+
+def is_router(name: str) -> bool:
+    return name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))
+
+
+def check_case(folder: Path, layout: Layout, at: Position, groups: ShardGroups) -> dict[str, list[str]]:
+    """What differs, by check; nothing is raised, so that all ranks stay in step."""
+    config = json.loads((folder / "config.json").read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    bridge = Bridge(load_shape(folder))
+    with HFWeights(folder) as source:
+        hf = {name: source.read(name) for name in source.names}
+        wanted = shard_by_hand(hf, config, layout, at)
+        loaded = {name: torch.full_like(tensor, torch.nan, requires_grad=True) for name, tensor in wanted.items()}
+        bridge.load(loaded, source, groups)
+    gradients = {name: tensor * torch.randn(()) for name, tensor in sorted(hf.items())}
+    half = {name: tensor.bfloat16() for name, tensor in hf.items()}
+    shards = shard_by_hand(gradients, config, layout, at)
+    mixed = {name: tensor if is_router(name) else tensor.bfloat16() for name, tensor in hf.items()}
+    mixed_shards = shard_by_hand(mixed, config, layout, at)
+    small_buckets = Bridge(load_shape(folder), bucket_bytes=1000)
+    exported = dict(bridge.export(shards, groups))
+    return {
+        "load": differences(loaded, wanted),
+        "export": differences(exported, gradients),
+        "export mixed": differences(dict(small_buckets.export(mixed_shards, groups)), mixed),
+        "export as bfloat16": differences(dict(bridge.export(loaded, groups, dtype=torch.bfloat16)), half),
+        "order": [] if list(exported) == list(bridge.expected_names()) else list(exported),
+    }
+
+
+def check_stray_errors(folder: Path, layout: Layout, at: Position, groups: ShardGroups) -> dict[str, str]:
+    """A layer that no stage has, and a parameter on one stage that nothing maps: each rank's message."""
+    bridge = Bridge(load_shape(folder))
+    config = json.loads((folder / "config.json").read_text())
+    with HFWeights(folder) as source:
+        hf = {name: source.read(name) for name in source.names}
+        short = replace(layout, layers=tuple(tuple(i for i in stage if i != 1) for stage in layout.layers))
+        missing = shard_by_hand(hf, config, short, at)
+        stray = shard_by_hand(hf, config, layout, at)
+        if at.pp == 1:
+            stray["decoder.final_norm.weight"] = stray.pop("decoder.final_layernorm.weight")
+        return {
+            "missing layer": message(bridge, missing, source, groups),
+            "stray": message(bridge, stray, source, groups),
+        }
+
+
+def message(bridge: Bridge, parameters: dict[str, Tensor], source: HFWeights, groups: ShardGroups) -> str:
+    with pytest.raises(ValueError) as raised:
+        bridge.load(parameters, source, groups)
+    return str(raised.value)
+
+
+def worker(rank: int, folders: dict[str, Path], scratch: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=WORLD)
+    places = {layout: strided_groups(layout, rank) for layout in LAYOUTS}
+    torch.manual_seed(0)
+    found: dict[str, object] = {
+        case_name(family, layout): check_case(folders[family], layout, *places[layout]) for family, layout in CASES
+    }
+    found["errors"] = check_stray_errors(folders["qwen3"], LAYOUTS[4], *places[LAYOUTS[4]])
+    (scratch / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(
+    hf_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, list[str]]]]:
+    """What each of the 8 ranks found, by case. One start of the processes serves all cases."""
+    scratch = tmp_path_factory.mktemp("layouts")
+    mp.set_forkserver_preload(["torch.distributed", "safetensors.torch", "fivefold.bridge"])
+    mp.start_processes(worker, (hf_models, scratch), nprocs=WORLD, start_method="forkserver")
+    return [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=[case_name(*case) for case in CASES])
+def test_shards_and_full_tensors_are_bit_exact(
+    found: list[dict[str, dict[str, list[str]]]], family: str, layout: Layout
+) -> None:
+    assert [rank[case_name(family, layout)] for rank in found] == [{check: [] for check in CHECKS}] * WORLD
+
+
+def test_every_rank_names_the_layer_that_no_stage_has(found: list[dict[str, dict[str, str]]]) -> None:
+    for rank in found:
+        assert "decoder.layers.1.mlp.linear_fc1.weight" in rank["errors"]["missing layer"]
+        assert "no pipeline stage has" in rank["errors"]["missing layer"]
+
+
+def test_every_rank_names_strays_and_what_they_resemble(found: list[dict[str, dict[str, str]]]) -> None:
+    for rank in found:
+        assert "decoder.final_norm.weight (nearest: decoder.final_layernorm.weight)" in rank["errors"]["stray"]
+        assert "decoder.final_layernorm.weight (nearest: decoder.final_norm.weight)" in rank["errors"]["stray"]

@@ -1,0 +1,320 @@
+"""Recipes from files and overrides: what is accepted, and what every mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.config.load import RecipeError, load_recipe, resolved_yaml
+from fivefold.config.problems import known_keys, nearest_keys
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+
+MINIMAL = """\
+experiment_name: first
+actor: {path: some/model}
+train_dataset: {path: data.parquet}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write_recipe(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_recipe
+
+
+def problems(path: Path, *overrides: str, schema: Any = TrainRecipe) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides, schema)
+    assert "pydantic" not in str(caught.value)
+    return caught.value.problems
+
+
+def test_defaults_come_from_the_schema(write: Any) -> None:
+    recipe = load_recipe(write(MINIMAL), [], TrainRecipe)
+    assert recipe.actor.path == "some/model"
+    assert recipe.gconfig.n_samples == 8
+    assert recipe == TrainRecipe.model_validate(yaml.safe_load(MINIMAL))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.optimizer.lr=1e-5", 1e-5),
+        ("actor.optimizer.lr=3E-4", 3e-4),
+        ("actor.optimizer.lr=1", 1.0),
+        ("actor.backend=megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"),
+        ("rollout.backend=sglang:d4t4", "sglang:d4t4"),
+        ("actor.backend=megatron:d*t2", "megatron:d*t2"),
+        (
+            "allocation_mode=sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)",
+            "sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)",
+        ),
+        ("actor.megatron.use_deterministic_algorithms=True", True),
+        ("gconfig.stop=['\\n', \"x #y\"]", ["\\n", "x #y"]),
+        ("gconfig.stop_token_ids=[1, 2]", [1, 2]),
+        ("reward.kwargs={tolerance: 1e-3, deep: {a: [1]}}", {"tolerance": 1e-3, "deep": {"a": [1]}}),
+        ("reward.kwargs.tolerance=0.5", {"tolerance": 0.5}),
+        ("actor.megatron.transformer.moe_aux_loss_coeff=1e-3", {"moe_aux_loss_coeff": 1e-3}),
+        ("tokenizer_path=null", None),
+        ("tokenizer_path=", None),
+        ("tokenizer_path=a=b", "a=b"),
+        ("tokenizer_path='8'", "8"),
+        ("total_train_steps=1_000", 1000),
+    ],
+)
+def test_overrides_are_typed_as_yaml(write: Any, override: str, expected: Any) -> None:
+    recipe = load_recipe(write(MINIMAL), [override], TrainRecipe).model_dump()
+    keys = override.partition("=")[0].split(".")
+    for key in keys[:-1] if isinstance(expected, dict) and keys[-1] in expected else keys:
+        recipe = recipe[key]
+    assert recipe == expected
+    assert type(recipe) is type(expected)
+
+
+def test_the_last_override_wins(write: Any) -> None:
+    assert load_recipe(write(MINIMAL), ["seed=2", "seed=3"], TrainRecipe).seed == 3
+
+
+def test_interpolation_reaches_values_overrides_and_defaults(write: Any) -> None:
+    text = MINIMAL + "trial_name: ${experiment_name}-seed${seed}\ntokenizer_path: ${actor.path}\n"
+    recipe = load_recipe(
+        write(text), ["actor.path=other", "valid_dataset={path: '${train_dataset.path}'}"], TrainRecipe
+    )
+    assert recipe.trial_name == "first-seed1"
+    assert recipe.tokenizer_path == "other"
+    assert recipe.valid_dataset is not None
+    assert recipe.valid_dataset.path == "data.parquet"
+    assert "seed" not in recipe.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tokenizer_path: ${nowhere}", "tokenizer_path: Interpolation key 'nowhere' not found"),
+        ("tokenizer_path: ???", "tokenizer_path: `???` stands for a value"),
+        ("tokenizer_path: ${open", "tokenizer_path: "),
+    ],
+)
+def test_interpolations_that_lead_nowhere(write: Any, line: str, expected: str) -> None:
+    (problem,) = problems(write(MINIMAL + line + "\n"))
+    assert problem.startswith(expected)
+
+
+def test_all_that_is_unfilled_is_listed(write: Any) -> None:
+    text = MINIMAL + "trial_name: ${x}\nreward: {kwargs: {deep: [1, ???, '${y}']}}\n"
+    assert problems(write(text), "bad") == (
+        "override 'bad': there is no `=`; write key=value",
+        "reward.kwargs.deep.1: `???` stands for a value that is still to be given",
+        "trial_name: Interpolation key 'x' not found",
+        "reward.kwargs.deep[2]: Interpolation key 'y' not found",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "the file is empty"),
+        ("# only a comment\n", "the file is empty"),
+        ("- a\n- b\n", "a recipe is a mapping of keys to values, not a sequence"),
+        ("just text\n", "a recipe is a mapping of keys to values, not a scalar"),
+        ("a: [1\n", "not YAML: "),
+        ("a: b: c\n", "not YAML: mapping values are not allowed here in line 1, column 5"),
+        ("a: 1\n---\nb: 2\n", "not YAML: "),
+        ("a: !!python/object:os.system {}\n", "not YAML: could not determine a constructor"),
+    ],
+)
+def test_files_that_are_no_recipe(write: Any, text: str, expected: str) -> None:
+    (problem,) = problems(write(text))
+    assert problem.startswith(expected)
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    assert problems(tmp_path / "nowhere.yaml") == ("the recipe does not exist",)
+    assert problems(tmp_path) == ("the recipe is a folder, not a file",)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert problems(tmp_path / "binary")[0].startswith("not a text in UTF-8")
+
+
+def test_every_duplicate_key_is_named_with_its_lines(write: Any) -> None:
+    text = "seed: 1\nactor:\n  path: a\n  path: b\nseed: 2\nlists:\n- {x: 1, x: 2}\n"
+    assert set(problems(write(text))) == {
+        "actor.path: given twice, in lines 3 and 4; keep one",
+        "seed: given twice, in lines 1 and 5; keep one",
+        "lists.x: given twice, in lines 7 and 7; keep one",
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed", "override 'seed': there is no `=`; write key=value"),
+        ("+seed=1", "override '+seed=1': no prefix is needed; write seed=..."),
+        ("++seed=1", "override '++seed=1': no prefix is needed; write seed=..."),
+        ("--actor.path=x", "override '--actor.path=x': no prefix is needed; write actor.path=..."),
+        ("=1", "override '=1': `` is not a key; write section.key=value"),
+        ("actor..path=1", "override 'actor..path=1': `actor..path` is not a key; write section.key=value"),
+        ("seed=[1", "override 'seed=[1': the value is not YAML"),
+        ("actor.path=x # y", "override 'actor.path=x # y': ` #` starts a comment in YAML"),
+    ],
+)
+def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str) -> None:
+    (problem,) = problems(write(MINIMAL), override)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seeds=1", "seeds=1: unknown key; did you mean seed?"),
+        ("lr=1", "lr=1: unknown key; did you mean actor.optimizer.lr?"),
+        ("actor.lr=1", "actor.lr=1: unknown key; did you mean actor.optimizer.lr?"),
+        ("n_samples=4", "n_samples=4: unknown key; did you mean gconfig.n_samples or evaluator.n_samples?"),
+        (
+            "actor.temperture=1",
+            "actor.temperture=1: unknown key; did you mean gconfig.temperature or evaluator.temperature?",
+        ),
+        ("actor.optimiser={lr: 1}", "actor.optimiser={'lr': 1}: unknown key; did you mean actor.optimizer?"),
+        ("zzz=1", "zzz=1: unknown key"),
+        ("seed='8'", "seed='8': must be a whole number, not a text; if it is one, drop the quotes"),
+        ("seed=1.0", "seed=1.0: must be a whole number, not a fraction"),
+        ("seed=true", "seed=true: must be a whole number, not true or false"),
+        ("seed=-1", "seed=-1: must be at least 0"),
+        ("seed=", "seed=null: must be a whole number, not empty"),
+        ("trial_name=3", 'trial_name=3: must be a text, not a number; quote it: "3"'),
+        (
+            "trial_name=..",
+            "trial_name='..': must be of letters, digits, `_`, `.` and `-`, and begin with none of the last two",
+        ),
+        (
+            "actor.optimizer.lr=fast",
+            "actor.optimizer.lr='fast': must be a number, not a text; if it is one, drop the quotes",
+        ),
+        ("actor.optimizer.lr=.inf", "actor.optimizer.lr=inf: must be a finite number"),
+        ("actor.optimizer.beta1=1", "actor.optimizer.beta1=1: must be less than 1"),
+        ("gconfig.temperature=0", "gconfig.temperature=0: must be greater than 0"),
+        ("gconfig.top_p=1.5", "gconfig.top_p=1.5: must be at most 1"),
+        ("gconfig.greedy=1", "gconfig.greedy=1: must be true or false, not a number"),
+        ("gconfig.stop=x", "gconfig.stop='x': must be a list, not a text"),
+        (
+            "gconfig.stop_token_ids=[1, a]",
+            "gconfig.stop_token_ids.1='a': must be a whole number, not a text; if it is one, drop the quotes",
+        ),
+        ("reward.kwargs=3", "reward.kwargs=3: must be a mapping, not a number"),
+        ("reward.kwargs={1: 2}", 'reward.kwargs.1=1: must be a text, not a number; quote it: "1"'),
+        ("rollout=", "rollout=null: must be a section with keys of its own, not empty"),
+        ("rollout=vllm", "rollout='vllm': must be a section with keys of its own, not a text"),
+        ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
+        ("actor.kl_estimator=k4", "actor.kl_estimator='k4': must be 'k1', 'k2' or 'k3'"),
+        (
+            "actor.optimizer.lr_scheduler_type=cosin",
+            "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear' or 'cosine'; did you mean cosine?",
+        ),
+        ("train_dataset.batch_size=3", None),
+        (
+            "actor.ppo_n_minibatches=5",
+            "train_dataset.batch_size=32 must be a multiple of actor.ppo_n_minibatches=5, so that groups stay whole",
+        ),
+    ],
+)
+def test_values_that_break_a_rule(write: Any, override: str, expected: str | None) -> None:
+    if expected is None:
+        load_recipe(write(MINIMAL), [override], TrainRecipe)
+    else:
+        assert problems(write(MINIMAL), override) == (expected,)
+
+
+def test_all_problems_are_listed_at_once(write: Any) -> None:
+    found = problems(write("seed: x\nactor: {lr: 1}\n"), "nonsense", "gconfig.top_k=-1")
+    assert found == (
+        "override 'nonsense': there is no `=`; write key=value",
+        "experiment_name: missing; every recipe needs it",
+        "seed='x': must be a whole number, not a text; if it is one, drop the quotes",
+        "actor.path: missing; every recipe needs it",
+        "actor.lr=1: unknown key; did you mean actor.optimizer.lr?",
+        "gconfig.top_k=-1: must be at least 0",
+        "train_dataset: missing; every recipe needs it",
+    )
+
+
+def test_the_message_counts_and_names_the_file(write: Any) -> None:
+    path = write(MINIMAL)
+    with pytest.raises(RecipeError, match=f"{path}: 2 problems\n- seed=-1"):
+        load_recipe(path, ["seed=-1", "sed=1"], TrainRecipe)
+    with pytest.raises(ValueError, match="1 problem\n"):
+        load_recipe(path, ["sed=1"], TrainRecipe)
+
+
+def test_keys_of_the_other_kind_of_recipe_say_so(write: Any) -> None:
+    (problem,) = problems(write(MINIMAL), "gconfig.n_samples=4", schema=SFTRecipe)
+    assert problem == "gconfig={'n_samples': 4}: unknown key; it belongs to a recipe of `fivefold train`"
+    assert (
+        load_recipe(write(MINIMAL), ["train_dataset.response_key=answer"], SFTRecipe).train_dataset.response_key
+        == "answer"
+    )
+
+
+def test_long_values_are_shortened(write: Any) -> None:
+    (problem,) = problems(write(MINIMAL), "nonsense=" + "x" * 500)
+    assert len(problem) < 120
+
+
+def test_every_known_key_is_nearest_to_itself_with_a_typo() -> None:
+    for key in known_keys(TrainRecipe):
+        name = key.rpartition(".")[2]
+        if len(name) > 5:
+            assert nearest_keys(key[:-2] + key[-1], TrainRecipe) == [key]
+
+
+def test_the_resolved_recipe_loads_to_itself(write: Any, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(MINIMAL), ["actor.optimizer.lr=1e-5", "valid_dataset.path=v", "gconfig.stop=['\\${a}', '8']"], TrainRecipe
+    )
+    again = load_recipe(write(resolved_yaml(recipe)), [], TrainRecipe)
+    assert again == recipe
+    assert again.gconfig.stop == ["${a}", "8"]
+    sft = load_recipe(write(MINIMAL), [], SFTRecipe)
+    assert load_recipe(write(resolved_yaml(sft)), [], SFTRecipe) == sft
+
+
+def test_the_resolved_recipe_does_not_contradict_its_allocation_mode(write: Any) -> None:
+    recipe = load_recipe(
+        write(MINIMAL), ["allocation_mode=vllm:d2+megatron:d2", "rollout.backend=vllm:d2"], TrainRecipe
+    )
+    again = load_recipe(write(resolved_yaml(recipe)), [], TrainRecipe)
+    assert again == recipe
+    assert "backend" not in again.actor.model_fields_set
+    assert "backend" in again.rollout.model_fields_set
+
+
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(value=plain_values, path=st.text(min_size=1, max_size=12))
+def test_any_value_survives_the_resolved_recipe(
+    tmp_path_factory: pytest.TempPathFactory, value: Any, path: str
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    recipe = TrainRecipe.model_validate(
+        {
+            "experiment_name": "h",
+            "actor": {"path": path},
+            "train_dataset": {"path": "d"},
+            "reward": {"kwargs": {"value": value}},
+        }
+    )
+    file.write_text(resolved_yaml(recipe), encoding="utf-8")
+    assert load_recipe(file, [], TrainRecipe) == recipe

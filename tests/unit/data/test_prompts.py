@@ -1,0 +1,196 @@
+"""Prompt data sets: every source and schema, and the error that each bad one promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fivefold.config.schema import DatasetConfig
+from fivefold.data.prompts import load_prompts
+from fivefold.data.rows import load_rows
+from tests.unit.data.conftest import VOCAB, build_tokenizer
+
+PLAIN = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
+CHAT = [
+    {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"{i}+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {"index": i},
+    }
+    for i in range(3)
+]
+Write = Callable[..., str]
+
+
+def plain(path: str, **options: Any) -> DatasetConfig:
+    return DatasetConfig(path=path, prompt_key="question", answer_key="answer", **options)
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(VOCAB[character] for character in text)
+
+
+def test_plain_columns(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    dataset = load_prompts(plain(write_jsonl(PLAIN)), tokenizer)
+    assert [(p.index, p.text, p.ground_truth, p.data_source, p.extra_info) for p in dataset.prompts] == [
+        (i, f"{i}+1=", str(i + 1), "", {}) for i in range(5)
+    ]
+    assert dataset.prompts[0].token_ids == (VOCAB["<s>"], *ids("0+1="))
+
+
+def test_a_text_gets_no_end_token_from_the_tokenizer(write_jsonl: Write) -> None:
+    closing = build_tokenizer("<s> $A </s>")
+    dataset = load_prompts(plain(write_jsonl(PLAIN)), closing)
+    assert dataset.prompts[0].token_ids == (VOCAB["<s>"], *ids("0+1="))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_chat_schema_from_both_formats(
+    tokenizer: PreTrainedTokenizerFast, write_jsonl: Write, tmp_path: Path, suffix: str
+) -> None:
+    path = str(tmp_path / "data.parquet")
+    if suffix == "jsonl":
+        path = write_jsonl(CHAT)
+    else:
+        pq.write_table(pa.Table.from_pylist(CHAT), path)
+    dataset = load_prompts(DatasetConfig(path=path), tokenizer)
+    prompt = dataset.prompts[2]
+    assert prompt.text == "<|user|>2+1?<|assistant|>"
+    assert prompt.token_ids == (VOCAB["<|user|>"], *ids("2+1?"), VOCAB["<|assistant|>"])
+    assert (prompt.ground_truth, prompt.data_source, prompt.extra_info) == ("3", "sums", {"index": 2})
+
+
+def test_absent_message_keys_of_parquet_stay_absent(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "name": "Bo"}], "answer": "x"},
+        {"prompt": [{"role": "user", "content": "b"}], "answer": "y"},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    dataset = load_prompts(DatasetConfig(path=str(tmp_path / "data.parquet"), answer_key="answer"), tokenizer)
+    assert [prompt.text for prompt in dataset.prompts] == ["<|user|>a[Bo]<|assistant|>", "<|user|>b<|assistant|>"]
+
+
+def test_a_text_is_rendered_as_chat_on_request(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    dataset = load_prompts(plain(write_jsonl(PLAIN), apply_chat_template=True), tokenizer)
+    assert dataset.prompts[0].text == "<|user|>0+1=<|assistant|>"
+
+
+def test_folders_are_read_in_order_of_names_and_limit_counts_rows(write_jsonl: Write) -> None:
+    write_jsonl(PLAIN[3:], "set/b.jsonl")
+    folder = Path(write_jsonl(PLAIN[:3], "set/a.jsonl")).parent
+    (folder / "README.md").write_text("not data")
+    assert load_rows(plain(str(folder))) == PLAIN
+    assert load_rows(plain(str(folder), limit=4)) == PLAIN[:4]
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    rows = [{"question": "x" * n, "answer": str(n)} for n in (1, 9, 2, 8, 3)]
+    dataset = load_prompts(plain(write_jsonl(rows), max_length=4), tokenizer)  # <s> counts
+    assert [(prompt.index, prompt.ground_truth) for prompt in dataset.prompts] == [(0, "1"), (1, "2"), (2, "3")]
+    assert (dataset.n_rows, dataset.n_too_long, len(dataset)) == (5, 2, 3)
+
+
+def test_packaged_names_that_do_not_exist_list_those_that_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"no data set package:nothing \(split 'train'\) ships with Fivefold; there are \["
+    ):
+        load_rows(DatasetConfig(path="package:nothing"))
+
+
+def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(name: str, configuration: str | None, *, split: str) -> datasets.Dataset:
+        asked.append((name, configuration, split))
+        if name == "no/such":
+            raise datasets.exceptions.DatasetNotFoundError("Dataset 'no/such' doesn't exist on the Hub")
+        return datasets.Dataset.from_list(PLAIN)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows(plain("openai/gsm8k:main", split="test", limit=2)) == PLAIN[:2]
+    assert load_rows(plain("squad")) == PLAIN
+    assert asked == [("openai/gsm8k", "main", "test"), ("squad", None, "train")]
+    with pytest.raises(ValueError, match=r"'no/such' is no file or folder here, and the Hugging Face hub"):
+        load_rows(plain("no/such"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], {}, "has no rows"),
+        (
+            [{"question": "a", "answer": "b"}],
+            {"prompt_key": "prompt"},
+            r"no column 'prompt', which prompt_key.*\['answer', 'question'\]",
+        ),
+        (
+            [{"question": "a"}],
+            {},
+            r"no column 'answer', which answer_key asks for; the columns found are \['question'\]",
+        ),
+        ([{"question": "a", "answer": "b"}] * 2 + [{"question": "a"}], {}, "row 2 of .* has no column 'answer'"),
+        ([{"question": "a"}], {"answer_key": None}, r"no reward_model.ground_truth; its columns are \['question'\]"),
+        ([{"question": "a" * 9, "answer": "b"}], {"max_length": 5}, "all 1 prompts .* more than max_length=5 tokens"),
+        ([{"question": 3, "answer": "b"}], {}, "must be a text or a list of chat messages, not 3"),
+        ([{"question": [], "answer": "b"}], {}, r"must be a text or a list of chat messages, not \[\]"),
+        ([{"question": [{"role": "user", "content": "a"}], "answer": "b"}], {"apply_chat_template": False}, "is false"),
+    ],
+)
+def test_bad_data_is_named(
+    tokenizer: PreTrainedTokenizerFast,
+    write_jsonl: Write,
+    rows: list[dict[str, Any]],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    config = DatasetConfig(path=write_jsonl(rows), **({"prompt_key": "question", "answer_key": "answer"} | options))
+    with pytest.raises(ValueError, match=message):
+        load_prompts(config, tokenizer)
+
+
+def test_a_prompt_without_tokens_is_an_error(write_jsonl: Write) -> None:
+    with pytest.raises(ValueError, match=r"row 0 of .* has no tokens"):
+        load_prompts(plain(write_jsonl([{"question": "", "answer": "1"}])), build_tokenizer("$A"))
+
+
+def test_chat_messages_need_a_chat_template(write_jsonl: Write) -> None:
+    bare = build_tokenizer("$A")
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        load_prompts(DatasetConfig(path=write_jsonl(CHAT)), bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\nnonsense\n', "line 2: not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "line 1: holds a list"),
+        ("a.parquet", b"not parquet", "not a readable parquet file"),
+        ("a.csv", b"a,b\n", "must end in .jsonl or .parquet"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(DatasetConfig(path=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("path", ["nowhere/train.jsonl", "/no/such/folder", "./missing"])
+def test_missing_files_are_not_taken_for_hub_names(path: str) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        load_rows(DatasetConfig(path=path))
+
+
+def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no .jsonl or .parquet file"):
+        load_rows(DatasetConfig(path=str(tmp_path)))

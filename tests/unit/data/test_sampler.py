@@ -1,0 +1,73 @@
+"""Reading order: complete, seeded, and resumed exactly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fivefold.data.sampler import EpochSampler
+
+
+def sampler(
+    n: int = 10, batch_size: int = 3, shuffle: bool = True, seed: int = 1, fingerprint: str = "a"
+) -> EpochSampler[int]:
+    return EpochSampler(range(n), batch_size=batch_size, shuffle=shuffle, seed=seed, fingerprint=fingerprint)
+
+
+def test_an_epoch_reads_each_item_once_and_drops_the_rest() -> None:
+    reader = sampler()
+    assert (reader.batches_per_epoch, reader.n_dropped) == (3, 1)
+    left_out = set()
+    for epoch in range(6):
+        assert (reader.epoch, reader.position) == (epoch, 0)
+        read = [i for _ in range(3) for i in reader.next_batch()]
+        assert len(set(read)) == 9
+        left_out |= set(range(10)) - set(read)
+    assert len(left_out) > 1
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    reader = sampler(n=30, batch_size=30)
+    orders = [tuple(reader.next_batch()) for _ in range(4)]
+    orders.append(tuple(sampler(n=30, batch_size=30, seed=2).next_batch()))
+    assert len(set(orders)) == 5
+    again = sampler(n=30, batch_size=30)
+    assert [tuple(again.next_batch()) for _ in range(4)] == orders[:4]
+
+
+def test_without_shuffle_the_order_is_the_data_sets() -> None:
+    reader = sampler(shuffle=False)
+    assert [reader.next_batch() for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("n_before", range(8))
+def test_a_resumed_sampler_goes_on_exactly(n_before: int) -> None:
+    whole = sampler()
+    batches = [whole.next_batch() for _ in range(12)]
+    first = sampler()
+    for _ in range(n_before):
+        first.next_batch()
+    resumed = sampler()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [resumed.next_batch() for _ in range(12 - n_before)] == batches[n_before:]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (sampler(n=11), r"n_items=11 \(now 10\)"),
+        (sampler(seed=9), r"seed=9 \(now 1\)"),
+        (sampler(shuffle=False), "shuffle=False"),
+        (sampler(batch_size=2), "batch_size=2"),
+        (sampler(fingerprint="b"), "fingerprint='b'"),
+    ],
+)
+def test_a_state_of_another_data_set_is_refused(other: EpochSampler[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler().load_state_dict(other.state_dict())
+
+
+def test_fewer_items_than_a_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="batch_size=11 must be between 1 and 10"):
+        sampler(batch_size=11)

@@ -1,0 +1,75 @@
+"""Supervised examples: what is masked, what is learned, what is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fivefold.config.schema import SFTDatasetConfig
+from fivefold.data.sft import load_sft, sft_batch
+from tests.unit.data.conftest import VOCAB, build_tokenizer
+
+Write = Callable[..., str]
+ROWS = [{"prompt": "1+1=", "response": "2"}, {"prompt": [{"role": "user", "content": "hi"}], "response": "yo"}]
+
+
+def config(path: str, **options: Any) -> SFTDatasetConfig:
+    return SFTDatasetConfig(path=path, batch_size=2, shuffle=False, **options)
+
+
+def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    dataset = load_sft(config(write_jsonl(ROWS)), tokenizer)
+    batch = sft_batch(dataset.sampler(config("unused"), seed=1).next_batch())
+    assert batch.lengths == (7, 7)
+    tokens = ["<s>", *"1+1=", "2", "</s>", "<|user|>", *"hi", "<|assistant|>", *"yo", "</s>"]
+    assert batch.tokens_T.tolist() == [VOCAB[token] for token in tokens]
+    assert batch.mask_T.tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_long_examples_are_dropped_with_their_response_counted(
+    tokenizer: PreTrainedTokenizerFast, write_jsonl: Write
+) -> None:
+    rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 2, 3, 4)]  # 4 + n tokens
+    dataset = load_sft(config(write_jsonl(rows), max_length=6), tokenizer)
+    assert (len(dataset), dataset.n_rows, dataset.n_too_long) == (2, 4, 2)
+    with pytest.raises(ValueError, match=r"all 4 examples .* more than max_length=4 tokens"):
+        load_sft(config(write_jsonl(rows), max_length=4), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (
+            [{"prompt": "a"}],
+            {},
+            r"no column 'response', which response_key asks for; the columns found are \['prompt'\]",
+        ),
+        ([{"prompt": "a", "response": 3}], {}, "'response' must be a text, not 3"),
+        (ROWS, {"answer_key": "response"}, "answer_key='response' has no use"),
+    ],
+)
+def test_bad_data_is_named(
+    tokenizer: PreTrainedTokenizerFast,
+    write_jsonl: Write,
+    rows: list[dict[str, Any]],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_sft(config(write_jsonl(rows), **options), tokenizer)
+
+
+def test_an_end_token_is_required(write_jsonl: Write) -> None:
+    bare = build_tokenizer("$A")
+    bare.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        load_sft(config(write_jsonl(ROWS)), bare)
+
+
+def test_the_fingerprint_follows_the_tokens(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    moved = [{"prompt": "1+1=2", "response": ""}, ROWS[1]]
+    prints = {load_sft(config(write_jsonl(rows)), tokenizer).fingerprint() for rows in (ROWS, moved, ROWS[::-1], ROWS)}
+    assert len(prints) == 3

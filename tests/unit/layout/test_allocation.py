@@ -1,0 +1,298 @@
+"""Allocation strings: what they mean, what is refused and where the caret stands, and that printing parses again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.layout.allocation import (
+    Allocation,
+    AllocationError,
+    ParallelLayout,
+    RoleAllocation,
+    RuleError,
+    parse,
+    parse_backend,
+)
+
+LETTERS_OF = {"megatron": "tpcv", "fsdp": "tc", "transformers": "", "vllm": "tp", "sglang": "tp"}
+
+
+def layout(backend: str, **degrees: int) -> ParallelLayout:
+    return ParallelLayout(
+        backend, **{**dict.fromkeys(("tp", "pp", "cp", "dp", "vpp", "ep", "etp", "edp"), 1), **degrees}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", layout("megatron", tp=2, pp=4, cp=2, ep=4)),
+        ("megatron:d2p2t2c2e2", layout("megatron", dp=2, pp=2, tp=2, cp=2, ep=2, edp=4)),
+        ("megatron:(attn:d1t2|ffn:e2)", layout("megatron", tp=2, ep=2)),
+        ("megatron:(attn:d4t2|ffn:t2e2)", layout("megatron", dp=4, tp=2, etp=2, ep=2, edp=2)),
+        ("megatron:p2v4", layout("megatron", pp=2, vpp=4)),
+        ("megatron:(attn:d2p2v2|ffn:p2v2e2)", layout("megatron", dp=2, pp=2, vpp=2, ep=2)),
+        ("megatron:t2c2d2", layout("megatron", dp=2, tp=2, cp=2, edp=8)),
+        ("megatron:d4", layout("megatron", dp=4, edp=4)),
+        ("fsdp:d4", layout("fsdp", dp=4, edp=4)),
+        ("fsdp:d2t2c2", layout("fsdp", dp=2, tp=2, cp=2, etp=2, edp=4)),
+        ("sglang:d4t4", layout("sglang", dp=4, tp=4, etp=4, edp=4)),
+        ("vllm:t2p2", layout("vllm", tp=2, pp=2, etp=2)),
+        ("transformers:d2", layout("transformers", dp=2, edp=2)),
+        ("megatron:d8t2p2v8c1e4", layout("megatron", dp=8, tp=2, pp=2, vpp=8, ep=4, edp=4)),
+        ("megatron:d1t2p4c1", layout("megatron", tp=2, pp=4, edp=2)),
+        ("megatron:d1t2p1e1", layout("megatron", tp=2, edp=2)),
+        (" megatron : ( attn : d2 | ffn : e2 ) ", layout("megatron", dp=2, ep=2)),
+    ],
+)
+def test_one_role(text: str, expected: ParallelLayout) -> None:
+    assert parse_backend(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "n_devices"),
+    [
+        ("sglang:d4+fsdp:d4", {"rollout": 4, "actor": 4}, 8),
+        ("sglang:d4+megatron:d4", {"rollout": 4, "actor": 4}, 8),
+        ("sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", {"rollout": 16, "actor": 16}, 32),
+        ("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4", {"rollout": 2, "actor": 4, "critic": 4}, 6),
+        ("vllm:d4t2|megatron:d2p4", {"rollout": 8, "actor": 8}, 8),
+        ("megatron[a-1]:(attn:t2c2|ffn:t2e2)+vllm[b_2]:d4", {"a-1": 4, "b_2": 4}, 8),
+        ("megatron[actor]:d2+megatron[ref]:d1", {"actor": 2, "ref": 1}, 3),
+    ],
+)
+def test_several_roles(text: str, sizes: dict[str, int], n_devices: int) -> None:
+    allocation = parse(text)
+    assert {name: role.world_size for name, role in allocation.resolve().items()} == sizes
+    assert allocation.n_devices == n_devices
+    assert parse(str(allocation)) == allocation
+
+
+def test_sharing_binds_tighter_than_separating() -> None:
+    groups = parse("vllm[a]:d1|fsdp[b]:d1+fsdp[c]:d2|vllm[d]:d2").groups
+    assert [[role.name for role in group] for group in groups] == [["a", "b"], ["c", "d"]]
+
+
+REFUSED = [
+    # text, the character under the caret (its index), a part of the rule
+    ("", 0, "a backend is expected"),
+    ("megatrn:d4", 0, "unknown backend `megatrn`"),
+    ("archon:d4", 0, "archon backend is not offered"),
+    ("megatron", 8, "a `:` follows"),
+    ("megatron d4", 9, "a `:` follows"),
+    ("megatron:", 9, "degrees are expected"),
+    ("megatron:4", 9, "degrees are expected"),
+    ("megatron:q2", 9, "unknown dimension `q`"),
+    ("megatron:D2", 9, "unknown dimension `D`"),
+    ("megatron:d", 10, "a number is missing"),
+    ("megatron:dt2", 10, "a number is missing"),
+    ("megatron:d²", 10, "a number is missing"),
+    ("megatron:d0", 10, "a degree is 1 or more"),
+    ("megatron:d02", 10, "a degree is 1 or more"),
+    ("megatron:d-2", 10, "a number is missing"),
+    ("megatron:d4d2", 11, "`d` (data) is given twice"),
+    ("megatron:(attn:t2t2|ffn:e2)", 17, "`t` (tensor) is given twice"),
+    ("megatron:t*", 10, "goes with d only"),
+    ("megatron:d2v2", 11, "one stage only"),
+    ("megatron:e2", 9, "does not divide the 1 ranks"),
+    ("megatron:d2t2e3", 13, "does not divide the 4 ranks"),
+    ("megatron:d1)", 11, "closes nothing"),
+    ("megatron:d1 d2", 12, "does not belong here"),
+    ("megatron:d1,fsdp:d1", 11, "does not belong here"),
+    ("megatron:(attn:d1|ffn:e1", 24, "is not closed"),
+    ("megatron:(attn:d1)", 17, "`|ffn:...` follows"),
+    ("megatron:(attn:d1|ffn:e1))", 25, "closes nothing"),
+    ("megatron:(ffn:d1|attn:d1)", 10, "`attn:` is expected"),
+    ("megatron:(attn:d1|mlp:d1)", 18, "`ffn:` is expected"),
+    ("megatron:(attn:|ffn:e1)", 15, "degrees are expected"),
+    ("megatron:(attn:d2e2|ffn:e2)", 17, "attn takes"),
+    ("megatron:(attn:d2|ffn:c2)", 22, "ffn takes"),
+    ("megatron:(attn:d2p2|ffn:p4e2)", 24, "share the pipeline"),
+    ("megatron:(attn:d2p2v2|ffn:v4e2)", 26, "share the pipeline"),
+    ("megatron:(attn:d2t2|ffn:d2e4)", 24, "fill the same ranks"),
+    ("megatron:(attn:d*t3|ffn:d2e2)", 24, "fill the same ranks"),
+    ("megatron:(attn:d2t2|ffn:t4e2)", 26, "does not divide the 4 ranks"),
+    ("megatron:(attn:d2t2|ffn:t3)", 24, "does not divide the 4 ranks"),
+    ("fsdp:(attn:d1|ffn:d1)", 5, "one layout for all layers"),
+    ("fsdp:d2p2", 7, "fsdp takes d, t, c only"),
+    ("fsdp:d2e2", 7, "fsdp takes d, t, c only"),
+    ("sglang:d2c2", 9, "sglang takes d, t, p only"),
+    ("vllm:d2e2", 7, "vllm takes d, t, p only"),
+    ("vllm:d2p2v2", 9, "vllm takes d, t, p only"),
+    ("transformers:d2t2", 15, "transformers takes d only"),
+    ("megatron[:d1", 9, "a role's name is expected"),
+    ("megatron[]:d1", 9, "a role's name is expected"),
+    ("megatron[1a]:d1", 9, "a role's name is expected"),
+    ("megatron[a:d1", 10, "is not closed"),
+    ("sglang:d1+", 10, "a backend is expected"),
+    ("sglang:d1|", 10, "a backend is expected"),
+    ("+sglang:d1", 0, "a backend is expected"),
+    ("megatron:d1+megatron:d1", 12, "two roles are both `actor`"),
+    ("vllm[a]:d1+fsdp[a]:d1", 11, "two roles are both `a`"),
+    ("vllm[actor]:d1+fsdp:d1", 15, "two roles are both `actor`"),
+    ("vllm[a]:d1+fsdp:d1+fsdp[c]:d1", 11, "each one is named"),
+    ("vllm:d4|megatron:d2", 8, "their sizes differ"),
+    ("vllm[a]:d2|fsdp[b]:d2+vllm[c]:d2|fsdp[d]:d4", 33, "their sizes differ"),
+    ("vllm:d*+megatron:d*", 17, "two groups of devices ask for it"),
+]
+
+
+@pytest.mark.parametrize(("text", "position", "rule"), REFUSED)
+def test_refused_with_a_caret(text: str, position: int, rule: str) -> None:
+    with pytest.raises(AllocationError) as caught:
+        parse(text)
+    error = caught.value
+    assert rule in error.rule
+    assert error.position == position
+    assert error.fix
+    shown, caret = str(error).splitlines()[1:3]
+    assert shown == f"  {text}"
+    assert caret == " " * (position + 2) + "^"
+
+
+def test_close_backend_is_suggested() -> None:
+    with pytest.raises(AllocationError, match="write `megatron`"):
+        parse("megatrn:d4")
+    with pytest.raises(AllocationError, match="write `vllm`"):
+        parse("vLLM:d4")
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "rule"),
+    [
+        ("sglang:d4+megatron:d4", 9, "lays out one role"),
+        ("sglang:d4|megatron:d4", 9, "lays out one role"),
+        ("megatron[actor]:d4", 8, "names the role already"),
+    ],
+)
+def test_one_role_keys_take_one_unnamed_role(text: str, position: int, rule: str) -> None:
+    with pytest.raises(AllocationError) as caught:
+        parse_backend(text)
+    assert rule in caught.value.rule
+    assert caught.value.position == position
+
+
+@pytest.mark.parametrize(
+    ("text", "n_devices", "dp"),
+    [
+        ("megatron:d*", 8, {"actor": 8}),
+        ("megatron:d*t2p2", 16, {"actor": 4}),
+        ("vllm:d2t2+megatron:d*t2", 8, {"rollout": 2, "actor": 2}),
+        ("vllm:d*+megatron:d4", 6, {"rollout": 2, "actor": 4}),
+        ("vllm:d*t2|megatron:d4t2", 64, {"rollout": 4, "actor": 4}),
+        ("vllm:d*t2|megatron:d*t4", 16, {"rollout": 8, "actor": 4}),
+        ("vllm[a]:d1+fsdp[b]:d*|fsdp[c]:d*t2", 5, {"a": 1, "b": 4, "c": 2}),
+        ("megatron:(attn:d*t2c2|ffn:t2e2)", 8, {"actor": 2}),
+    ],
+)
+def test_star_is_what_is_left(text: str, n_devices: int, dp: dict[str, int]) -> None:
+    assert {name: role.dp for name, role in parse(text).resolve(n_devices).items()} == dp
+
+
+def test_star_follows_from_the_other_part_of_a_hybrid() -> None:
+    assert parse_backend("megatron:(attn:d*t2|ffn:d2t2e2)").dp == 4
+    assert parse_backend("megatron:(attn:d4t2|ffn:d*t2e2)").edp == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "n_devices", "rule"),
+    [
+        ("megatron:d*", None, "not known"),
+        ("megatron:d*t4", 6, "one replica takes t*p*c = 4"),
+        ("megatron:d*t4", 2, "one replica takes t*p*c = 4"),
+        ("vllm:d8+megatron:d*", 8, "`d*` has 0 devices"),
+        ("vllm:d9+megatron:d*", 8, "`d*` has -1 devices"),
+        ("megatron:d*e4", 6, "`d*` is d6 on 6 devices: e4 does not divide the 6 ranks"),
+    ],
+)
+def test_star_that_cannot_be_filled(text: str, n_devices: int | None, rule: str) -> None:
+    with pytest.raises(AllocationError) as caught:
+        parse(text).resolve(n_devices)
+    assert rule in caught.value.rule
+    assert caught.value.text[caught.value.position] == "*"
+
+
+def test_values_obey_the_same_rules_as_strings() -> None:
+    with pytest.raises(RuleError, match="does not divide"):
+        RoleAllocation("megatron", dp=2, ep=3)
+    with pytest.raises(RuleError, match="fsdp takes d, t, c only"):
+        RoleAllocation("fsdp", pp=2)
+    with pytest.raises(RuleError, match="unknown backend"):
+        RoleAllocation("deepspeed")
+    with pytest.raises(RuleError, match="at least 1"):
+        RoleAllocation("megatron", tp=0)
+    with pytest.raises(RuleError, match="not a name"):
+        RoleAllocation("megatron", name="a b")
+    with pytest.raises(RuleError, match="no role"):
+        Allocation(())
+    with pytest.raises(ValueError, match="share the ranks of a stage"):
+        layout("megatron", dp=2, ep=4)
+
+
+@st.composite
+def roles(draw: st.DrawFn, is_open: bool | None = None) -> RoleAllocation:
+    """Any valid role, without a name."""
+    backend = draw(st.sampled_from(sorted(LETTERS_OF)))
+    degree = st.integers(1, 6)
+    tp, pp, cp = (draw(degree) if letter in LETTERS_OF[backend] else 1 for letter in "tpc")
+    vpp = draw(degree) if pp > 1 and backend == "megatron" else 1
+    dp = None if (draw(st.booleans()) if is_open is None else is_open) else draw(degree)
+    ep = etp = 1
+    if backend == "megatron":
+        ranks = (dp or 12) * tp * cp
+        ep = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+        etp = draw(st.sampled_from([n for n in range(1, ranks // ep + 1) if ranks // ep % n == 0]))
+    return RoleAllocation(backend, dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=ep, etp=etp)
+
+
+@st.composite
+def allocations(draw: st.DrawFn) -> Allocation:
+    """Any valid allocation: up to three groups, at most one of them open, of up to three roles of equal size."""
+    open_group = draw(st.integers(0, 3))
+    groups = []
+    for index in range(draw(st.integers(1, 3))):
+        first = draw(roles(is_open=index == open_group))
+        others = draw(st.lists(roles(is_open=True), max_size=2)) + ([first] if draw(st.booleans()) else [])
+        groups.append([first, *others])
+    name = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True)
+    total = sum(len(group) for group in groups)
+    names = iter(draw(st.lists(name, min_size=total, max_size=total, unique=True)))
+    fields = ("backend", "dp", "tp", "pp", "cp", "vpp", "ep", "etp")
+    return Allocation(
+        tuple(
+            tuple(
+                RoleAllocation(name=next(names), **{field: getattr(role, field) for field in fields}) for role in group
+            )
+            for group in groups
+        )
+    )
+
+
+@given(allocations())
+def test_printed_allocations_parse_to_the_same(allocation: Allocation) -> None:
+    assert parse(str(allocation)) == allocation
+
+
+@given(roles())
+def test_printed_roles_parse_to_the_same(role: RoleAllocation) -> None:
+    assert parse(str(role)) == Allocation(((role,),))
+
+
+@given(roles(is_open=False))
+def test_both_sides_of_a_layout_fill_its_world(role: RoleAllocation) -> None:
+    resolved = role.resolve()
+    assert resolved.world_size == role.n_devices
+    assert resolved.world_size == resolved.edp * resolved.etp * resolved.ep * resolved.pp
+    assert resolved.world_size == resolved.dp * resolved.tp * resolved.cp * resolved.pp
+
+
+@given(st.text(alphabet="megatronvlfsd:()|+[]*0123456789 xpc", max_size=30))
+def test_no_text_escapes_as_another_error(text: str) -> None:
+    try:
+        allocation = parse(text)
+    except AllocationError as error:
+        assert 0 <= error.position <= len(text)
+    else:
+        assert parse(str(allocation)) == allocation

@@ -1,0 +1,59 @@
+"""Device lists in all their spellings, and text that is not one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.layout.devices import parse_devices
+from fivefold.layout.errors import AllocationError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("list(range(0,32))", tuple(range(32))),
+        ("list(range(32))", tuple(range(32))),
+        ("list( range( 0, 8, 2 ) )", (0, 2, 4, 6)),
+        ("range(2, 4)", (2, 3)),
+        ("0-31", tuple(range(32))),
+        ("0 - 3", (0, 1, 2, 3)),
+        ("[0, 2, 4]", (0, 2, 4)),
+        ("[0, 2, 4,]", (0, 2, 4)),
+        ("[0-2, 5]", (0, 1, 2, 5)),
+        ("3,1,2", (3, 1, 2)),
+        ("0-1, 4-5", (0, 1, 4, 5)),
+        ("list(range(0,2)) + list(range(8,10))", (0, 1, 8, 9)),
+        (" 7 ", (7,)),
+    ],
+)
+def test_spellings(text: str, expected: tuple[int, ...]) -> None:
+    assert parse_devices(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "rule"),
+    [
+        ("", 0, "is expected"),
+        ("all", 0, "is expected"),
+        ("__import__('os').system('true')", 0, "is expected"),
+        ("list(range(0, n))", 5, "one to three whole numbers"),
+        ("list(range(0,1,2,3))", 5, "one to three whole numbers"),
+        ("range(-1)", 0, "one to three whole numbers"),
+        ("range(0, 8, 0)", 0, "step of a range"),
+        ("range(4, 4)", 0, "names no device"),
+        ("[]", 0, "names no device"),
+        ("[0, x]", 4, "`x` is not a device"),
+        ("[0,,1]", 1, "missing between two commas"),
+        ("[0, 1", 0, "is expected"),
+        ("0-3, 2", 5, "device 2 is named twice"),
+        ("5-2", 0, "runs backwards"),
+        ("0-3,", 4, "is expected"),
+        ("0 1", 2, "does not belong here"),
+        ("1.5", 1, "does not belong here"),
+    ],
+)
+def test_refused(text: str, position: int, rule: str) -> None:
+    with pytest.raises(AllocationError) as caught:
+        parse_devices(text)
+    assert rule in caught.value.rule
+    assert caught.value.position == position

@@ -1,0 +1,252 @@
+"""Roles on devices: from recipes, from allocations, and from lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.layout.allocation import parse, parse_role
+from fivefold.layout.devices import parse_devices
+from fivefold.layout.placement import Device, Placement, place, place_allocation, place_by_list
+
+
+def recipe(
+    actor: str | None = None,
+    rollout: str | None = None,
+    gpus: int = 8,
+    nodes: int = 1,
+    colocate: bool | None = None,
+    kl_ctl: float = 0.0,
+    **changes: Any,
+) -> TrainRecipe:
+    return TrainRecipe.model_validate(
+        {
+            "experiment_name": "place",
+            "cluster": {"n_nodes": nodes, "n_gpus_per_node": gpus},
+            "train_dataset": {"path": "d"},
+            **changes,
+            "actor": {"path": "m", "kl_ctl": kl_ctl, **({} if actor is None else {"backend": actor})},
+            "rollout": {"colocate": colocate, **({} if rollout is None else {"backend": rollout})},
+        }
+    )
+
+
+def indices(placement: Placement, role: str) -> list[int]:
+    return [device.node * placement.n_devices_per_node + device.local for device in placement[role].devices]
+
+
+def test_separate_when_there_is_room() -> None:
+    placement = place(recipe("megatron:d4", "vllm:d2t2"))
+    assert indices(placement, "rollout") == [0, 1, 2, 3]
+    assert indices(placement, "actor") == [4, 5, 6, 7]
+    assert placement.sharers("actor") == ()
+    assert placement.warnings() == ()
+
+
+def test_shared_when_there_is_not() -> None:
+    placement = place(recipe("megatron:d4t2", "vllm:d8"))
+    assert indices(placement, "rollout") == indices(placement, "actor") == list(range(8))
+    assert placement.sharers("actor") == ("rollout",)
+
+
+def test_shared_when_asked_for() -> None:
+    placement = place(recipe("megatron:d4", "vllm:d4", colocate=True))
+    assert indices(placement, "rollout") == indices(placement, "actor") == [0, 1, 2, 3]
+    assert placement.warnings() == ("4 of 8 GPUs are unused: node 0: 4-7",)
+
+
+def test_separate_when_asked_for_needs_the_room() -> None:
+    with pytest.raises(RecipeError, match=r"8 \(rollout\) \+ 8 \(actor\) = 16 GPUs, but the cluster has 1 \* 8 = 8"):
+        place(recipe("megatron:d8", "vllm:d8", colocate=False))
+
+
+def test_shared_roles_have_equal_sizes() -> None:
+    with pytest.raises(RecipeError, match="their sizes differ: rollout 4, actor 8"):
+        place(recipe("megatron:d8", "vllm:d4"))
+
+
+def test_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(RecipeError, match="= 16 GPUs, but the cluster has"):
+        place(recipe("megatron:d16", "vllm:d16"))
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "colocate", "dp"),
+    [
+        ("megatron:d*t2", "vllm:d2", None, {"actor": 3, "rollout": 2}),
+        ("megatron:d4", "vllm:d*t2", None, {"actor": 4, "rollout": 2}),
+        ("megatron:d4t2", "vllm:d*", None, {"actor": 4, "rollout": 8}),
+        ("megatron:d*t2", "vllm:d*", None, {"actor": 4, "rollout": 8}),
+        ("megatron:d*", "vllm:d4", True, {"actor": 4, "rollout": 4}),
+    ],
+)
+def test_stars_take_what_is_left(actor: str, rollout: str, colocate: bool | None, dp: dict[str, int]) -> None:
+    placement = place(recipe(actor, rollout, colocate=colocate))
+    assert {placed.role: placed.layout.dp for placed in placement.roles} == dp
+
+
+def test_two_stars_side_by_side_are_refused() -> None:
+    with pytest.raises(RecipeError, match="two groups of devices ask for it"):
+        place(recipe("megatron:d*", "vllm:d*", colocate=False))
+
+
+def test_cpu_processes_are_never_too_few() -> None:
+    placement = place(recipe("megatron:(attn:d1t2p2c2|ffn:e4)", "transformers:d3", gpus=0, nodes=2))
+    assert placement.is_cpu
+    assert placement.n_devices_per_node == 6
+    assert placement["actor"].devices[-1] == Device(1, 4)
+    assert placement.warnings() == ()
+
+
+def test_a_star_needs_a_number_of_devices() -> None:
+    with pytest.raises(RecipeError, match="number of devices is not known"):
+        place(recipe("megatron:d*", "transformers:d1", gpus=0))
+    assert place(recipe("megatron:d2", "transformers:d*", gpus=0, colocate=True))["rollout"].layout.dp == 2
+
+
+def test_the_reference_model_is_in_the_actor_unless_it_has_a_backend() -> None:
+    assert "ref" not in place(recipe("megatron:d4", "vllm:d4", kl_ctl=0.1))
+    own = place(recipe("megatron:d4", "vllm:d4", kl_ctl=0.1, ref={"backend": "megatron:d2t2"}))
+    assert indices(own, "ref") == indices(own, "actor")
+    assert own.sharers("ref") == ("actor",)
+    assert "ref" not in place(recipe("megatron:d4", "vllm:d4", ref={"backend": "megatron:d2t2"}))
+    with pytest.raises(RecipeError, match="their sizes differ: actor 4, ref 2"):
+        place(recipe("megatron:d4", "vllm:d4", kl_ctl=0.1, ref={"backend": "megatron:d2"}))
+
+
+def test_sft_has_an_actor_only() -> None:
+    values = {
+        "experiment_name": "s",
+        "actor": {"path": "m", "backend": "megatron:d*t2"},
+        "train_dataset": {"path": "d"},
+    }
+    placement = place(SFTRecipe.model_validate(values))
+    assert [(placed.role, placed.layout.dp) for placed in placement.roles] == [("actor", 4)]
+    with pytest.raises(KeyError, match="no role 'rollout'"):
+        placement["rollout"]
+
+
+def test_seed_command_line() -> None:
+    mode = "sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
+    old = place(recipe(gpus=8, nodes=4, allocation_mode=mode))
+    new = place(recipe("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "sglang:d4t4", gpus=8, nodes=4))
+    assert old == new
+    assert old["rollout"].nodes == (0, 1)
+    assert old["actor"].nodes == (2, 3)
+    assert old.unused() == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actor": "megatron:d4", "allocation_mode": "vllm:d2+megatron:d2"}, "actor.backend says `megatron.*:d4`"),
+        ({"rollout": "vllm:d4", "allocation_mode": "vllm:d2+megatron:d2"}, "rollout.backend says `vllm.*:d4`"),
+        ({"ref": {"backend": "megatron:d2"}, "allocation_mode": "vllm:d2+megatron:d2"}, "allocation_mode says no ref"),
+        ({"colocate": True, "allocation_mode": "vllm:d2+megatron:d2"}, r"colocate=true contradicts the `\+`"),
+        ({"colocate": False, "allocation_mode": "vllm:d2|megatron:d2"}, r"colocate=false contradicts the `\|`"),
+        ({"allocation_mode": "megatron:d2"}, "lays out no rollout"),
+        ({"allocation_mode": "vllm:d2"}, "lays out no actor"),
+        ({"allocation_mode": "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4"}, "a role `critic`"),
+        ({"allocation_mode": "vllm[rollout]:d2+fsdp[actor]:d2|fsdp[ref]:d2"}, "actor.kl_ctl is 0"),
+        ({"allocation_mode": "fsdp[rollout]:d2+megatron[actor]:d2"}, "the rollout cannot run fsdp, which trains"),
+        ({"allocation_mode": "vllm:d2+megatron:d2d2"}, "allocation_mode: `d` .data. is given twice"),
+        ({"actor": "vllm:d2"}, "the actor cannot run vllm, which only generates"),
+        ({"rollout": "megatron:d2"}, "the rollout cannot run megatron, which trains"),
+    ],
+)
+def test_contradictions(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        place(recipe(**changes))
+
+
+def test_unreadable_strings_are_all_listed() -> None:
+    with pytest.raises(RecipeError) as caught:
+        place(recipe("megatron:d4d2", "vlm:d2", ref={"backend": "megatron"}))
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "actor.backend",
+        "rollout.backend",
+        "ref.backend",
+    ]
+
+
+def test_the_same_said_twice_is_no_contradiction() -> None:
+    mode = "vllm:d4|megatron:(attn:d2t2|ffn:d2t1e2)"
+    assert "rollout" in place(recipe("megatron:d2t2e2", "vllm:d4", colocate=True, allocation_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("backend", "virtual", "vpp"),
+    [("megatron:p2", 3, 3), ("megatron:p2v3", 3, 3), ("megatron:p2v3", 1, 3), ("megatron:p2", 1, 1)],
+)
+def test_virtual_stages_from_either_key(backend: str, virtual: int, vpp: int) -> None:
+    actor = {"backend": backend, "megatron": {"virtual_pipeline_parallel_size": virtual}}
+    built = TrainRecipe.model_validate(
+        {
+            "experiment_name": "v",
+            "actor": {"path": "m", **actor},
+            "rollout": {"backend": "vllm:d2"},
+            "train_dataset": {"path": "d"},
+        }
+    )
+    assert place(built)["actor"].layout.vpp == vpp
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("megatron:p2v3", "virtual_pipeline_parallel_size=2 contradicts v3"),
+        ("megatron:d2", "one stage only"),
+        ("fsdp:d2", "fsdp takes d, t, c only"),
+    ],
+)
+def test_virtual_stages_that_cannot_be(backend: str, message: str) -> None:
+    actor = {"path": "m", "backend": backend, "megatron": {"virtual_pipeline_parallel_size": 2}}
+    built = TrainRecipe.model_validate(
+        {"experiment_name": "v", "actor": actor, "rollout": {"backend": "vllm:d2"}, "train_dataset": {"path": "d"}}
+    )
+    with pytest.raises(RecipeError, match=message):
+        place(built)
+
+
+def test_tensor_parallel_groups_across_nodes_are_reported() -> None:
+    placement = place_allocation(parse("vllm:d2+megatron:d1t4"), n_nodes=2, n_gpus_per_node=4)
+    assert placement["actor"].straddling_tp_groups() == ((0, 1, 2, 3),)
+    unused, straddling = placement.warnings()
+    assert "2 of 8 GPUs are unused: node 1: 2-3" in unused
+    assert "1 tensor parallel groups of actor cross nodes (rank 0 on node 0, rank 3 on node 1)" in straddling
+
+
+def test_placement_by_list() -> None:
+    """Four nodes of eight: trainer and reference on all 32, generation on every other device."""
+    everywhere = parse_devices("list(range(0,32))")
+    placement = place_by_list(
+        {
+            "actor": (parse_role("megatron:t2p2v8e4d8"), everywhere),
+            "ref": (parse_role("megatron:d*e4"), everywhere),
+            "rollout": (parse_role("sglang:d*t2"), tuple(range(0, 32, 2))),
+        },
+        n_nodes=4,
+        n_gpus_per_node=8,
+    )
+    assert placement["ref"].layout.dp == 32
+    assert placement["rollout"].layout.dp == 8
+    assert placement["rollout"].devices[:5] == (Device(0, 0), Device(0, 2), Device(0, 4), Device(0, 6), Device(1, 0))
+    assert placement.sharers("ref") == ("actor", "rollout")
+    assert placement.unused() == ()
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "message"),
+    [
+        ("megatron:d4", (0, 1, 2), "4 ranks, but its list has 3 devices"),
+        ("megatron:d2", (0, 32), "device 32, but the 4 . 8 GPUs are numbered 0 to 31"),
+        ("megatron:d2", (0, 0), "device 0 twice"),
+        ("megatron:d*t2", (0, 1, 2), "one replica takes"),
+    ],
+)
+def test_lists_that_cannot_be(backend: str, devices: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        place_by_list({"actor": (parse_role(backend), devices)}, n_nodes=4, n_gpus_per_node=8)
