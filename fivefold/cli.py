@@ -44,7 +44,7 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Keys of the recipe to set, such as actor.optimizer.lr=2e-6.", show_default=False
+        metavar="KEY=VALUE", help="Keys of the recipe to set, such as actor.optimizer.lr=2e-6.", show_default=False
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the results of an earlier run of the same name.")]
@@ -117,7 +117,9 @@ def evaluate(
         typer.Option(help="Model to evaluate, in place of the recipe's actor.path: folder, hub name or package:NAME."),
     ] = None,
 ) -> None:
-    """Measure a model on the recipe's held-out problems (valid_dataset); prints JSON.
+    """Measure a model on held-out problems.
+
+    The problems are the recipe's valid_dataset, sampled as its evaluator section says. Prints JSON.
 
     \b
     Examples:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fivefold.observe.errors import RunFailed
 
-TAIL_LINES = 20
+TAIL_LINES = 40
 
 
 @dataclass(frozen=True)

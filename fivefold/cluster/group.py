@@ -33,21 +33,25 @@ STREAM_AHEAD = 2
 _INLINE = (bool, int, float, str, type(None))
 """Argument types that travel with the call; all others are put into the object store once for all ranks."""
 
-Remote = ray.ObjectRef
+Remote = ray.ObjectRef[Any]
 """Something in the object store. As an argument of a call, the worker gets the thing itself."""
 
 _feed_ids = itertools.count(1)
 
 # Devices are reserved by `nodes.reserve`: a worker itself claims nothing. Nor is it started again when it dies.
-_Actor = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, concurrency_groups={"feed": 1, "where": 1, "hold": 1})(
-    Worker
-)
+_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "num_gpus": 0,
+    "max_restarts": 0,
+    "concurrency_groups": {"feed": 1, "where": 1, "hold": 1},
+}
+_Actor = ray.remote(**_OPTIONS)(Worker)
 
 
 class Pending:
     """Calls under way; `wait` for their results once."""
 
-    def __init__(self, session: Session, refs: Sequence[ray.ObjectRef], phase: str) -> None:
+    def __init__(self, session: Session, refs: Sequence[ray.ObjectRef[Any]], phase: str) -> None:
         self._session = session
         self._refs = refs
         self._phase = phase
@@ -80,7 +84,6 @@ class WorkerGroup:
         self._workers: list[Any] = []
         self._built: Pending | None = None
         self._ports: Pending | None = None
-        self._pids: list[int] = []
 
     def __len__(self) -> int:
         return len(self._members)
@@ -109,7 +112,7 @@ class WorkerGroup:
     def ready(self) -> None:
         """Waits until every worker has made its object."""
         if self._built is not None:
-            self._pids = self._built.wait()
+            self._built.wait()
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         """`call` without waiting."""
@@ -186,12 +189,7 @@ class WorkerGroup:
             ray.kill(worker)
         self._workers = []
 
-    def pids_here(self) -> list[int]:
-        """Process ids of the workers on the driver's machine."""
-        here = ray.util.get_node_ip_address()
-        return [pid for pid, node in zip(self._pids, self._nodes, strict=False) if node.host == here]
-
-    def _pend(self, refs: Sequence[ray.ObjectRef], ranks: Iterable[int] | None = None) -> Pending:
+    def _pend(self, refs: Sequence[ray.ObjectRef[Any]], ranks: Iterable[int] | None = None) -> Pending:
         phase = self._session.timers.current
         for rank, ref in zip(range(len(self)) if ranks is None else ranks, refs, strict=True):
             self._session.watch.add(ref, Call(self._members[rank], phase, self._workers[rank]))

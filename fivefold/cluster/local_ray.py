@@ -21,6 +21,8 @@ MAX_OBJECT_STORE = 8 * 2**30
 MIN_OBJECT_STORE = 256 * 2**20
 STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
+END_S = 5.0
+"""How long processes get to go after they were told to."""
 MAX_STARTING = 16
 """Worker processes that Ray starts at one time, and keeps ready; also bounded by the cores."""
 
@@ -33,12 +35,18 @@ ENVIRONMENT = {
 """Ray reads these from the environment alone: no usage reports, no second account of an error that the driver raises
 itself, no hands on CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
 
-SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
-"""Whatever a worker has started ends with it, also when it is killed."""
+SYSTEM_CONFIG = {
+    # Whatever a worker has started ends with it, also when it is killed.
+    "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
+    # Ray gives way to everything else on the machine by default (15); the run is what the machine is here for.
+    "worker_niceness": 0,
+}
 
 
 def start() -> Path:
-    """Starts Ray and connects to it; returns its temporary folder. Every process of it ends with this process.
+    """Starts Ray and connects to it; returns its temporary folder.
+
+    If this process is killed and cannot call `end`, the workers die with it; two small helpers of Ray's need a minute.
 
     Raises:
         RuntimeError: Ray did not come up.
@@ -47,19 +55,46 @@ def start() -> Path:
     store = _object_store_bytes()
     # A container's /dev/shm may be as small as 64 MB; files in the temporary folder are as good, if slower.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    with _signals_kept():
-        ray.init(
-            address="local",
-            num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
-            object_store_memory=store,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            _temp_dir=str(folder),
-            _plasma_directory=None if roomy else str(folder),
-            _system_config=SYSTEM_CONFIG,
-        )
+    try:
+        with _signals_kept():
+            ray.init(
+                address="local",
+                num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
+                object_store_memory=store,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                _temp_dir=str(folder),
+                _plasma_directory=None if roomy else str(folder),
+                _system_config=SYSTEM_CONFIG,
+            )
+    except BaseException:
+        end(folder)
+        raise
     return folder
+
+
+def end(folder: Path) -> None:
+    """Ends the Ray that `start` started in `folder`: no process of it and no file is left."""
+    processes = [
+        process
+        for child in psutil.Process().children()
+        if str(folder) in " ".join(_command(child))
+        for process in (child, *child.children(recursive=True))
+    ]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=END_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=END_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def join(address: str) -> None:

@@ -13,14 +13,12 @@ However the block is left, no process of the run is left behind.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
 import ray
 
 from fivefold.cluster import local_ray
@@ -31,10 +29,6 @@ from fivefold.cluster.worker import Build
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
-
-END_S = 5.0
-"""How long processes get to go after they were told to."""
-
 
 @dataclass(frozen=True)
 class Role:
@@ -91,7 +85,7 @@ class Session:
                 local_ray.join(scheduler.address)
             nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node)
         except BaseException:
-            _end_ray(folder)
+            _leave_ray(folder)
             raise
         return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, folder)
 
@@ -115,14 +109,9 @@ class Session:
 
     def close(self) -> None:
         """Ends the workers, gives the devices back and leaves Ray, or ends it if it is this run's own."""
-        pids = [pid for group in self._groups.values() for pid in group.pids_here()]
-        processes = [process for pid in pids if (process := _process(pid)) is not None]
         self.kill()
         self._groups.clear()
-        _end_ray(self._folder)
-        _, alive = psutil.wait_procs(processes, timeout=END_S)
-        for process in alive:
-            process.kill()
+        _leave_ray(self._folder)
 
     def __enter__(self) -> Self:
         return self
@@ -133,14 +122,9 @@ class Session:
         self.close()
 
 
-def _end_ray(folder: Path | None) -> None:
-    ray.shutdown()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None
+def _leave_ray(folder: Path | None) -> None:
+    """Ends the Ray in `folder`, or disconnects from the one that was joined: it ends what this driver has there."""
+    if folder is None:
+        ray.shutdown()
+    else:
+        local_ray.end(folder)

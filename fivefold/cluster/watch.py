@@ -21,8 +21,8 @@ from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError, tail
 from fivefold.cluster.worker import HeldError
 from fivefold.observe.timers import PhaseTimers
 
-SETTLE_S = 1.5
-"""After a first failure, how long to listen for others, to tell the cause from what followed from it."""
+SETTLE_S = (0.2, 0.5, 2.0)
+"""How long to listen for other failures after a first one, by its distance from the cause: the cause may be among them."""
 STACK_TIMEOUT_S = 3.0
 """How long workers that exceed a phase's time get to say where they are."""
 MAX_STACKS = 4
@@ -82,15 +82,15 @@ class Watch:
 
     def __init__(self, timers: PhaseTimers, on_failure: Callable[[], None]) -> None:
         self._timers = timers
-        self._open: dict[ray.ObjectRef, Call] = {}
-        self._values: dict[ray.ObjectRef, Any] = {}
+        self._open: dict[ray.ObjectRef[Any], Call] = {}
+        self._values: dict[ray.ObjectRef[Any], Any] = {}
         self._on_failure = on_failure
 
-    def add(self, ref: ray.ObjectRef, call: Call) -> None:
+    def add(self, ref: ray.ObjectRef[Any], call: Call) -> None:
         """From now on, a failure of `ref` ends any wait."""
         self._open[ref] = call
 
-    def wait(self, wanted: Sequence[ray.ObjectRef], phase: str, timeout_s: float) -> list[Any]:
+    def wait(self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float) -> list[Any]:
         """Values of `wanted`, in order; each can be waited for once.
 
         Raises:
@@ -105,13 +105,14 @@ class Watch:
             self._take(ready)
         return [self._values.pop(ref) for ref in wanted]
 
-    def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef | None:
+    def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
         """Reference to the next item of `stream`, None at its end. Raises as `wait` does."""
+        phase = call.phase or self._timers.current
         deadline = time.monotonic() + timeout_s
         while True:
             ready, _ = ray.wait([stream, *self._open], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._give_up(call.phase, timeout_s, [call])
+                self._give_up(phase, timeout_s, [call])
             self._take([ref for ref in ready if ref is not stream])
             if stream in ready:
                 break
@@ -120,14 +121,15 @@ class Watch:
         except StopIteration:
             return None
         self.add(item, call)
-        return self.wait([item], call.phase, timeout_s)[0]
+        reference: ray.ObjectRef[Any] = self.wait([item], phase, timeout_s)[0]
+        return reference
 
     def forget(self) -> None:
         """Drops every reference: the workers are gone."""
         self._open.clear()
         self._values.clear()
 
-    def _take(self, ready: Sequence[ray.ObjectRef]) -> None:
+    def _take(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
         """Moves what is ready from the open references to the values; raises for the first failure."""
         for ref in ready:
             call = self._open.pop(ref)
@@ -137,7 +139,7 @@ class Watch:
                 self._fail(Failure(call, error))
 
     def _fail(self, first: Failure) -> None:
-        failures = [first, *self._settle()]
+        failures = [first, *self._settle(SETTLE_S[first.distance])]
         cause = min(failures, key=lambda failure: failure.distance)
         others = {failure.call.member for failure in failures} - {cause.call.member}
         text = cause.text
@@ -145,10 +147,10 @@ class Watch:
         also = sorted(others, key=lambda member: (member.role, member.rank))
         raise WorkerError(cause.call.member, cause.call.phase or self._timers.current, text, also) from None
 
-    def _settle(self) -> list[Failure]:
-        """Failures that follow within `SETTLE_S`."""
+    def _settle(self, seconds: float) -> list[Failure]:
+        """Failures that follow within `seconds`."""
         failures: list[Failure] = []
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + seconds
         while self._open and (left := deadline - time.monotonic()) > 0:
             ready, _ = ray.wait(list(self._open), timeout=left)
             for ref in ready:

@@ -96,8 +96,8 @@ class Worker:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> int:
-        """Makes the held object, `build(*args)`; returns the process id."""
+    def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> None:
+        """Makes the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
         with _Reported():
@@ -106,7 +106,6 @@ class Worker:
                 module, _, name = build.partition(":")
                 build = getattr(importlib.import_module(module), name)
             self._held = build(*args)
-        return os.getpid()
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """`held.method(*args, **kwargs)`; None in place of the result if no `reply` is wanted."""
@@ -114,7 +113,7 @@ class Worker:
             result = getattr(self._held, method)(*args, **kwargs)
         return result if reply else None
 
-    def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[ray.ObjectRef]:
+    def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[ray.ObjectRef[Any]]:
         """References to what the generator `held.method` yields; the items stay in the object store."""
         with _Reported():
             for item in getattr(self._held, method)(*args, **kwargs):

@@ -218,6 +218,11 @@ class EvaluatorConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
 
 
+class SaverConfig(Section):
+    freq_steps: Positive | None = None
+    """Also write the weights every so many steps, over the earlier ones; they are written at the end in any case."""
+
+
 class StatsConfig(Section):
     tensorboard: bool = True
     n_logged_samples: NonNegative = 4
@@ -235,6 +240,7 @@ class RunConfig(Section):
     tokenizer_path: str | None = None
     """None: `actor.path`."""
     stats: StatsConfig = StatsConfig()
+    saver: SaverConfig = SaverConfig()
 
 
 class TrainRecipe(RunConfig):

@@ -108,6 +108,7 @@ def resolve(config: DictConfig, schema: type[BaseModel]) -> tuple[dict[str, Any]
     """
     written = OmegaConf.to_container(config, resolve=False)
     full = OmegaConf.merge(_defaults(schema), config)
+    assert isinstance(full, DictConfig), "both parts are mappings"
     problems = [f"{key}: `{MISSING}` stands for a value that is still to be given" for key in _missing(written)]
     problems += _dangling(full)
     if problems:

@@ -18,6 +18,7 @@ Sums of two operands are the building blocks of every solution; they occur in th
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -124,10 +125,11 @@ def rl_rows(split: Split, n_rows: int, seed: int = 1) -> Iterator[dict[str, Any]
         yield rl_row(problem, index, split)
 
 
-def sft_rows(split: Split, n_rows: int, show_step: float, seed: int = 1) -> Iterator[dict[str, str]]:
-    """Demonstrations (`prompt`, `response`); a share of them are drills of two operands."""
+def sft_rows(split: Split, n_drills: int, n_demonstrations: int, show_step: float, seed: int = 1) -> Iterator[dict[str, str]]:
+    """`prompt` and `response`, easy things first: drills of one operation, then demonstrations of whole problems."""
     rng = random.Random(f"sft-{split}-{seed}")
-    source = problems(split, seed + 1)
-    for _ in range(n_rows):
-        problem = random_problem(rng, 2) if rng.random() < DRILL_SHARE else next(source)
+    for _ in range(n_drills):
+        drill = random_problem(rng, 2)
+        yield {"prompt": f"{drill}=", "response": str(drill.answer)}
+    for problem in itertools.islice(problems(split, seed + 1), n_demonstrations):
         yield {"prompt": f"{problem}=", "response": demonstration(problem, rng, show_step)}

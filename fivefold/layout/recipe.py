@@ -14,6 +14,8 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema import ClusterConfig, Recipe, Section, SFTRecipe, TrainRecipe
 from fivefold.layout.allocation import Allocation, AllocationError, RoleAllocation, RuleError, parse, parse_role
 
+Groups = tuple[tuple[RoleAllocation, ...], ...]
+
 EXAMPLES = {"actor": "megatron:d1", "rollout": "transformers:d1", "ref": "megatron:d1"}
 """The roles of a recipe, each with a backend string that suits it."""
 
@@ -64,9 +66,6 @@ def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation
         raise RecipeError(
             recipe.experiment_name, [f"{key}={virtual} with the actor's layout {role}: {error}"]
         ) from error
-
-
-Groups = tuple[tuple[RoleAllocation, ...], ...]
 
 
 def _from_backends(recipe: Recipe) -> Groups:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
-from fivefold.mcore.rope import rotate
+from fivefold.mcore.kernels import split_heads
 from fivefold.mcore.sequence import PackedSequences
 from fivefold.mcore.varlen import varlen_attention
 
@@ -20,9 +20,16 @@ class PackedSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        query = rotate(query, packed_seq_params.cos_T1D, packed_seq_params.sin_T1D)
-        key = rotate(key, packed_seq_params.cos_T1D, packed_seq_params.sin_T1D)
+        projected, _ = self.linear_qkv(hidden_states)
+        query, key, value = split_heads(
+            projected.squeeze(1),
+            self.q_layernorm.weight if self.config.qk_layernorm else None,
+            self.k_layernorm.weight if self.config.qk_layernorm else None,
+            packed_seq_params.cos_T1D,
+            packed_seq_params.sin_T1D,
+            self.num_query_groups_per_partition,
+            self.config.layernorm_epsilon,
+        )
         output = self.core_attention(query, key, value, packed_seq_params)
         return self.linear_proj(output.flatten(1).unsqueeze(1))
 

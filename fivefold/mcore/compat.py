@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
+
+from fivefold.mcore.main_grad import add_matmul
 
 _CPU = torch.device("cpu")
 _prepared = False
@@ -28,6 +31,7 @@ def prepare() -> None:
     if _prepared:
         return
     _fix_router_without_transformer_engine()
+    _accumulate_gradients_without_apex()
     if not torch.cuda.is_available():
         _redirect_cuda_runtime()
         _redirect_rng_tracker()
@@ -52,6 +56,18 @@ def _fix_router_without_transformer_engine() -> None:
     """
     if "te_general_gemm" not in vars(moe_utils):
         moe_utils.te_general_gemm = None
+
+
+def _accumulate_gradients_without_apex() -> None:
+    """Symptom: `gradient_accumulation_fusion` raises and asks for Apex.
+
+    Cause: the parallel linear layers know one way to add a weight's gradient to its float32 buffer within the matrix
+    product: Apex's. PyTorch has another. Remove when: Megatron-Core uses `torch.addmm(..., out_dtype=)`.
+    """
+    kernel = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    kernel.wgrad_gemm_accum_fp32 = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
+    layers.fused_weight_gradient_mlp_cuda = kernel
+    layers._grad_accum_fusion_available = True
 
 
 class _CudaToCpu(TorchFunctionMode):
@@ -98,13 +114,17 @@ def _redirect_cuda_runtime() -> None:
 
     Cause: Megatron-Core calls them without asking whether CUDA is there. Remove when: it asks.
     """
-    nothing = lambda *args, **kwargs: None  # noqa: E731
+    for module, names in (
+        (torch.cuda, ("set_device", "synchronize", "empty_cache")),
+        (torch.cuda.nvtx, ("range_push", "range_pop")),
+    ):
+        for name in names:
+            # One function object a name: torch.compile has a rule for each and refuses an object that has two.
+            setattr(module, name, lambda *args, **kwargs: None)
     anything = _Anything()
     torch.cuda.current_device = lambda: _CPU
-    torch.cuda.set_device = torch.cuda.synchronize = torch.cuda.empty_cache = nothing
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing
-    torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: anything
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: anything
+    for name in ("Stream", "Event", "current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: anything)
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.bridge.bridge import Bridge
-from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema import EngineConfig, OptimizerConfig
 from fivefold.layout.check import check_layout
@@ -58,7 +58,7 @@ class MegatronEngine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
     ) -> None:
-        """Build the model from the folder `config.path`, a Hugging Face config and weights.
+        """Build the model of `config.path`: a Hugging Face folder or hub name.
 
         Args:
             config: the model and its options.
@@ -74,7 +74,8 @@ class MegatronEngine:
         if config.megatron.use_deterministic_algorithms:
             compat.make_deterministic()
         self.config, self.layout = config, layout
-        self.shape = load_shape(config.path)
+        self._folder = resolve_model_folder(config.path)
+        self.shape = load_shape(self._folder)
         check_layout(layout, self.shape)
         self.groups = initialize_parallel(layout, seed)
         self._shards = shard_groups(self.groups)
@@ -108,10 +109,10 @@ class MegatronEngine:
 
     def _load(self, seed: int) -> None:
         if self.config.init_from_scratch:
-            weights = RandomWeights(self._bridge.expected_names(), self.config.path, seed, self._device)
+            weights = RandomWeights(self._bridge.expected_names(), self._folder, seed, self._device)
             self._bridge.load(self.parameters, weights, self._shards)
             return
-        with HFWeights(self.config.path) as weights:
+        with HFWeights(self._folder) as weights:
             self._bridge.load(self.parameters, weights, self._shards)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
@@ -162,7 +163,7 @@ class MegatronEngine:
         """Write the model as a Hugging Face folder that transformers loads. Rank 0 writes, all ranks take part."""
         weights = self.export_weights()
         if dist.get_rank() == 0:
-            save_hf(Path(folder), weights, Path(self.config.path))
+            save_hf(Path(folder), weights, self._folder)
         else:
             for _ in weights:
                 pass

@@ -12,9 +12,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from fivefold.mcore.kernels import swiglu
+from fivefold.mcore.main_grad import has_main_grad, mark_accumulated
+
 
 class GroupedExperts(MegatronModule):
-    """SwiGLU experts: down(silu(gate(x)) * up(x)) * probability, for tokens sorted by expert.
+    """SwiGLU experts, down(silu(gate(x)) * up(x) * probability), for tokens sorted by expert.
 
     weight1 [experts, 2 * ffn / etp, hidden] holds gate above up, weight2 [experts, hidden, ffn / etp] holds down: the
     orientation of Hugging Face's files, so that loading and exporting only slice.
@@ -27,9 +30,8 @@ class GroupedExperts(MegatronModule):
         self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, partition_dim=2)
 
     def _parameter(self, *shape: int, partition_dim: int) -> nn.Parameter:
-        device = torch.cuda.current_device()
-        weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
-        # Every rank holds other experts or another shard, so that each counts in the gradient norm.
+        weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=torch.cuda.current_device()))
+        # Every rank holds other experts or another shard of them, so each counts in the gradient norm.
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=1)
         weight.allreduce = False  # reduced over the expert data-parallel group, not over the dense one
         return weight
@@ -43,17 +45,42 @@ class GroupedExperts(MegatronModule):
         """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
-        hidden = grouped_linear(tokens, self.weight1, ends)
-        hidden = swiglu(hidden, permuted_probs)
-        return grouped_linear(hidden, self.weight2, ends), None
+        gate_up = _GroupedLinear.apply(tokens, self.weight1, ends)
+        return _GroupedLinear.apply(swiglu(gate_up, permuted_probs), self.weight2, ends), None
 
 
-def grouped_linear(x_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Rows ends[e-1] .. ends[e] of x times the transpose of weight[e]. Returns [N, O]."""
-    return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+class _GroupedLinear(torch.autograd.Function):
+    """Rows ends[e-1] .. ends[e] of x [N, I] times the transpose of weight[e], weight [E, O, I]. Returns [N, O].
+
+    The weight's gradient goes straight into its float32 `main_grad` where Megatron's DDP keeps one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return _grouped_mm(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = _grouped_mm(grad, weight, ends)
+        grad_weight = _grouped_mm(grad.t(), x, ends)
+        if not has_main_grad(weight):
+            return grad_x, grad_weight, None
+        weight.main_grad.add_(grad_weight)
+        return grad_x, mark_accumulated(weight), None
 
 
-def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up * probability (Shazeer 2020). The product with the fp32 probability is rounded once."""
-    gate, up = gate_up_N2F.chunk(2, dim=-1)
-    return (F.silu(gate) * up * probs_N.unsqueeze(-1)).to(gate_up_N2F.dtype)
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Grouped product over rows of `a` (b [E, K, M]), or over columns of `a` and rows of `b` (both matrices).
+
+    CUDA's kernel takes bfloat16 only and reads rows of 16 bytes; anything else is multiplied group by group.
+    """
+    if not a.is_cuda or (a.dtype == torch.bfloat16 and a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0):
+        return F.grouped_mm(a, b, offs=ends)
+    stops = ends.tolist()
+    starts = [0, *stops[:-1]]
+    if b.dim() == 3:
+        return torch.cat([a[start:stop] @ b[e] for e, (start, stop) in enumerate(zip(starts, stops, strict=True))])
+    return torch.stack([a[:, start:stop] @ b[start:stop] for start, stop in zip(starts, stops, strict=True)])

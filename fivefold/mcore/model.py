@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.shape import ModelShape
+from fivefold.mcore import dispatcher
 from fivefold.mcore.sequence import LocalSequences
 from fivefold.mcore.specs import block_spec
 
@@ -61,6 +60,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        dispatcher.install(chunk, config)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 

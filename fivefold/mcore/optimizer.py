@@ -69,6 +69,9 @@ class Optimizer:
             config_overrides=get_standard_config_overrides(megatron_config),
             use_gloo_process_groups=False,
         )
+        # Megatron-Core builds torch's AdamW with its defaults, which make a kernel for every operation of a step.
+        for group in self.megatron.param_groups:
+            group["fused"], group["foreach"] = True, False
 
     def step(self) -> StepResult:
         """Clip, update and advance the schedule. A gradient that is not finite is dropped; the schedule still advances."""

@@ -36,9 +36,3 @@ def cos_sin(positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.d
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotate the channel pairs (i, i + head_dim/2) of [T, heads, head_dim]."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D

@@ -52,7 +52,9 @@ def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: Mode
         "attention_dropout": 0.0,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": True,
+        # For dense models too: Megatron-Core's default refuses uneven lengths even where there are no experts.
+        "moe_token_dispatcher_type": config.megatron.token_dispatcher,
         # The all-gather dispatcher wants one length on all ranks, so the engine pads to it.
         "variable_seq_lengths": config.megatron.token_dispatcher == "alltoall",
     }
@@ -117,7 +119,6 @@ def _moe_fields(config: EngineConfig, shape: ModelShape) -> dict[str, Any]:
         # Reinforcement learning keeps the router where pre-training left it, unless told otherwise.
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": config.megatron.token_dispatcher,
         "moe_grouped_gemm": True,
         "moe_permute_fusion": False,
     }

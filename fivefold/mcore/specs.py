@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -69,6 +69,18 @@ class TorchSpecProvider(BackendSpecProvider):
         return None
 
 
+def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """Residual connection with dropout, in Megatron-Core's calling convention; no kernel for dropout at rate 0."""
+
+    def add(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, rate: float) -> torch.Tensor:
+        output, bias = output_and_bias
+        if bias is not None:
+            output = output + bias
+        return residual + (F.dropout(output, rate, training) if rate > 0 else output)
+
+    return add
+
+
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers that this pipeline stage (and virtual stage) builds, dense or MoE as `config.moe_layer_freq` says."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -79,7 +91,6 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
-    backend = TorchSpecProvider()
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=PackedSelfAttention,
@@ -93,16 +104,16 @@ def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
         ),
     )
     mlp = get_mlp_module_spec_for_backend(
-        backend=backend, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
+        backend=TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add_residual,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add_residual,
         ),
     )

@@ -1,0 +1,1 @@
+"""Generation: the engine protocol, and the engines that speak it."""

@@ -83,7 +83,7 @@ def decode_wave(
         padding=prompt_length - lengths if len(requests[-1].token_ids) < prompt_length else None,
         is_running=torch.ones(len(requests), dtype=torch.bool, device=device),
     )
-    cache = RowCache(model.config.num_hidden_layers, len(requests), prompt_length)
+    cache = RowCache(len(requests), prompt_length)
     logits_BV = _prefill(model, cache, requests)
     uniforms = uniform_numbers([request.seed for request in requests], sampling.max_new_tokens).to(device)
     record = _Record(len(requests), sampling.max_new_tokens, device)
@@ -109,9 +109,8 @@ def _prefill(model: PreTrainedModel, cache: RowCache, requests: Sequence[Generat
     logits = []
     for start, stop, prompts, source in _prefill_batches(requests):
         source_B = torch.tensor(source, device=model.device)
-        cache.begin_prefill(slice(start, stop), source_B)
+        cache.begin_prompts(slice(start, stop), source_B)
         logits.append(_forward_prompts(model, cache, prompts)[source_B])
-    cache.end_prefill()
     return torch.cat(logits)
 
 
@@ -119,7 +118,9 @@ def _prefill_batches(
     requests: Sequence[GenerationRequest],
 ) -> Iterator[tuple[int, int, list[tuple[int, ...]], list[int]]]:
     """(first row, row behind the last, distinct prompts, each row's index among them), in order of the rows."""
-    start, prompts, source = 0, [], []
+    start = 0
+    prompts: list[tuple[int, ...]] = []
+    source: list[int] = []
     for row, request in enumerate(requests):
         if not prompts or request.token_ids != prompts[-1]:
             if prompts and len(prompts[0]) * (len(prompts) + 1) > _PREFILL_TOKENS:
@@ -155,9 +156,10 @@ def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
 
 def _forward_token(model: PreTrainedModel, cache: RowCache, rows: _Rows, tokens_B: Tensor) -> Tensor:
     """Logits [B, V] after feeding one token to every row."""
+    cache.begin_token()
     mask = None
     if rows.padding is not None:
-        columns = torch.arange(cache.get_seq_length() + 1, device=model.device)
+        columns = torch.arange(cache.length, device=model.device)
         mask = (columns >= rows.padding[:, None])[:, None, None, :]
     logits_BV = _last_logits(model, cache, tokens_B[:, None], rows.position[:, None], mask)
     rows.position = rows.position + 1

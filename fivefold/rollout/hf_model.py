@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,14 +20,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 
+_AUTO_MODEL: Any = AutoModelForCausalLM
+"""Untyped: transformers declares that its factories return a base class."""
+
 
 def build_model(
     path: str, *, dtype: torch.dtype, device: torch.device, load_weights: bool
 ) -> tuple[PreTrainedModel, GenerationConfig | None]:
-    """The causal language model at `path` (folder or hub name) in evaluation mode, and its generation config if it has one.
+    """The causal language model at `path` (folder or hub name) for inference, and its generation config if it has one.
 
     Args:
-        load_weights: False: parameters are left uninitialised, for weights that the actor sends. Only the config is read.
+        load_weights: False: only the config is read, and parameters stay uninitialised until the actor sends them.
 
     Raises ValueError if the checkpoint lacks or exceeds the model, or if the model uses sliding-window attention.
     """
@@ -37,12 +41,20 @@ def build_model(
     # expert's weights for each row, and `eager` loops over experts in Python.
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     if load_weights:
-        model = _load(path, config, options).to(device)
+        model = _load(path, config, options)
+        move_model(model, device)
     else:
         with torch.device(device), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = _AUTO_MODEL.from_config(config, **options)
         model.tie_weights()
     return model.eval().requires_grad_(False), _generation_config(path)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers, in place; the GPU memory that they leave goes back to the driver."""
+    model.to(device)
+    if device.type == "cpu" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -52,7 +64,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **options)
+    model: PreTrainedModel
+    model, report = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
         raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
@@ -65,8 +78,8 @@ def _check_full_attention(config: PreTrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     if others or window:
         raise ValueError(
-            f"the transformers rollout engine has full causal attention alone; this model's config asks for "
-            f"{', '.join(others) or f'sliding_window={window}'}. Use a model without it, or switch it off in its config.json"
+            "the transformers rollout engine has full causal attention alone; this model's config asks for "
+            f"{', '.join(others) or f'sliding_window={window}'}: use a model without it, or switch it off in config.json"
         )
 
 

@@ -1,7 +1,7 @@
 """A transformers model's parameters under the names that Hugging Face *files* give them.
 
-transformers 5 keeps a layer's experts fused in memory; files, and the tensors that arrive from the actor, keep one tensor
-an expert. A file's tensor is then a slice of a parameter:
+transformers 5 keeps a layer's experts fused in memory; files, and the tensors that arrive from the actor, keep one
+tensor an expert. A file's tensor is then a slice of a parameter:
 
     file     model.layers.3.mlp.experts.7.gate_proj.weight  [F, H]
     memory   model.layers.3.mlp.experts.gate_up_proj        [E, 2F, H]     slice [7, :F]
@@ -97,8 +97,8 @@ def _split_experts(name: str, parameter: nn.Parameter, names: _ExpertNames) -> I
 def receive_weights(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy `weights` into the model in place, cast to its dtype and device.
 
-    The whole iterator is consumed before anything is reported: behind it stand collectives that other ranks take part in.
-    Raises ValueError naming every tensor that is missing, unknown, sent twice, or of the wrong shape.
+    The whole iterator is consumed before anything is reported, since collectives may stand behind it that other ranks
+    take part in. Raises ValueError naming every tensor that is missing, unknown, sent twice, or of the wrong shape.
     """
     problems: dict[str, list[str]] = {"missing": [], "unknown": [], "sent twice": [], "wrong shape": []}
     seen: set[str] = set()
@@ -113,11 +113,11 @@ def receive_weights(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[s
         if target.shape != tensor.shape:
             problems["wrong shape"].append(f"{name} {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
             continue
-        target.copy_(tensor, non_blocking=True)
+        target.copy_(tensor)
     problems["missing"] = [name for name in tensors if name not in seen]
     if any(problems.values()):
         raise ValueError(
-            f"the weights do not fit the rollout model, which wants each of its {len(tensors)} file tensors exactly once: "
+            f"the weights do not fit the rollout model, which wants each of its {len(tensors)} tensors exactly once: "
             + "; ".join(_describe(problem, names) for problem, names in problems.items() if names)
         )
 

@@ -1,7 +1,8 @@
 """Keys and values of the rows being decoded, in buffers that are written in place.
 
-transformers' DynamicCache copies the whole cache for each token, and repeats a prompt's keys for every completion of it.
-Here a step writes one column, a group's prompt is computed once and written to all its rows, and finished rows leave.
+transformers' DynamicCache copies the whole cache for each token, and needs a group's prompt computed for each of its
+completions. Here a token writes one column, a prompt is computed once and written to all its rows, and finished rows
+leave.
 
     buffer of a layer, [rows, kv heads, capacity, head dim]     prompts end at the same column (left padding)
 
@@ -15,95 +16,71 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicLayer
+from transformers import Cache
 
 _GROWTH = 64
-"""Free columns to begin with, and to add when they are used up. Attention reads all columns each step, so one copy in 64
-steps is noise; memory is not held for answers that end early."""
-
-
-class _LayerBuffer(DynamicLayer):
-    """One layer's keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
-        self._n_rows = 0
-        self._prompt_length = 0
-        self._target: tuple[slice, Tensor] | None = None
-
-    def reserve(self, n_rows: int, prompt_length: int) -> None:
-        self._n_rows, self._prompt_length = n_rows, prompt_length
-
-    def aim(self, rows: slice, source: Tensor) -> None:
-        self._target = (rows, source)
-
-    def end_prefill(self) -> None:
-        self._target = None
-        self.length = self._prompt_length
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (self._allocate(states) for states in (key_states, value_states))
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new columns; returns what the new queries may see: the prompts alone, or all columns so far."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self._target is not None:
-            rows, source = self._target
-            columns = slice(self._prompt_length - key_states.shape[2], self._prompt_length)
-            self.keys[rows, :, columns] = key_states[source]
-            self.values[rows, :, columns] = value_states[source]
-            return key_states, value_states
-        if self.length == self.keys.shape[2]:
-            self.keys, self.values = _grown(self.keys), _grown(self.values)
-        self.keys[:, :, self.length] = key_states[:, :, 0]
-        self.values[:, :, self.length] = value_states[:, :, 0]
-        self.length += 1
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def keep(self, rows: Tensor) -> None:
-        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        # Zeros: attention masks padding, and 0 weight times uninitialised NaN would still be NaN.
-        shape = (self._n_rows, states.shape[1], self._prompt_length + _GROWTH, states.shape[3])
-        return states.new_zeros(shape)
+"""Free columns to begin with, and to add when they are used up. Attention reads all columns each step, so one copy in
+64 steps is noise; and no memory is held for the tokens of answers that end early."""
 
 
 class RowCache(Cache):
-    """The cache of one wave of rows; hand it to a transformers model as `past_key_values`."""
+    """The cache of one wave of rows; hand it to a transformers model as `past_key_values`.
 
-    def __init__(self, n_layers: int, n_rows: int, prompt_length: int) -> None:
+    Before each forward, `begin_prompts` or `begin_token` says what the forward brings.
+    """
+
+    def __init__(self, n_rows: int, prompt_length: int) -> None:
         """
         Args:
             n_rows: rows to decode.
             prompt_length: tokens of the longest prompt.
         """
-        self._buffers = [_LayerBuffer() for _ in range(n_layers)]
-        super().__init__(layers=self._buffers)
-        for buffer in self._buffers:
-            buffer.reserve(n_rows, prompt_length)
+        super().__init__(layers=[])
+        self.length = prompt_length
+        """Columns in use, the current forward's included."""
+        self._n_rows = n_rows
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._target: tuple[slice, Tensor] | None = None
 
-    def begin_prefill(self, rows: slice, source: Tensor) -> None:
+    def begin_prompts(self, rows: slice, source: Tensor) -> None:
         """The next forward computes prompts for `rows`: row `rows.start + i` takes prompt `source[i]` of its batch."""
-        for buffer in self._buffers:
-            buffer.aim(rows, source)
+        self._target = (rows, source)
 
-    def end_prefill(self) -> None:
-        """From here on, each forward appends one token to every row."""
-        for buffer in self._buffers:
-            buffer.end_prefill()
+    def begin_token(self) -> None:
+        """The next forward appends one token to every row."""
+        self._target = None
+        if self.length == self._keys[0].shape[2]:
+            self._keys = [_grown(buffer) for buffer in self._keys]
+            self._values = [_grown(buffer) for buffer in self._values]
+        self.length += 1
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but those at the indices `rows` (int64)."""
-        for buffer in self._buffers:
-            buffer.keep(rows)
+        self._keys = [buffer.index_select(0, rows) for buffer in self._keys]
+        self._values = [buffer.index_select(0, rows) for buffer in self._values]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; returns what the new queries may see: prompts alone, or all columns."""
+        if layer_idx == len(self._keys):
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if self._target is not None:
+            rows, source = self._target
+            columns = slice(self.length - key_states.shape[2], self.length)
+            keys[rows, :, columns] = key_states[source]
+            values[rows, :, columns] = value_states[source]
+            return key_states, value_states
+        keys[:, :, self.length - 1] = key_states[:, :, 0]
+        values[:, :, self.length - 1] = value_states[:, :, 0]
+        return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        # Zeros: padding is masked, but 0 weight times an uninitialised NaN would still be NaN.
+        return states.new_zeros(self._n_rows, states.shape[1], self.length + _GROWTH, states.shape[3])
 
 
 def _grown(buffer: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.rollout.protocol import SamplingParams
@@ -55,7 +56,7 @@ def uniform_numbers(seeds: Sequence[int], n_tokens: int) -> Tensor:
     return torch.from_numpy((bits_BT >> np.uint64(11)) * 2.0**-53)
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))

@@ -12,8 +12,8 @@ from fivefold.rollout.protocol import SamplingParams
 class StopRule:
     """Ends a completion after an end token or a stop token, or once its text contains a stop text.
 
-    Nothing stops a completion before `min_new_tokens`: end and stop tokens are `forbidden` there, and stop texts are not
-    looked for.
+    Nothing stops a completion before `min_new_tokens`: end and stop tokens are `forbidden` there, and stop texts are
+    not looked for.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class _StopTexts:
             )
         self._texts = texts
         self._tokenizer = tokenizer
-        # A token adds at least one byte of text, so a text that the newest token completes lies within as many tokens as
-        # it has bytes. One more in front takes the decoder's trimming of a leading space.
+        # A token adds at least one byte of text, so a text that the newest token completes lies within as many tokens
+        # as it has bytes. One more in front takes the decoder's trimming of a leading space.
         self.window = 1 + max(len(text.encode()) for text in texts)
 
     def hits(self, tails_BW: Tensor) -> Tensor:

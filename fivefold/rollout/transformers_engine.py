@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.decode import Decoded, decode_wave
-from fivefold.rollout.hf_model import build_model, load_tokenizer
+from fivefold.rollout.hf_model import build_model, load_tokenizer, move_model
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.stopping import StopRule
@@ -123,14 +123,12 @@ class TransformersEngine:
 
         On the CPU nothing moves. Either way `generate` is refused until `wake`.
         """
-        self._model.to("cpu")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        move_model(self._model, torch.device("cpu"))
         self._is_awake = False
 
     def wake(self) -> None:
         """Move the weights back to the device."""
-        self._model.to(self._device)
+        move_model(self._model, self._device)
         self._is_awake = True
 
     def _require_ready(self) -> int:
@@ -153,9 +151,9 @@ class TransformersEngine:
                 f"{self._model.config.max_position_embeddings} positions: lower gconfig.max_new_tokens or "
                 "train_dataset.max_length"
             )
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocabulary:
+        if strays := [token for token in request.token_ids if not 0 <= token < vocabulary]:
             raise ValueError(
-                f"a prompt holds token {max(request.token_ids)}, but the model's vocabulary has {vocabulary}: "
+                f"a prompt holds token {strays[0]}, but the model's vocabulary has {vocabulary}: "
                 "tokenizer and model do not belong together"
             )
 

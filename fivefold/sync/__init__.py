@@ -1,0 +1,1 @@
+"""Weight transports from trainer to rollout."""

@@ -1,4 +1,4 @@
-"""Named tensors as a stream of flat buckets, for transports that carry a few large byte arrays well and many small ones badly.
+"""Named tensors as a stream of flat buckets, for transports that carry few large arrays well and many small ones badly.
 
     tensors   embed [V, H]        q [H, H]   k [H, K]        norm [H]
     buckets   |embed 1|embed 2|   |q     |k     |norm |
@@ -52,8 +52,9 @@ class Bucket:
 def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
     """Pack tensors, in order, into buckets of at most `max_bytes`.
 
-    Tensors may be of any dtype, shape (empty ones too), stride and device. A bucket is filled on its first tensor's device
-    and copied to the host at once. Bytes are copied as the tensors come, so whoever yields them may reuse their memory.
+    Tensors may be of any dtype, shape (empty ones too), stride and device. A bucket is filled on its first tensor's
+    device and copied to the host at once. Bytes are copied as the tensors come, so whoever yields them may reuse their
+    memory.
     """
     if max_bytes < _ALIGNMENT:
         raise ValueError(f"max_bytes={max_bytes} is below {_ALIGNMENT}, the alignment of tensors in a bucket: raise it")
@@ -73,8 +74,8 @@ def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Buck
 def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """The tensors of `pack`, in order, on `device`.
 
-    On the CPU they share the bucket's memory: read them, and copy what you keep. Each bucket goes to another device in one
-    copy. Raises ValueError if a part of a tensor is missing.
+    On the CPU they share the bucket's memory: read them, and copy what you keep. Each bucket goes to another device in
+    one copy. Raises ValueError if a part of a tensor is missing.
     """
     split = _SplitTensor()
     for bucket in buckets:

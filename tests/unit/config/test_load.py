@@ -110,7 +110,7 @@ def test_interpolations_that_lead_nowhere(write: Any, line: str, expected: str) 
 
 
 def test_all_that_is_unfilled_is_listed(write: Any) -> None:
-    text = MINIMAL + "trial_name: ${x}\nreward: {kwargs: {deep: [1, ???, '${y}']}}\n"
+    text = MINIMAL + "trial_name: ${x}\nreward: {kwargs: {deep: [1, '???', '${y}']}}\n"
     assert problems(write(text), "bad") == (
         "override 'bad': there is no `=`; write key=value",
         "reward.kwargs.deep.1: `???` stands for a value that is still to be given",

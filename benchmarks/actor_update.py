@@ -1,0 +1,150 @@
+"""Speed of the actor's update: forward, backward and optimizer step of a Qwen3-30B-A3B-shaped model, random weights.
+
+    torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8
+    torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend "megatron:(attn:d1t2c2|ffn:e4)"
+
+One line of JSON a run: tokens/s, model TFLOP/s a GPU (recomputation not counted), peak memory, and the losses, which
+must agree across layouts. With --profile, the kernels that take the most time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.layout.allocation import parse_backend
+from fivefold.layout.flops import training_flops
+from fivefold.mcore.engine import MegatronEngine
+from fivefold.types import Batch
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def main() -> None:
+    args = parse_arguments()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": args.layers}))
+        engine = build(args, folder)
+    batch = make_batch(args)
+    losses, seconds = [], []
+    for step in range(args.steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses.append(engine.forward_backward(batch, SFTLoss())["loss"])
+        engine.optim_step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        report(args, engine, batch, losses, seconds)
+    if args.profile:
+        profile(engine, batch)
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--backend", default="megatron:d1")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences of a step, over all ranks")
+    parser.add_argument("--micro-tokens", type=int, default=8192, help="most tokens of a micro-batch")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits exist at one time")
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    return parser.parse_args()
+
+
+def build(args: argparse.Namespace, folder: str) -> MegatronEngine:
+    config = EngineConfig(
+        path=folder,
+        backend=args.backend,
+        init_from_scratch=True,
+        mb_spec=MicroBatchConfig(max_tokens_per_mb=args.micro_tokens),
+        megatron=MegatronConfig(logprob_chunk_size=args.chunk, recompute=args.recompute),
+    )
+    layout = parse_backend(args.backend)
+    return MegatronEngine(config, layout, seed=1, optimizer=OptimizerConfig(lr=1e-5), total_steps=args.steps)
+
+
+def make_batch(args: argparse.Namespace) -> Batch:
+    tokens = args.sequence * args.sequences
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, QWEN3_30B_A3B["vocab_size"], (tokens,), generator=generator)
+    return Batch((args.sequence,) * args.sequences, ids, torch.ones(tokens))
+
+
+def report(
+    args: argparse.Namespace, engine: MegatronEngine, batch: Batch, losses: list[float], seconds: list[float]
+) -> None:
+    best = min(seconds[1:])
+    gpus = dist.get_world_size()
+    flops = training_flops(engine.shape, batch.lengths, batch.n_tokens)
+    row = {
+        "backend": args.backend,
+        "layers": args.layers,
+        "gpus": gpus,
+        "recompute": args.recompute,
+        "micro_tokens": args.micro_tokens,
+        "tokens_per_step": batch.n_tokens,
+        "seconds": [round(value, 3) for value in seconds],
+        "tokens_per_second": round(batch.n_tokens / best),
+        "tflops_per_gpu": round(flops / best / gpus / 1e12, 1),
+        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "losses": [round(value, 5) for value in losses],
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(row), flush=True)
+
+
+def profile(engine: MegatronEngine, batch: Batch) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        engine.forward_backward(batch, SFTLoss())
+        engine.optim_step()
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=90))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Megatron DDP's float32 gradient buffers: adding to them without a detour over `parameter.grad`."""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_main_grad(weight: torch.Tensor) -> bool:
+    """Whether DDP keeps a float32 gradient buffer for this parameter."""
+    return "main_grad" in vars(weight)
+
+
+def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:
+    """Tell DDP that this micro-batch's gradient is in `main_grad` already. Returns what the backward pass must return.
+
+    DDP's hook fires on a gradient only, so it gets one of undefined content, which it discards. A weight that is also
+    the embedding (`zero_out_wgrad`) gets a real one from there, which the hook must add: it gets nothing from here.
+    """
+    if vars(weight).get("zero_out_wgrad", False):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
+def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total (float32) += a @ b, accumulated in float32 whatever the dtype of a and b."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -1,0 +1,160 @@
+"""The two sides of the loop as the driver sees them: verbs over groups of worker processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fivefold.algorithms.loss import Loss
+from fivefold.cluster.group import WorkerGroup
+from fivefold.cluster.rollout_worker import RolloutWorker
+from fivefold.cluster.session import Role, Session
+from fivefold.cluster.trainer_worker import TrainerSpec, TrainerWorker
+from fivefold.config.paths import resolve_model_path
+from fivefold.config.schema import EngineConfig, TrainRecipe
+from fivefold.layout.placement import Placement
+from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.types import Batch, Completion, Prompt
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step did, and the metrics of its loss."""
+
+    metrics: dict[str, float]
+    skipped: bool
+    non_finite: tuple[str, ...]
+    """Of a skipped step: parameters whose gradient was not finite."""
+
+
+class Actor:
+    """The model that is trained."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """float32 [T]: log-probs of the trained tokens."""
+        result: torch.Tensor = self._group.call_first("compute_logprobs", batch, temperature)
+        return result
+
+    def update(self, batch: Batch, loss: Loss) -> UpdateResult:
+        """One optimizer step on a mini-batch."""
+        result = self._group.call_first("update", batch, loss)
+        step = result["step"]
+        metrics = {**result["metrics"], "grad_norm": step.grad_norm, "lr": step.learning_rate}
+        if result["peak_memory_gb"]:
+            metrics["peak_memory_gb"] = result["peak_memory_gb"]
+        return UpdateResult(metrics, step.skipped, step.non_finite)
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self._group.call_first("save", folder)
+
+    def send_weights(self, rollout: Rollout, version: int) -> None:
+        """Bring every rollout replica to the weights of now."""
+        rollout.receive_weights(self._group, version)
+
+
+class Reference:
+    """The frozen model that the KL divergence is measured against, in the actor's processes or in its own."""
+
+    def __init__(self, group: WorkerGroup, beside_actor: bool) -> None:
+        self._group = group
+        self._method = "compute_reference_logprobs" if beside_actor else "compute_logprobs"
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """float32 [T]: log-probs of the trained tokens."""
+        result: torch.Tensor = self._group.call_first(self._method, batch, temperature)
+        return result
+
+
+class Rollout:
+    """The replicas that generate."""
+
+    def __init__(self, group: WorkerGroup, shares_devices: bool) -> None:
+        self._group = group
+        self._shares_devices = shares_devices
+
+    def generate(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
+    ) -> list[Completion]:
+        """`n_samples` completions of each prompt, the group of a prompt side by side.
+
+        Args:
+            key: decides the random choices, together with a prompt's place and the sample's place in its group.
+        """
+        requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key)
+        share = math.ceil(len(requests) / len(self._group))
+        shares = [requests[start : start + share] for start in range(0, share * len(self._group), share)]
+        answers = self._group.call_each("generate", shares, sampling=sampling)
+        return [completion for answer in answers for completion in answer]
+
+    def receive_weights(self, source: WorkerGroup, version: int) -> None:
+        """Take over the weights that the ranks of `source` export, piece by piece."""
+        self._group.feed("update_weights", source.stream("weight_buckets"), version)
+
+    def sleep(self) -> None:
+        """Leave the devices to the actor, if it works on the same ones."""
+        if self._shares_devices:
+            self._group.call("sleep")
+
+    def wake(self) -> None:
+        """Take the devices back."""
+        if self._shares_devices:
+            self._group.call("wake")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """All roles of a run. There is a reference only where the recipe has a KL term."""
+
+    actor: Actor
+    rollout: Rollout
+    reference: Reference | None
+
+
+def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int) -> Roles:
+    """Start the processes of all roles of `recipe`; `path` is the actor's model, folder or hub name."""
+    model = engine_config(recipe.actor, path)
+    needs_reference = recipe.actor.kl_ctl > 0
+    reference = model.model_copy(update={"path": resolve_model_path(recipe.ref.path) if recipe.ref.path else path}) if needs_reference else None
+    beside_actor = "ref" not in placement
+    spec = TrainerSpec(
+        model=model,
+        layout=placement["actor"].layout,
+        seed=recipe.seed,
+        optimizer=recipe.actor.optimizer,
+        total_steps=total_steps,
+        reference=reference if beside_actor else None,
+    )
+    roles = [
+        Role("actor", placement["actor"].devices, TrainerWorker, (spec,), distributed=True),
+        rollout_role(recipe, placement, path, load_weights=False),
+    ]
+    if reference is not None and not beside_actor:
+        own = TrainerSpec(model=reference, layout=placement["ref"].layout, seed=recipe.seed)
+        roles.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
+    groups = session.launch(*roles)
+    return Roles(
+        actor=Actor(groups["actor"]),
+        rollout=Rollout(groups["rollout"], shares_devices="actor" in placement.sharers("rollout")),
+        reference=Reference(groups["actor" if beside_actor else "ref"], beside_actor) if needs_reference else None,
+    )
+
+
+def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:
+    """The rollout replicas of a recipe over the model at `path`."""
+    dtype = recipe.rollout.dtype or recipe.actor.dtype
+    args = (path, recipe.tokenizer_path or path, dtype, recipe.rollout.max_batch_size, load_weights)
+    return Role("rollout", placement["rollout"].devices, RolloutWorker, args)
+
+
+def engine_config(config: EngineConfig, path: str) -> EngineConfig:
+    """The engine's part of an actor's section, with its model found."""
+    fields = {name: getattr(config, name) for name in EngineConfig.model_fields}
+    return EngineConfig(**{**fields, "path": path})

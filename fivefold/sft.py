@@ -1,0 +1,130 @@
+"""Supervised fine-tuning through the same engine: cross entropy on given responses."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.cluster.session import Role, Session
+from fivefold.cluster.trainer_worker import TrainerSpec, TrainerWorker
+from fivefold.config.load import resolved_yaml
+from fivefold.config.paths import resolve_model_path
+from fivefold.config.schema import SFTRecipe
+from fivefold.data.sft import SFTDataset, load_sft, sft_batch
+from fivefold.layout.check import check_recipe, describe
+from fivefold.layout.placement import place
+from fivefold.layout.shape import load_shape
+from fivefold.observe.console import RunConsole
+from fivefold.observe.metrics import MetricsLog
+from fivefold.observe.run_dir import RunDir
+from fivefold.observe.table import SFT_COLUMNS
+from fivefold.observe.timers import PhaseTimers
+from fivefold.observe.versions import versions
+from fivefold.roles import Actor, engine_config
+from fivefold.rollout.hf_model import load_tokenizer
+
+
+def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
+    """Run `recipe` from its first step to its last. Returns what `summary.json` holds.
+
+    Raises:
+        ValueError: a recipe, a data set or a machine that cannot do it; nothing was trained.
+        RunFailed: a worker failed, died or hung.
+    """
+    began = time.perf_counter()
+    path = resolve_model_path(recipe.actor.path)
+    shape = load_shape(resolve_model_folder(path))
+    check_recipe(recipe, shape)
+    placement = place(recipe)
+    tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    data = load_sft(recipe.train_dataset, tokenizer)
+    valid = load_sft(recipe.valid_dataset, tokenizer) if recipe.valid_dataset else None
+    steps_per_epoch = data.sampler(recipe.train_dataset, recipe.seed).batches_per_epoch
+    total_steps = recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch
+    spec = TrainerSpec(
+        model=engine_config(recipe.actor, path),
+        layout=placement["actor"].layout,
+        seed=recipe.seed,
+        optimizer=recipe.actor.optimizer,
+        total_steps=total_steps,
+    )
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir.create(recipe, overwrite=overwrite))
+        screen = stack.enter_context(RunConsole(SFT_COLUMNS))
+        timers = PhaseTimers(on_change=screen.phase)
+        screen.banner(
+            f"{recipe.experiment_name} / {recipe.trial_name}",
+            {
+                "model": f"{recipe.actor.path} ({shape.family}, {shape.n_parameters / 1e6:,.1f} M parameters)",
+                "actor": describe(spec.layout),
+                "examples": f"{len(data)} of {data.n_rows} rows",
+                "steps": f"{total_steps} of {recipe.train_dataset.batch_size} examples",
+            },
+        )
+        session = stack.enter_context(Session.open(recipe.scheduler, recipe.cluster, run.logs, timers))
+        role = Role("actor", placement["actor"].devices, TrainerWorker, (spec,), distributed=True)
+        actor = Actor(session.launch(role)["actor"])
+        run.started()
+        before, after = _loop(recipe, actor, data, valid, total_steps, run, screen, timers)
+        summary = {
+            "nll_before": before,
+            "nll_after": after,
+            "steps": total_steps,
+            "seconds": round(time.perf_counter() - began, 1),
+            "versions": versions(),
+            "recipe": resolved_yaml(recipe),
+        }
+        run.write_summary(summary)
+        screen.end(f"finished in {summary['seconds']:.0f} s", run.saved())
+    return summary
+
+
+def _loop(
+    recipe: SFTRecipe,
+    actor: Actor,
+    data: SFTDataset,
+    valid: SFTDataset | None,
+    total_steps: int,
+    run: RunDir,
+    screen: RunConsole,
+    timers: PhaseTimers,
+) -> tuple[float | None, float | None]:
+    """The training loop; held-out loss before and after."""
+    sampler = data.sampler(recipe.train_dataset, recipe.seed)
+    tensorboard = run.tensorboard if recipe.stats.tensorboard else None
+    with MetricsLog(run.metrics, tensorboard) as log:
+        screen.start(total_steps)
+        before = _held_out_nll(actor, valid, timers, screen, "before training")
+        timers.take()
+        for step in range(1, total_steps + 1):
+            batch = sft_batch(sampler.next_batch())
+            with timers.phase("train"):
+                metrics = actor.update(batch, SFTLoss()).metrics
+            if recipe.saver.freq_steps is not None and step % recipe.saver.freq_steps == 0:
+                with timers.phase("save"):
+                    actor.save(run.weights)
+            seconds = timers.take()
+            metrics["tokens_per_second"] = batch.n_tokens / seconds["train"]
+            log.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
+            screen.step(step, metrics, seconds)
+        after = _held_out_nll(actor, valid, timers, screen, "after training")
+        with timers.phase("save"):
+            actor.save(run.weights)
+    return before, after
+
+
+def _held_out_nll(
+    actor: Actor, valid: SFTDataset | None, timers: PhaseTimers, screen: RunConsole, when: str
+) -> float | None:
+    """Mean negative log-likelihood of a held-out response token."""
+    if valid is None:
+        return None
+    batch = sft_batch(valid.examples)
+    with timers.phase("evaluation"):
+        logprobs = actor.logprobs(batch, temperature=1.0)
+    nll = float(-(logprobs * batch.mask_T).sum() / batch.mask_T.sum())
+    screen.note(f"held-out loss {when}: {nll:.4f} a token on {len(valid)} examples", style="cyan")
+    return nll

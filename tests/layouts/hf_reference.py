@@ -1,0 +1,145 @@
+"""What the engine is judged by: Hugging Face's model, one sequence at a time, plain autograd and torch's AdamW.
+
+Losses are written out here once more, from their formulas, and share no code with `fivefold.algorithms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fivefold.algorithms.loss import PolicyLoss, SFTLoss
+from fivefold.config.schema import OptimizerConfig
+from fivefold.types import Batch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    grad_norm: float
+
+
+def load_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logprobs_and_entropies(folder: Path, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [T] each, 0 on every sequence's first token."""
+    model = load_model(folder)
+    with torch.no_grad():
+        rows = [_predict(model, tokens, temperature) for tokens in batch.split(batch.tokens_T)]
+    logprobs, entropies = zip(*rows, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: Path) -> tuple[float, Tensors]:
+    """The loss, and its gradient under the names of the model's files."""
+    model = load_model(folder)
+    value = _accumulate(model, batch, loss)
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return value, _as_in_files(model, scratch)
+
+
+def train(
+    folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, config: OptimizerConfig, n_steps: int, scratch: Path
+) -> tuple[list[Step], Tensors]:
+    """Steps on one batch at the constant rate `config.lr`, and the weights after them."""
+    model = load_model(folder)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+    steps = []
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        value = _accumulate(model, batch, loss)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        optimizer.step()
+        steps.append(Step(value, float(norm)))
+    return steps, _as_in_files(model, scratch)
+
+
+def _as_in_files(model: Any, scratch: Path) -> Tensors:
+    """The model's tensors as transformers itself writes them: an expert a tensor, whatever they are in memory."""
+    model.save_pretrained(scratch)
+    return load_file(scratch / "model.safetensors")
+
+
+def _accumulate(model: Any, batch: Batch, loss: PolicyLoss | SFTLoss) -> float:
+    total = 0.0
+    for index in range(len(batch)):
+        sequence = batch.select([index])
+        logprobs, entropy = _predict(model, sequence.tokens_T, loss.temperature)
+        cost = (
+            sft_cost(logprobs, sequence)
+            if isinstance(loss, SFTLoss)
+            else policy_cost(logprobs, entropy, sequence, loss)
+        )
+        cost = cost / _divisor(batch, loss)
+        cost.backward()
+        total += float(cost)
+    return total
+
+
+def _predict(model: Any, tokens_L: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_LV = model(tokens_L[None]).logits[0] / temperature
+    log_p_LV = torch.log_softmax(logits_LV[:-1], dim=-1)
+    logprobs = log_p_LV.gather(1, tokens_L[1:, None]).squeeze(1)
+    entropy = -(log_p_LV.exp() * log_p_LV).sum(-1)
+    first = torch.zeros(1)
+    return torch.cat([first, logprobs]), torch.cat([first, entropy])
+
+
+def sft_cost(logprobs_L: torch.Tensor, sequence: Batch) -> torch.Tensor:
+    return -(logprobs_L * sequence.mask_T).sum()
+
+
+def policy_cost(logprobs_L: torch.Tensor, entropy_L: torch.Tensor, sequence: Batch, loss: PolicyLoss) -> torch.Tensor:
+    """The cost of one sequence: of the mean or of the sum of its tokens, as the aggregation wants."""
+    fields = sequence.fields
+    tokens = [
+        _policy_token_cost(
+            logprobs_L[t], entropy_L[t], *(float(fields[name][t]) for name in ("advantages", "old_logprobs", "ref_logprobs")), loss
+        )
+        for t in range(sequence.n_tokens)
+        if sequence.mask_T[t]
+    ]
+    if not tokens:
+        return logprobs_L.sum() * 0.0
+    total = torch.stack(tokens).sum()
+    return total / len(tokens) if loss.aggregation == "sequence_mean" else total
+
+
+def _policy_token_cost(
+    logprob: torch.Tensor, entropy: torch.Tensor, advantage: float, old: float, ref: float, loss: PolicyLoss
+) -> torch.Tensor:
+    ratio = torch.exp(logprob - old)
+    inside = 1 - loss.clip_low < float(ratio) < 1 + loss.clip_high
+    bounded = ratio if inside else ratio.detach().clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    surrogate = -torch.minimum(ratio * advantage, bounded * advantage)
+    if loss.dual_clip is not None and advantage < 0 and float(surrogate) > -advantage * loss.dual_clip:
+        surrogate = torch.tensor(-advantage * loss.dual_clip)
+    log_ratio = ref - logprob
+    kl = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(log_ratio) - log_ratio - 1}[loss.kl_estimator]
+    return surrogate - loss.entropy_coeff * entropy + loss.kl_coeff * kl
+
+
+def _divisor(batch: Batch, loss: PolicyLoss | SFTLoss) -> float:
+    if isinstance(loss, SFTLoss) or loss.aggregation == "token_mean":
+        return float(batch.mask_T.sum())
+    return float(sum(1 for mask in batch.split(batch.mask_T) if mask.sum() > 0))

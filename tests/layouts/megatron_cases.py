@@ -1,0 +1,117 @@
+"""What the worker processes run: engines on a layout, trained, and their results under Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_reference import Step, Tensors
+from megatron.core import parallel_state
+from worker_pool import rejoin
+
+from fivefold.algorithms.loss import Loss
+from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.layout.allocation import parse_backend
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.mcore.engine import MegatronEngine
+from fivefold.types import Batch
+
+_layout: ParallelLayout | None = None
+"""Of Megatron-Core's groups in this process."""
+
+
+def lay_out(text: str) -> ParallelLayout:
+    """Make room for Megatron-Core's groups of a layout, unless they are there already."""
+    global _layout
+    layout = parse_backend(text)
+    if layout != _layout:
+        parallel_state.destroy_model_parallel()
+        rejoin()
+        _layout = layout
+    return layout
+
+
+class WholeGradientEngine(MegatronEngine):
+    """Leaves the whole gradient on every rank, where the distributed optimizer only needs the rank's part of it."""
+
+    def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
+        super()._finalize_gradients(chunks, num_tokens, **{**options, "force_all_reduce": True})
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The accumulated gradient under Hugging Face names."""
+        main_grads = {name: parameter.main_grad for name, parameter in self.parameters.items()}
+        return self._bridge.export(main_grads, self._shards)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine's layout and options."""
+
+    layout: str
+    megatron: MegatronConfig = MegatronConfig()
+    micro_batches: MicroBatchConfig = MicroBatchConfig(max_tokens_per_mb=48)
+    dtype: str = "float32"
+    init_from_scratch: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return parse_backend(self.layout).world_size
+
+    def engine(
+        self, folder: Path, optimizer: OptimizerConfig | None = None, total_steps: int = 10, seed: int = 1
+    ) -> WholeGradientEngine:
+        config = EngineConfig(
+            path=str(folder),
+            backend=self.layout,
+            dtype=self.dtype,
+            init_from_scratch=self.init_from_scratch,
+            mb_spec=self.micro_batches,
+            megatron=self.megatron,
+        )
+        return WholeGradientEngine(
+            config, lay_out(self.layout), seed=seed, optimizer=optimizer, total_steps=total_steps
+        )
+
+
+def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
+    """Copies of exported tensors, on rank 0 only: all of them are the same everywhere."""
+    copies = {name: tensor.clone() for name, tensor in weights}
+    return copies if torch.distributed.get_rank() == 0 else {}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    logprobs_T: torch.Tensor
+    entropy_T: torch.Tensor
+    loss: float
+    gradients: Tensors
+
+
+def gradients(case: Case, folder: Path, batch: Batch, loss: Loss) -> Gradients:
+    """Predictions, loss and gradient of one batch."""
+    engine = case.engine(folder, OptimizerConfig())
+    logprobs, entropy = engine.compute_logprobs(batch, temperature=loss.temperature)
+    metrics = engine.forward_backward(batch, loss)
+    return Gradients(logprobs, entropy, metrics["loss"], whole(engine.gradients()))
+
+
+@dataclass(frozen=True)
+class Run:
+    steps: list[Step]
+    metrics: list[dict[str, float]]
+    weights: Tensors
+
+
+def train(case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: OptimizerConfig, n_steps: int) -> Run:
+    """Some optimizer steps on one batch."""
+    engine = case.engine(folder, optimizer)
+    steps, metrics = [], []
+    for _ in range(n_steps):
+        metrics.append(engine.forward_backward(batch, loss))
+        result = engine.optim_step()
+        assert not result.skipped
+        steps.append(Step(metrics[-1]["loss"], result.grad_norm))
+    return Run(steps, metrics, whole(engine.export_weights()))

@@ -1,0 +1,78 @@
+"""A tiny random model of each family, as transformers saves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 101
+"""A prime: every tensor-parallel degree pads it."""
+
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN3_MOE = {**_BASE, **_MOE, "head_dim": 8, "norm_topk_prob": True}
+
+# The original context is shorter than the test's sequences, so that all three ranges of the scaling are in use.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_BASE, "rope_parameters": _LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", {**_BASE, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**_BASE, "head_dim": 12}),
+    "qwen3_moe": ("Qwen3MoeConfig", _QWEN3_MOE),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", {**_QWEN3_MOE, "mlp_only_layers": [0, 2], "tie_word_embeddings": True}),
+    "qwen3_moe_sparse_step": ("Qwen3MoeConfig", {**_QWEN3_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "mixtral": (
+        "MixtralConfig",
+        {**_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_BASE, **_MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+}
+"""Configuration class and arguments of each model. All have 4 layers, 8 heads over 4 key heads and 0 or 8 experts."""
+
+DENSE = ("llama", "qwen2", "qwen3")
+MOE = tuple(name for name in MODELS if name not in DENSE)
+
+
+def save_models(folder: Path) -> None:
+    """Write every model to `folder / name`, in float32 and, under `name + "-bf16"`, in bfloat16."""
+    import transformers
+
+    for name, (config_class, arguments) in MODELS.items():
+        config = getattr(transformers, config_class)(**arguments)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(len(name))
+        for key, parameter in model.named_parameters():
+            _randomize(key, parameter.data, generator)
+        model.save_pretrained(folder / name)
+        model.to(torch.bfloat16).save_pretrained(folder / f"{name}-bf16")
+
+
+def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Every tensor different from its usual start, norms and biases too, at a scale that keeps the logits apart."""
+    if tensor.ndim == 1 and not name.endswith("bias"):
+        tensor.uniform_(0.5, 1.5, generator=generator)
+    else:
+        tensor.normal_(std=0.2, generator=generator)

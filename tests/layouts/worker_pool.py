@@ -1,0 +1,185 @@
+"""Processes joined by torch.distributed on gloo, started once and then sent one function after another.
+
+    test ── (function, arguments) ──> rank 0 .. n-1 ── results, by rank ──> test
+
+They are forked from a server that has imported everything already, so that eight of them start in a second. After a
+failure or a hang the processes are in an unknown state: they are ended, and the next call starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = ("torch", "transformers", "fivefold.mcore.engine")
+GRACE_S = 3.0
+"""Once one rank has failed, how long the others may take to report before they count as waiting for it."""
+
+
+class WorkerError(AssertionError):
+    """A rank raised, died, or did not answer in time; the message holds what every such rank reported."""
+
+
+class WorkerPool:
+    """`n` ranks of one torch.distributed world."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._scratch = tempfile.TemporaryDirectory(prefix=f"world-of-{n}-")
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._starts = 0
+
+    def run(self, function: Callable[..., Any], *args: Any, time_limit: float = 60.0) -> list[Any]:
+        """Call `function(*args)` on every rank; its results, by rank.
+
+        Args:
+            function: of a module, so that it can be sent by name.
+            args: whatever can be pickled.
+            time_limit: seconds until the ranks that have not answered count as hung.
+
+        Raises:
+            WorkerError: with the traceback of each rank that raised, and the stacks of each that hung.
+        """
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        answers = self._collect(time_limit)
+        failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        if failures or len(answers) < self.n:
+            stacks = self._stacks([rank for rank in range(self.n) if rank not in answers])
+            self.stop()
+            raise WorkerError(_report(function, failures, stacks, time_limit))
+        return [answers[rank][1] for rank in range(self.n)]
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self._starts += 1
+        store = Path(self._scratch.name) / f"store-{self._starts}"
+        for rank in range(self.n):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.n, store, there, self._stack_file(rank)), daemon=True
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def _collect(self, time_limit: float) -> dict[int, tuple[bool, Any]]:
+        """(succeeded, result or traceback) of each rank that answered."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + time_limit
+        waiting = dict(zip(self._pipes, range(self.n), strict=True))
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._scratch.name) / f"stacks-{self._starts}-{rank}"
+
+    def _stacks(self, hung: list[int]) -> dict[int, str]:
+        """Where the ranks that did not answer stand."""
+        for rank in hung:
+            process = self._processes[rank]
+            if process.is_alive() and process.pid is not None and self._stack_file(rank).exists():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return {rank: self._stack_file(rank).read_text() for rank in hung if self._stack_file(rank).exists()}
+
+
+def _report(function: Callable[..., Any], failures: dict[int, str], stacks: dict[int, str], time_limit: float) -> str:
+    lines = [f"{function.__module__}.{function.__qualname__} failed"]
+    lines += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
+    limit = "while another had failed" if failures else f"within {time_limit:.0f} s"
+    lines += [f"--- rank {rank} did not answer {limit}; it stood at:\n{text}" for rank, text in sorted(stacks.items())]
+    return "\n".join(lines)
+
+
+@dataclass
+class _Membership:
+    """Of this process in its world; set in workers only."""
+
+    rank: int
+    world_size: int
+    store: Path
+    times_joined: int = 0
+
+    def join(self) -> None:
+        """Join the others, through a file of their own each time."""
+        self.times_joined += 1
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.store}-{self.times_joined}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=120),
+        )
+
+
+_membership: _Membership | None = None
+
+
+def rejoin() -> None:
+    """In a worker: leave torch.distributed with all its groups, and join it anew."""
+    assert _membership is not None, "only a worker of a pool can rejoin it"
+    dist.destroy_process_group()
+    _membership.join()
+
+
+def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file: Path) -> None:
+    global _membership
+    torch.set_num_threads(1)
+    _membership = _Membership(rank, world_size, store)
+    with stack_file.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        _membership.join()
+        while True:
+            try:
+                message = pipe.recv_bytes()
+            except EOFError:  # the test session is gone
+                return
+            pipe.send_bytes(pickle.dumps(_answer(message)))
+
+
+def _answer(message: bytes) -> tuple[bool, Any]:
+    try:
+        function, args = pickle.loads(message)
+        return True, function(*args)
+    except Exception:  # whatever it is, it is the test that has to say so
+        return False, traceback.format_exc()

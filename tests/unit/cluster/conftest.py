@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray import cloudpickle
+
+from fivefold.cluster.session import Session
+from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.observe.timers import PhaseTimers
+
+sys.path.insert(0, str(Path(__file__).parent))
+import engines  # noqa: E402
+
+# The workers' processes cannot import this folder.
+cloudpickle.register_pickle_by_value(engines)
+
+
+@pytest.fixture(scope="package")
+def timers() -> PhaseTimers:
+    return PhaseTimers()
+
+
+@pytest.fixture(scope="package")
+def session(tmp_path_factory: pytest.TempPathFactory, timers: PhaseTimers) -> Iterator[Session]:
+    """One Ray for all tests of this folder: a failure ends the workers, not Ray."""
+    logs = tmp_path_factory.mktemp("logs")
+    with Session.open(SchedulerConfig(timeout_s=60), ClusterConfig(n_gpus_per_node=0), logs, timers) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "session" in request.fixturenames:
+        request.getfixturevalue("session").kill()

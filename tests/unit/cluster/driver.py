@@ -1,0 +1,46 @@
+"""A run to be interrupted: `fivefold train` with a training loop of two workers that never end their phase.
+
+Prints "READY <pid of each worker and of a process started by one>" when the phase is under way.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engines
+from ray import cloudpickle
+
+from fivefold.cli import app
+from fivefold.cluster.session import Role, Session
+from fivefold.config.schema import TrainRecipe
+from fivefold.layout.placement import Device
+from fivefold.observe.run_dir import RunDir
+from fivefold.observe.timers import PhaseTimers
+
+cloudpickle.register_pickle_by_value(engines)
+
+
+def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    timers = PhaseTimers()
+    with (
+        RunDir.create(recipe, overwrite=overwrite) as run,
+        Session.open(recipe.scheduler, recipe.cluster, run.logs, timers) as session,
+    ):
+        group = session.launch(Role("actor", [Device(0, 0)] * 2, engines.Engine))["actor"]
+        run.started()
+        run.metrics.write_text('{"step": 1}\n')
+        pids = [*group.call("pid"), group.call_one(0, "spawn_child")]
+        print("READY", *pids, flush=True)
+        with timers.phase("train"):
+            group.call("hang_here")
+
+
+if __name__ == "__main__":
+    module = types.ModuleType("fivefold.train")
+    module.train = train  # type: ignore[attr-defined]
+    sys.modules["fivefold.train"] = module
+    app()

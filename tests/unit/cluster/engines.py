@@ -1,0 +1,154 @@
+"""What the workers of these tests hold: small, without torch unless they say so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import psutil
+
+HANG_S = 300.0
+
+
+def gone(pids: Sequence[int], within_s: float = 10.0) -> bool:
+    """Whether all these processes end in time (or are only waiting for their parent to notice)."""
+    deadline = time.monotonic() + within_s
+    while any(_runs(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Engine:
+    """Answers, yields and breaks as it is told."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.n_yielded = 0
+
+    def echo(self, value: object, suffix: str = "") -> str:
+        return f"{self.rank}:{value}{suffix}"
+
+    def environment(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def items(self, n: int) -> Iterator[bytes]:
+        for index in range(n):
+            self.n_yielded += 1
+            yield bytes([self.rank, index]) * 100_000
+
+    def items_on_record(self, path: str, n: int) -> Iterator[int]:
+        """The file grows by one byte for each item."""
+        with open(path, "ab", buffering=0) as record:
+            for index in range(n):
+                record.write(b".")
+                yield index
+
+    def yielded(self) -> int:
+        return self.n_yielded
+
+    def items_then_raise(self, n: int, failing_rank: int) -> Iterator[int]:
+        yield from range(n)
+        if self.rank == failing_rank:
+            raise ValueError("the generator broke")
+
+    def total(self, items: Iterable[bytes], start: int) -> int:
+        return start + sum(item[1] for item in items)
+
+    def take_one(self, items: Iterable[bytes]) -> int:
+        return next(iter(items))[1]
+
+    def raise_while_fed(self, items: Iterable[bytes]) -> None:
+        next(iter(items))
+        raise ValueError("cannot digest it")
+
+    def raise_on(self, rank: int, message: str) -> None:
+        if self.rank == rank:
+            raise ValueError(message)
+        time.sleep(HANG_S)
+
+    def raise_both(self, cause_rank: int) -> None:
+        if self.rank == cause_rank:
+            time.sleep(0.3)
+            raise ValueError("the cause")
+        raise RuntimeError("[gloo] Connection closed by peer")
+
+    def raise_unpicklable(self) -> None:
+        class Local(Exception):
+            def __reduce__(self) -> str:
+                raise TypeError("not picklable")
+
+        raise Local("cannot travel")
+
+    def kill_itself(self, rank: int, signal: int) -> None:
+        if self.rank == rank:
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal)
+        time.sleep(HANG_S)
+
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
+    def hang_here(self) -> None:
+        time.sleep(HANG_S)
+
+    def spawn_child(self) -> int:
+        """Starts a process that outlives everything if nobody ends it; its id."""
+        return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_S})"]).pid
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def say(self, text: str) -> None:
+        print(text)
+        print(text, file=sys.stderr)
+        os.write(1, f"native {text}\n".encode())
+
+
+class GlooEngine(Engine):
+    """Meets its peers in torch.distributed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self.world = dist.get_world_size()
+
+    def sum_of_ranks(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor(float(self.rank))
+        dist.all_reduce(value)
+        return value.item()
+
+    def barrier_without(self, rank: int, signal: int) -> None:
+        import torch.distributed as dist
+
+        if self.rank == rank:
+            os.kill(os.getpid(), signal)
+        dist.barrier()
+
+
+def build_engine() -> Engine:
+    return Engine()
+
+
+def broken_build(rank: int) -> Engine:
+    engine = Engine()
+    if engine.rank == rank:
+        raise ValueError("no such checkpoint")
+    time.sleep(HANG_S)
+    return engine

@@ -1,0 +1,100 @@
+"""What a group of workers does when all goes well."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from engines import Engine, GlooEngine, gone
+
+from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup
+from fivefold.cluster.session import Role, Session
+from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.layout.placement import Device
+from fivefold.observe.timers import PhaseTimers
+
+
+def launch(session: Session, n: int, name: str = "actor") -> WorkerGroup:
+    return session.launch(Role(name, [Device(0, rank) for rank in range(n)], Engine))[name]
+
+
+def test_calls_reach_the_ranks_they_name(session: Session) -> None:
+    group = launch(session, 3)
+    assert len(group) == 3
+    assert group.call("echo", [7], suffix="!") == ["0:[7]!", "1:[7]!", "2:[7]!"]
+    assert group.call_first("echo", "x") == "0:x"
+    assert group.call_each("echo", ["a", "b", "c"]) == ["0:a", "1:b", "2:c"]
+    assert group.call_one(2, "echo", None) == "2:None"
+    with pytest.raises(ValueError, match="2 items for 3 ranks"):
+        group.call_each("echo", ["a", "b"])
+
+
+def test_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
+    group, record = launch(session, 1), tmp_path / "yielded"
+    stream = group.stream("items_on_record", str(record), 40)
+    next(stream)
+    time.sleep(1.0)
+    assert record.stat().st_size <= 1 + STREAM_AHEAD + 2
+    assert sum(1 for _ in stream) == 39
+
+
+def test_feed_hands_the_stream_of_one_role_to_every_rank_of_another(session: Session) -> None:
+    devices = [Device(0, 0), Device(0, 1)]
+    groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
+    actor, rollout = groups["actor"], groups["rollout"]
+    assert rollout.feed("total", actor.stream("items", 12), 1000) == [1000 + sum(range(12))] * 2
+    assert actor.call("yielded") == [12, 12]
+    # Each begins from nothing, also after one whose readers left early.
+    assert rollout.feed("take_one", actor.stream("items", 10)) == [0, 0]
+    assert rollout.feed("total", actor.stream("items", 3), 0) == [3, 3]
+    assert rollout.feed("total", actor.stream("items", 0), 5) == [5, 5]
+    # Roles work side by side.
+    first, second = actor.start("echo", 1), rollout.start("echo", 2)
+    assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
+
+
+def test_environment_of_cpu_workers(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    devices = [Device(0, 0), Device(0, 1)]
+    chosen = Role("chosen", devices[:1], Engine, threads=3, environment={"NCCL_DEBUG": "INFO"})
+    groups = session.launch(Role("actor", devices, Engine), chosen)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+    threads = str(max(1, min(16, len(os.sched_getaffinity(0)) // 2)))
+    found = groups["actor"].call("environment", *names)
+    assert found == [["0", "2", "0", "", threads, "1"], ["1", "2", "0", "", threads, "1"]]
+    assert groups["chosen"].call_first("environment", "OMP_NUM_THREADS", "NCCL_DEBUG") == ["3", "INFO"]
+
+
+def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    group = launch(session, 2, "talker")
+    group.call("say", "hello")
+    for rank in range(2):
+        assert (session.logs / f"talker-{rank}.log").read_text().count("hello") == 3
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+def test_ranks_meet_in_torch_distributed(session: Session) -> None:
+    group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
+    assert group.call("sum_of_ranks") == [1.0, 1.0]
+
+
+def test_build_by_name(session: Session) -> None:
+    group = session.launch(Role("actor", [Device(0, 0)], "fractions:Fraction", args=(3, 4)))["actor"]
+    assert group.call_first("as_integer_ratio") == (3, 4)
+
+
+def test_kill_ends_workers_and_what_they_started(session: Session) -> None:
+    group = launch(session, 2)
+    pids = [*group.call("pid"), *group.call("spawn_child")]
+    session.kill()
+    assert gone(pids)
+
+
+def test_asking_for_what_the_machine_does_not_have() -> None:
+    config = SchedulerConfig()
+    with pytest.raises(ValueError, match="cluster.n_nodes is 2.*set scheduler.type=ray"):
+        Session.open(config, ClusterConfig(n_nodes=2), None, PhaseTimers())  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""Whatever goes wrong in a worker is told in the driver within seconds, with role, rank and phase; nobody is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from engines import Engine, GlooEngine, broken_build, gone
+
+from fivefold.cluster.errors import PhaseTimeout, WorkerError
+from fivefold.cluster.group import WorkerGroup
+from fivefold.cluster.session import Role, Session
+from fivefold.layout.placement import Device
+from fivefold.observe.timers import PhaseTimers
+
+
+def launch(session: Session, n: int, name: str = "actor") -> WorkerGroup:
+    return session.launch(Role(name, [Device(0, rank) for rank in range(n)], Engine))[name]
+
+
+def test_a_rank_raises_while_the_others_block(session: Session) -> None:
+    group = launch(session, 2)
+    pids = group.call("pid")
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught, PhaseTimers.phase(session.timers, "train"):
+        group.call("raise_on", 1, "no good")
+    assert time.monotonic() - began < 5
+    error = caught.value
+    assert (error.role, error.rank, error.phase) == ("actor", 1, "train")
+    assert error.traceback_text.startswith("Traceback") and "ValueError: no good" in error.traceback_text
+    assert "raise_on" in error.traceback_text and "cluster/worker.py" not in error.traceback_text
+    assert "actor rank 1 failed in phase 'train'" in str(error) and str(error.log) in str(error)
+    assert "ValueError: no good" in error.log.read_text()
+    assert gone(pids)
+
+
+def test_the_cause_is_told_from_what_followed(session: Session) -> None:
+    with pytest.raises(WorkerError) as caught:
+        launch(session, 2).call("raise_both", 1)
+    assert caught.value.rank == 1
+    assert "Failed with it: actor rank 0" in str(caught.value)
+
+
+def test_an_exception_that_cannot_be_pickled(session: Session) -> None:
+    with pytest.raises(WorkerError, match="cannot travel"):
+        launch(session, 1).call("raise_unpicklable")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_dies_while_the_others_block(session: Session, number: signal.Signals) -> None:
+    group = launch(session, 2)
+    pids = group.call("pid")
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        group.call("kill_itself", 1, number)
+    assert time.monotonic() - began < 8
+    assert (caught.value.role, caught.value.rank) == ("actor", 1)
+    assert "died without a traceback" in str(caught.value)
+    assert ("last words" if number == signal.SIGKILL else "Segmentation fault") in str(caught.value)
+    assert gone(pids)
+
+
+def test_a_peer_is_killed_in_a_collective(session: Session) -> None:
+    group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
+    with pytest.raises(WorkerError) as caught:
+        group.call("barrier_without", 1, signal.SIGKILL)
+    assert caught.value.rank == 1
+
+
+def test_another_role_dies_while_one_is_waited_for(session: Session) -> None:
+    devices = [Device(0, 0)]
+    groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
+    groups["rollout"].start("kill_itself", 0, signal.SIGKILL)
+    with pytest.raises(WorkerError) as caught:
+        groups["actor"].call("hang_here")
+    assert caught.value.role == "rollout"
+
+
+def test_time_out_names_who_has_not_answered_and_where_they_are(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = launch(session, 2)
+    pids = group.call("pid")
+    monkeypatch.setattr(session, "timeout_s", 1.0)
+    with pytest.raises(PhaseTimeout) as caught, PhaseTimers.phase(session.timers, "weight sync"):
+        group.call("raise_on", 5, "nobody has rank 5")
+    message = str(caught.value)
+    assert caught.value.phase == "weight sync" and "phase 'weight sync' took longer than" in message
+    assert "scheduler.timeout_s=1 s" in message and "no answer from actor rank 0, actor rank 1" in message
+    assert "in raise_on" in message
+    assert gone(pids)
+
+
+def test_build_fails_on_one_rank(session: Session) -> None:
+    with pytest.raises(WorkerError, match="no such checkpoint") as caught:
+        session.launch(Role("actor", [Device(0, 0)] * 2, broken_build, args=(1,)))
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_stream_breaks(session: Session, failing_rank: int) -> None:
+    stream = launch(session, 2).stream("items_then_raise", 4, failing_rank)
+    with pytest.raises(WorkerError, match="the generator broke") as caught:
+        list(stream)
+    assert caught.value.rank == failing_rank
+
+
+def test_the_reader_of_a_feed_breaks(session: Session) -> None:
+    actor, rollout = launch(session, 2), launch(session, 2, "rollout")
+    with pytest.raises(WorkerError, match="cannot digest it") as caught:
+        rollout.feed("raise_while_fed", actor.stream("items", 10))
+    assert caught.value.role == "rollout"

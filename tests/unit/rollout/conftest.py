@@ -1,0 +1,101 @@
+"""Tiny random models of each family, saved as Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+VOCABULARY = 67
+END = 2
+
+ATTENTION = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "initializer_range": 0.4,
+    "eos_token_id": END,
+    "bos_token_id": 1,
+    **ATTENTION,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
+    "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **COMMON,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **COMMON,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token 3 + i is the i-th of the characters space, a-z, A-Z, digits; 0 to 2 are special."""
+    characters = ["Ġ", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"]
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(family, seed) -> folder of a random float32 model with a tokenizer; made once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def folder(family: str, seed: int = 0) -> Path:
+        if (family, seed) not in made:
+            path = tmp_path_factory.mktemp(f"{family}-{seed}")
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32)
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which hide a mix-up
+                    parameter.data += 0.3 * torch.randn_like(parameter)
+            model.save_pretrained(path)
+            byte_tokenizer().save_pretrained(path)
+            made[family, seed] = path
+        return made[family, seed]
+
+    return folder

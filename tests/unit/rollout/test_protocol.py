@@ -1,0 +1,56 @@
+"""Requests, sampling parameters, and where models lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.config import paths
+from fivefold.config.schema import EvaluatorConfig, GenerationConfig
+from fivefold.rollout.protocol import SamplingParams, group_requests
+
+
+def test_sampling_params_carry_every_option_of_the_recipe() -> None:
+    config = GenerationConfig(
+        max_new_tokens=7, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=4, stop_token_ids=[1], stop=["x"]
+    )
+    params = SamplingParams.from_config(config)
+    assert params == SamplingParams(7, 2, False, 0.5, 0.9, 4, (1,), ("x",))
+    evaluator = EvaluatorConfig(greedy=True, temperature=0.3)
+    assert SamplingParams.for_evaluation(config, evaluator) == SamplingParams(7, 2, True, 0.3, 0.9, 4, (1,), ("x",))
+
+
+def test_contradictions_are_errors() -> None:
+    with pytest.raises(ValueError, match="min_new_tokens=9 is above max_new_tokens=8"):
+        SamplingParams.from_config(GenerationConfig(max_new_tokens=8, min_new_tokens=9))
+    with pytest.raises(ValueError, match="empty text"):
+        SamplingParams.from_config(GenerationConfig(stop=["a", ""]))
+
+
+def test_groups_stand_together_and_every_seed_is_its_own() -> None:
+    requests = group_requests([[1, 2], [3], [1, 2]], 4, (1, "train", 0))
+    assert [request.token_ids for request in requests] == [(1, 2)] * 4 + [(3,)] * 4 + [(1, 2)] * 4
+    assert requests == group_requests([[1, 2], [3], [1, 2]], 4, (1, "train", 0))
+    others = group_requests([[1, 2], [3], [1, 2]], 4, (1, "train", 1))
+    assert len({request.seed for request in requests + others}) == 24
+
+
+def test_package_paths_name_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_MODELS", tmp_path)
+    for name in ("tiny-b", "tiny-a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "notes").mkdir()
+    assert paths.resolve_model_path("package:tiny-a") == str(tmp_path / "tiny-a")
+    with pytest.raises(ValueError, match=r"package:tiny.*Ships: tiny-a, tiny-b$"):
+        paths.resolve_model_path("package:tiny")
+    with pytest.raises(ValueError, match="no model of that name"):
+        paths.resolve_model_path("package:../tiny-a")
+
+
+def test_folders_and_hub_names(tmp_path: Path) -> None:
+    assert paths.resolve_model_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert paths.resolve_model_path(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        paths.resolve_model_path(str(tmp_path / "absent"))

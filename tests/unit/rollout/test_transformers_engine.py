@@ -1,0 +1,308 @@
+"""The embedded engine against transformers itself: one prompt at a time, no cache, no padding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fivefold.config.schema import GenerationConfig
+from fivefold.rollout import decode, kv_cache
+from fivefold.rollout.hf_model import build_model
+from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, group_requests
+from fivefold.rollout.transformers_engine import TransformersEngine
+from fivefold.types import Completion
+
+FAMILIES = ["llama", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral"]
+VOCABULARY = 67
+END = 2
+
+Folder = Callable[..., Path]
+
+
+def engine_at(path: Path, **options: Any) -> TransformersEngine:
+    return TransformersEngine.from_path(
+        str(path),
+        **{"dtype": "float32", "device": "cpu", "max_batch_size": 64, "tokenizer_path": None, "load_weights": True}
+        | options,
+    )
+
+
+def sampling(**options: Any) -> SamplingParams:
+    return SamplingParams.from_config(GenerationConfig(**{"max_new_tokens": 12} | options))
+
+
+def ragged_prompts(n: int, seed: int = 0) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(3, VOCABULARY) for _ in range(source.randint(1, 9))] for _ in range(n)]
+
+
+def reference(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Logits that predict each token of the answer, from one forward over prompt and answer."""
+    logits = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+def greedy_by_hand(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < max_new_tokens and END not in answer:
+        answer.append(int(teacher_forced(model, prompt, [*answer, 0])[-1].argmax()))
+    return answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_equal_a_teacher_forced_forward(family: str, model_folder: Folder) -> None:
+    path = model_folder(family)
+    requests = group_requests(ragged_prompts(6), 3, (family,))
+    completions = engine_at(path).generate(requests, sampling(temperature=0.7))
+    model = reference(path)
+    for request, completion in zip(requests, completions, strict=True):
+        logits = teacher_forced(model, request.token_ids, completion.token_ids)
+        tokens = torch.tensor(completion.token_ids)[:, None]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, tokens).squeeze(1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_greedy_equals_one_prompt_at_a_time(family: str, model_folder: Folder) -> None:
+    path = model_folder(family)
+    prompts = ragged_prompts(10, seed=1)
+    completions = engine_at(path).generate(group_requests(prompts, 1, ()), sampling(greedy=True, max_new_tokens=16))
+    model = reference(path)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.token_ids) == greedy_by_hand(model, prompt, 16)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
+        logits = teacher_forced(model, prompt, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), logits.log_softmax(-1).amax(-1), rtol=0, atol=1e-4
+        )
+
+
+def test_rows_that_end_early_leave_the_others_as_they_are(model_folder: Folder) -> None:
+    """With a third of the vocabulary as stop tokens rows end at every step, and the batch shrinks many times."""
+    path = model_folder("qwen3_moe")
+    prompts, stop_ids = ragged_prompts(40, seed=2), list(range(3, VOCABULARY, 12))
+    engine = engine_at(path)
+    free = engine.generate(group_requests(prompts, 1, (7,)), sampling(max_new_tokens=30))
+    stopped = engine.generate(group_requests(prompts, 1, (7,)), sampling(max_new_tokens=30, stop_token_ids=stop_ids))
+    lengths = set()
+    for long, short in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(long.token_ids) if token in {END, *stop_ids}]
+        expected = long.token_ids[: ends[0] + 1] if ends else long.token_ids
+        assert short.token_ids == expected
+        assert short.finish_reason == ("stop" if ends else "length")
+        lengths.add(len(short.token_ids))
+    assert len(lengths) > 8
+
+
+def test_a_request_is_answered_alike_in_any_batch(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_folder("qwen3_moe")
+    requests = group_requests(ragged_prompts(9, seed=3), 4, (1, "train", 0))
+    params = sampling(temperature=1.3, top_p=0.95, top_k=30)
+    expected = engine_at(path).generate(requests, params)
+    order = random.Random(0).sample(range(len(requests)), len(requests))
+    shuffled = engine_at(path, max_batch_size=5).generate([requests[i] for i in order], params)
+    assert [expected[i].token_ids for i in order] == [completion.token_ids for completion in shuffled]
+    monkeypatch.setattr(decode, "_PREFILL_TOKENS", 12)
+    assert [c.token_ids for c in engine_at(path).generate(requests, params)] == [c.token_ids for c in expected]
+    assert len({completion.token_ids for completion in expected[:4]}) == 4, "a group's samples must differ"
+
+
+def test_answers_longer_than_the_cache_began(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_folder("llama")
+    requests = group_requests(ragged_prompts(4, seed=4), 2, ())
+    expected = engine_at(path).generate(requests, sampling(max_new_tokens=30))
+    monkeypatch.setattr(kv_cache, "_GROWTH", 3)
+    actual = engine_at(path).generate(requests, sampling(max_new_tokens=30))
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+
+
+def test_end_tokens_come_from_model_generation_config_and_tokenizer(model_folder: Folder, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"))
+    model.config.eos_token_id = 5
+    model.generation_config.eos_token_id = [7, 8]
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder("qwen2")).save_pretrained(tmp_path)
+    ends = {2, 5, 7, 8}
+    completions = engine_at(tmp_path).generate(
+        group_requests(ragged_prompts(20), 8, ()), sampling(max_new_tokens=40, temperature=5.0)
+    )
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in stopped} == ends
+    assert all(ends.isdisjoint(c.token_ids[:-1]) for c in completions)
+
+
+def test_nothing_ends_before_the_least_length(model_folder: Folder) -> None:
+    stops = {"stop_token_ids": [9, 10, 11, 12], "stop": ["a", "b"]}
+    params = sampling(min_new_tokens=5, max_new_tokens=9, temperature=5.0, **stops)
+    completions = engine_at(model_folder("llama")).generate(group_requests(ragged_prompts(20), 8, ()), params)
+    lengths = [len(completion.token_ids) for completion in completions]
+    assert min(lengths) == 5
+    assert max(lengths) == 9
+    assert all({END, 9, 10, 11, 12}.isdisjoint(completion.token_ids[:4]) for completion in completions)
+
+
+def test_stop_texts_end_a_completion_where_they_first_stand(model_folder: Folder) -> None:
+    path = model_folder("qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    engine = engine_at(path)
+    requests = group_requests(ragged_prompts(30, seed=6), 2, ())
+    free = engine.generate(requests, sampling(temperature=3.0, max_new_tokens=30))
+    texts = [tokenizer.decode(completion.token_ids) for completion in free]
+    stops = [texts[0][5:7], texts[1][3:7], texts[2][8], "</s>"]
+    stopped = engine.generate(requests, sampling(temperature=3.0, max_new_tokens=30, stop=stops))
+    for long, text, short in zip(free, texts, stopped, strict=True):
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+        expected = text[: min(ends)] if ends else text
+        assert tokenizer.decode(short.token_ids) == expected
+        assert short.token_ids == long.token_ids[: len(short.token_ids)]
+        assert short.finish_reason == ("stop" if ends else "length")
+
+
+def test_a_stop_text_without_a_tokenizer_is_an_error(model_folder: Folder) -> None:
+    path = str(model_folder("llama"))
+    model, _ = build_model(path, dtype=torch.float32, device=torch.device("cpu"), load_weights=True)
+    bare = TransformersEngine(model, None, end_token_ids=[END], max_batch_size=4, weight_version=0)
+    request = GenerationRequest((5,), 0)
+    assert len(bare.generate([request], sampling())) == 1
+    with pytest.raises(ValueError, match=r"stop=\['a'\] needs a tokenizer"):
+        bare.generate([request], sampling(stop=["a"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_named_as_in_the_file_and_replaced_in_place(family: str, model_folder: Folder) -> None:
+    first, second = model_folder(family, 0), model_folder(family, 1)
+    source = load_file(second / "model.safetensors")
+    engine: RolloutEngine = engine_at(first)
+    before = {name: tensor.data_ptr() for name, tensor in engine.weights()}
+    assert set(before) == set(source)
+
+    engine.update_weights(((name, source[name]) for name in sorted(source, reverse=True)), version=3)
+
+    for name, tensor in engine.weights():
+        assert tensor.data_ptr() == before[name]
+        assert torch.equal(tensor, source[name])
+    requests = group_requests(ragged_prompts(5), 1, ())
+    answers = engine.generate(requests, sampling(greedy=True))
+    assert answers == [
+        Completion(c.token_ids, c.logprobs, c.finish_reason, weight_version=3)
+        for c in engine_at(second).generate(requests, sampling(greedy=True))
+    ]
+
+
+def test_an_engine_built_from_the_config_alone_waits_for_weights(model_folder: Folder, tmp_path: Path) -> None:
+    path = model_folder("qwen3_moe")
+    AutoConfig.from_pretrained(path).save_pretrained(tmp_path)
+    engine = engine_at(tmp_path, tokenizer_path=str(path), dtype="bfloat16", load_weights=False)
+    requests = group_requests(ragged_prompts(3), 1, ())
+    with pytest.raises(RuntimeError, match="no complete set of weights"):
+        engine.generate(requests, sampling())
+    source = load_file(path / "model.safetensors")
+    engine.update_weights(source.items(), version=0)
+    assert all(torch.equal(tensor, source[name].bfloat16()) for name, tensor in engine.weights())
+    assert engine.generate(requests, sampling()) == engine_at(path, dtype="bfloat16").generate(requests, sampling())
+
+
+def test_a_wrong_set_of_weights_is_named_and_not_used(model_folder: Folder) -> None:
+    path = model_folder("mixtral")
+    source = load_file(path / "model.safetensors")
+    expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    consumed: list[str] = []
+
+    def wrong() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in source.items():
+            if name == "lm_head.weight":
+                yield "lm_head.bias", tensor
+            elif name == "model.norm.weight":
+                yield name, tensor[:-1]
+            elif name != expert:
+                yield name, tensor
+            if name == "model.embed_tokens.weight":
+                yield name, tensor
+            consumed.append(name)
+
+    engine = engine_at(path)
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        engine.update_weights(wrong(), version=1)
+    assert len(consumed) == len(source), "other ranks wait in the collectives behind the iterator"
+    for problem in [
+        f"missing: {expert}, lm_head.weight",
+        "unknown: lm_head.bias",
+        "sent twice: model.embed_tokens.weight",
+        "wrong shape: model.norm.weight (31,), wanted (32,)",
+    ]:
+        assert problem in str(caught.value)
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        engine.generate([GenerationRequest((5,), 0)], sampling())
+
+
+def test_a_tied_output_layer_is_not_sent(model_folder: Folder) -> None:
+    engine = engine_at(model_folder("qwen2"))
+    weights = dict(engine.weights())
+    assert "lm_head.weight" not in weights
+    with pytest.raises(ValueError, match=r"unknown: lm_head\.weight"):
+        engine.update_weights([*weights.items(), ("lm_head.weight", weights["model.embed_tokens.weight"])], version=1)
+
+
+def test_a_sleeping_engine_refuses_to_generate(model_folder: Folder) -> None:
+    engine = engine_at(model_folder("llama"))
+    requests = group_requests(ragged_prompts(3), 1, ())
+    expected = engine.generate(requests, sampling())
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate(requests, sampling())
+    engine.wake()
+    assert engine.generate(requests, sampling()) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "no tokens"),
+        ((3, VOCABULARY), f"token {VOCABULARY}, but the model's vocabulary has {VOCABULARY}"),
+        ((-1, 3), "token -1, but"),
+        ((5,) * 120, "120 tokens with max_new_tokens=12 exceeds the model's 128 positions"),
+    ],
+)
+def test_an_impossible_request_is_an_error(prompt: tuple[int, ...], message: str, model_folder: Folder) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_at(model_folder("llama")).generate([GenerationRequest(prompt, 0)], sampling())
+
+
+def test_weights_that_overflow_are_an_error(model_folder: Folder) -> None:
+    path = model_folder("llama")
+    source = load_file(path / "model.safetensors")
+    source["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
+    engine = engine_at(path)
+    engine.update_weights(source.items(), version=1)
+    with pytest.raises(RuntimeError, match="not finite"):
+        engine.generate([GenerationRequest((5,), 0)], sampling())
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
+    path = model_folder("llama")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"does not fit its config.json: .*layers\.1\.mlp\.up_proj"):
+        engine_at(tmp_path, tokenizer_path=str(path))
+
+
+def test_sliding_windows_are_refused(model_folder: Folder, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model_folder("mixtral"))
+    config.sliding_window = 8
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sliding_window=8"):
+        engine_at(tmp_path, load_weights=False)
