@@ -133,3 +133,17 @@ class Batch:
     def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
         """A per-token tensor [T] as one tensor a sequence."""
         return list(values_T.split(list(self.lengths)))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    learning_rate: float
+    """Rate of this step."""
+    skipped: bool
+    """The gradient was not finite, and no weight was changed."""
+    non_finite: tuple[str, ...] = ()
+    """Of a skipped step: parameters whose gradient is not finite, the first few."""

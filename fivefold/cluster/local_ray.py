@@ -28,11 +28,13 @@ MAX_STARTING = 16
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "error",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
-"""Ray reads these from the environment alone: no usage reports, no second account of an error that the driver raises
+"""Ray reads these from the environment alone: no usage reports, no
+warnings of its native code on the screen, no second account of an error that the driver raises
 itself, no hands on CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
 
 SYSTEM_CONFIG = {
@@ -101,16 +103,25 @@ def join(address: str) -> None:
     """Connects to a Ray cluster that runs already.
 
     Raises:
-        ValueError: there is none at `address`.
+        ValueError: there is none at `address`, or it wants a token that we do not have.
     """
     try:
         with _signals_kept():
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except ConnectionError as error:
-        raise ValueError(
-            f"scheduler.type is ray, but no Ray cluster answers at scheduler.address={address!r}: start one with `ray start --head` "
-            "on its first machine, or set scheduler.type=local"
-        ) from error
+        raise ValueError(_why_not_joined(address, error)) from error
+
+
+def _why_not_joined(address: str, error: ConnectionError) -> str:
+    if "AuthenticationError" in str(error.__cause__):
+        return (
+            f"the Ray cluster at scheduler.address={address!r} asks for a token: set RAY_AUTH_MODE=token, and have the "
+            "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+    return (
+        f"scheduler.type is ray, but no Ray cluster answers at scheduler.address={address!r}: start one with "
+        "`ray start --head` on its first machine, or set scheduler.type=local"
+    )
 
 
 def hush() -> None:

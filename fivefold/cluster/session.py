@@ -30,6 +30,7 @@ from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
 
+
 @dataclass(frozen=True)
 class Role:
     """What runs in each process of a role."""

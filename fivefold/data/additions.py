@@ -84,7 +84,9 @@ def rows(task: str, split: Split, n_rows: int, *, n_shots: int, seed: int) -> It
     source = _in_turns(additions(TASKS[task], split), rng)
     worked = additions(TASKS[task], "train")
     for index, question in zip(range(n_rows), source, strict=False):
-        examples = rng.sample([example for example in worked if example.pair != question.pair], n_shots)
+        # Two to spare: the question and its mirror image.
+        drawn = rng.sample(worked, n_shots + 2)
+        examples = [example for example in drawn if example.pair != question.pair][:n_shots]
         yield {
             "data_source": f"additions/{task}",
             "prompt": few_shot_prompt(question, examples),
@@ -121,7 +123,6 @@ def write_additions(
     """
     if min(n_train, n_test) < 1:
         raise ValueError(f"n_train={n_train} and n_test={n_test} must be at least 1")
-    # Whatever is asked, at most two of the worked problems are the question or its mirror image.
     most = min(len(additions(numbers, "train")) for numbers in TASKS.values()) - 2
     if not 0 <= n_shots <= most:
         raise ValueError(f"n_shots={n_shots} must be between 0 and {most}, the one-digit sums there are to show")

@@ -33,11 +33,11 @@ from fivefold.mcore.logprobs import linear_logprobs
 from fivefold.mcore.metrics import reduce_metrics
 from fivefold.mcore.micro_batches import MicroBatch, MicroBatchPlanner, attention_equals_rest_at
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
-from fivefold.mcore.optimizer import Optimizer, StepResult
+from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_groups
 from fivefold.mcore.random_weights import RandomWeights
 from fivefold.mcore.rope import cos_sin, inverse_frequencies
-from fivefold.types import Batch
+from fivefold.types import Batch, StepResult
 
 LossStep = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs [T], entropies [T]) on the last stage -> (scalar to differentiate, what to hand back)."""

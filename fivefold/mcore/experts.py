@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fivefold.mcore.kernels import swiglu
+from fivefold.mcore.kernels import accumulate, swiglu
 from fivefold.mcore.main_grad import has_main_grad, mark_accumulated
 
 
@@ -68,7 +68,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weight = _grouped_mm(grad.t(), x, ends)
         if not has_main_grad(weight):
             return grad_x, grad_weight, None
-        weight.main_grad.add_(grad_weight)
+        accumulate(weight.main_grad, grad_weight)
         return grad_x, mark_accumulated(weight), None
 
 

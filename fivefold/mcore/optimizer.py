@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,20 +13,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from fivefold.config.schema import OptimizerConfig
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Global L2 norm of the gradient before clipping."""
-    learning_rate: float
-    """Rate of this step."""
-    skipped: bool
-    """The gradient was not finite, and no weight was changed."""
-    non_finite: tuple[str, ...] = ()
-    """Of a skipped step: parameters whose gradient is not finite, the first few."""
+from fivefold.types import StepResult
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -69,8 +55,10 @@ class Optimizer:
             config_overrides=get_standard_config_overrides(megatron_config),
             use_gloo_process_groups=False,
         )
-        # Megatron-Core builds torch's AdamW with its defaults, which make a kernel for every operation of a step.
         for group in self.megatron.param_groups:
+            # Exempting norms and biases is left to Megatron-Core's own scheduler, which is not used here.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            # Megatron-Core builds torch's AdamW with its defaults, which make a kernel for every operation of a step.
             group["fused"], group["foreach"] = True, False
 
     def step(self) -> StepResult:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -18,6 +20,14 @@ def register_attention() -> None:
     arrives at `rollout_attention` as it is.
     """
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, rollout_attention)
+
+
+def rollout_kernels() -> AbstractContextManager[None]:
+    """Generate inside this. cuDNN's attention builds a plan, for tens of milliseconds, each time the cache's shape is new.
+
+    That is every token: 39 ms against 10 ms a token for 256 rows of an 8-layer model on an H200.
+    """
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def rollout_attention(

@@ -47,14 +47,13 @@ def build_model(
         with torch.device(device), no_init_weights():
             model = _AUTO_MODEL.from_config(config, **options)
         model.tie_weights()
-    return model.eval().requires_grad_(False), _generation_config(path)
+    return model.train(False).requires_grad_(False), _generation_config(path)
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers, in place; the GPU memory that they leave goes back to the driver."""
     model.to(device)
-    if device.type == "cpu" and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -63,7 +62,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     model: PreTrainedModel
     model, report = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)
     problems = {kind: names for kind, names in report.items() if names}
@@ -79,7 +78,7 @@ def _check_full_attention(config: PreTrainedConfig) -> None:
     if others or window:
         raise ValueError(
             "the transformers rollout engine has full causal attention alone; this model's config asks for "
-            f"{', '.join(others) or f'sliding_window={window}'}: use a model without it, or switch it off in config.json"
+            f"{', '.join(others) or f'sliding_window={window}'}: use a model without it, or remove it from config.json"
         )
 
 

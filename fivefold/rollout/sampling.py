@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fivefold.rollout.protocol import SamplingParams
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _NUCLEUS_WIDTH = 256
 _NUCLEUS_GROWTH = 4
+_CDF_BLOCK = 512
 
 
 def choose_tokens(
@@ -94,9 +96,26 @@ def _nucleus(scores_BK: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 def _invert_cdf(logprobs_BK: Tensor, uniforms_B: Tensor) -> Tensor:
     """Column [B, 1] where the cumulative probability first exceeds the uniform number.
 
-    In float64: in float32 the sum over a large vocabulary is off by more than its rare tokens weigh. A column of
-    probability 0 does not raise the sum, so it is never the first to exceed.
+    First among the sums of blocks, then inside one block: a running sum over a whole vocabulary is slow on any device,
+    and in float32 it is off by more than rare tokens weigh.
     """
-    cdf_BK = logprobs_BK.double().exp().cumsum(dim=-1)
-    threshold_B1 = uniforms_B[:, None] * cdf_BK[:, -1:]
-    return torch.searchsorted(cdf_BK, threshold_B1, right=True).clamp_(max=cdf_BK.shape[1] - 1)
+    n_rows, n_columns = logprobs_BK.shape
+    width = min(_CDF_BLOCK, n_columns)
+    blocks_BNW = pad(logprobs_BK.exp(), (0, -n_columns % width)).view(n_rows, -1, width)
+    masses_BN = blocks_BNW.sum(dim=-1).double()
+    reached_BN = masses_BN.cumsum(dim=-1)
+    threshold_B1 = uniforms_B[:, None] * reached_BN[:, -1:]
+    block_B1 = _first_above(reached_BN, threshold_B1)
+    before_B1 = (reached_BN - masses_BN).gather(1, block_B1)
+    block_BW = blocks_BNW[torch.arange(n_rows, device=block_B1.device), block_B1.squeeze(1)]
+    column_B1 = _first_above(block_BW.double().cumsum(dim=-1), threshold_B1 - before_B1)
+    return block_B1 * width + column_B1
+
+
+def _first_above(cdf_BK: Tensor, threshold_B1: Tensor) -> Tensor:
+    """The first column whose running sum is above the threshold, which rounding must not lift to the sum itself.
+
+    A column of probability 0 does not raise the sum, so it is never the first above.
+    """
+    below_B1 = torch.minimum(threshold_B1, cdf_BK[:, -1:] * (1 - 2.0**-50))
+    return torch.searchsorted(cdf_BK, below_B1, right=True).clamp_(max=cdf_BK.shape[1] - 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fivefold.config.paths import resolve_model_path
+from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.decode import Decoded, decode_wave
 from fivefold.rollout.hf_model import build_model, load_tokenizer, move_model
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
@@ -94,7 +95,7 @@ class TransformersEngine:
         # Long prompts first, so that memory runs out at once or never; equal prompts side by side, to be computed once.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
         decoded: dict[int, Decoded] = {}
-        with torch.inference_mode():
+        with torch.inference_mode(), rollout_kernels():
             for start in range(0, len(order), self._max_batch_size):
                 wave = order[start : start + self._max_batch_size]
                 answers = decode_wave(self._model, [requests[i] for i in wave], sampling, stop)

@@ -115,3 +115,14 @@ def train(case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: Optimiz
         assert not result.skipped
         steps.append(Step(metrics[-1]["loss"], result.grad_norm))
     return Run(steps, metrics, whole(engine.export_weights()))
+
+
+def train_and_save(
+    case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: OptimizerConfig, saved: Path
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step, the model written to `saved`; the log-probs and entropies of the model that was written."""
+    engine = case.engine(folder, optimizer)
+    engine.forward_backward(batch, loss)
+    engine.optim_step()
+    engine.save_hf(saved)
+    return engine.compute_logprobs(batch, temperature=1.0)

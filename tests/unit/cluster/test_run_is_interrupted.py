@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,9 +69,12 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_the_driver_is_killed(tmp_path: Path) -> None:
+    before = ray_folders()
     with run_under_way(tmp_path) as (driver, pids):
         driver.kill()
         assert gone(pids[:3])
+    for left in ray_folders() - before:
+        shutil.rmtree(Path("/tmp") / left, ignore_errors=True)
 
 
 def test_a_worker_is_killed(tmp_path: Path) -> None:

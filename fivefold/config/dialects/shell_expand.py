@@ -1,0 +1,246 @@
+"""Filling in a script's variables: `$A`, `${A:-default}`, `$((A * 2))`, `"${LIST[@]}"`.
+
+Commands are never run, so what `$(command)` would print is not known; it is left empty, and every text that it would
+have gone into carries a note that says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fivefold.config.dialects.shell_words import CONTINUATION, Word
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+SPECIAL = frozenset("@*#?-$!0123456789")
+PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?$!0-9])(\[[^\]]*\])?(.*)", re.DOTALL)
+OPERATION = re.compile(r"(:?[-=+?])|(##?|%%?)|(//?)")
+MARK = "\0"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A value, and what is not known about it."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Variables:
+    """What a script knows: its own variables and arrays, then the environment."""
+
+    environment: Mapping[str, str]
+    texts: dict[str, Text] = field(default_factory=dict)
+    arrays: dict[str, list[Text]] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    """Names that were asked for."""
+
+    def get(self, name: str) -> Text | None:
+        """The value of `name`; None if it is not set."""
+        self.read.add(name)
+        if name in self.texts:
+            return self.texts[name]
+        if name in self.arrays:
+            return self.arrays[name][0] if self.arrays[name] else Text("")
+        return Text(self.environment[name]) if name in self.environment else None
+
+
+class Expander:
+    """Turns words into texts."""
+
+    def __init__(self, variables: Variables) -> None:
+        self._variables = variables
+
+    def fields(self, word: Word) -> list[Text]:
+        """The texts that a word becomes: one, or more where an unquoted value holds blanks or an array is spread."""
+        parts: list[str] = []
+        notes: list[str] = []
+        for piece in word:
+            text = self._text(piece.text, notes) if piece.expands else piece.text
+            # Only a substitution is split at blanks; the lexer has split what was written.
+            splits = piece.expands and not piece.quoted and "$" in piece.text
+            parts.append(re.sub(r"[ \t\n]+", MARK, text) if splits else text)
+        is_quoted = any(piece.quoted and not piece.expands for piece in word) or not word
+        found = [text for text in "".join(parts).split(MARK) if text]
+        if not found and (is_quoted or any(piece.quoted and "@]" not in piece.text for piece in word)):
+            found = [""]
+        return [Text(text, tuple(dict.fromkeys(notes))) for text in found]
+
+    def text(self, word: Word) -> Text:
+        """The word as one text."""
+        notes: list[str] = []
+        parts = [self._text(piece.text, notes) if piece.expands else piece.text for piece in word]
+        return Text("".join(parts).replace(MARK, " "), tuple(dict.fromkeys(notes)))
+
+    def arithmetic(self, expression: str, notes: list[str]) -> str:
+        """The number that `expression` comes to; empty, with a note, if that cannot be worked out."""
+        filled = self._text(expression, notes)
+        try:
+            return str(_number(ast.parse(filled.strip(), mode="eval").body, self._integer))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            notes.append(f"$(({expression.strip()})) cannot be worked out")
+            return ""
+
+    def _integer(self, name: str) -> int:
+        value = self._variables.get(name)
+        return int(value.text or "0") if value is not None else 0
+
+    def _text(self, source: str, notes: list[str]) -> str:
+        result, at = "", 0
+        while at < len(source):
+            if source[at] == "`":
+                end = source.index("`", at + 1) + 1
+                result += self._command(source[at + 1 : end - 1], notes)
+            elif source[at] == "$":
+                filled, end = self._substitution(source, at, notes)
+                result += filled
+            else:
+                end = at + 1
+                result += "" if source[at] == CONTINUATION else source[at]
+            at = end
+        return result
+
+    def _substitution(self, source: str, at: int, notes: list[str]) -> tuple[str, int]:
+        """What stands for the `$...` at `at`, and where it ends."""
+        if source.startswith("$((", at):
+            end = _closing(source, at + 1)
+            return self.arithmetic(source[at + 3 : end - 2], notes), end
+        if source.startswith("$(", at):
+            end = _closing(source, at + 1)
+            return self._command(source[at + 2 : end - 1], notes), end
+        if source.startswith("${", at):
+            end = _closing(source, at + 1)
+            return self._parameter(source[at + 2 : end - 1], source[at:end], notes), end
+        if name := NAME.match(source, at + 1):
+            return self._value(name[0], notes), name.end()
+        if source[at + 1 : at + 2] in SPECIAL and source[at + 1 : at + 2]:
+            return "", at + 2
+        return "$", at + 1
+
+    def _command(self, command: str, notes: list[str]) -> str:
+        notes.append(f"$({' '.join(command.split())}) is not run, and left empty")
+        return ""
+
+    def _value(self, name: str, notes: list[str]) -> str:
+        value = self._variables.get(name)
+        if value is None:
+            notes.append(f"${name} is not set, and left empty; set it before the command: {name}=... fivefold import")
+            return ""
+        notes += value.notes
+        return value.text
+
+    def _parameter(self, inner: str, whole: str, notes: list[str]) -> str:
+        """`${inner}`; `whole` is returned where that is none of the shell's, as in OmegaConf's `${actor.path}`."""
+        match = PARAMETER.fullmatch(inner)
+        if match is None or (match[4] and not OPERATION.match(match[4])):
+            return whole
+        length, name, index, rest = match.groups()
+        if index in ("[@]", "[*]") and not rest:
+            items = self._variables.arrays.get(name, [])
+            self._variables.read.add(name)
+            notes += [note for item in items for note in item.notes]
+            return str(len(items)) if length else MARK.join(item.text for item in items)
+        if length:
+            return str(len(self._value(name, notes)))
+        if not rest:
+            return "" if name in SPECIAL else self._value(name, notes)
+        return self._operation(name, rest, notes)
+
+    def _operation(self, name: str, rest: str, notes: list[str]) -> str:
+        value = self._variables.get(name)
+        operation = OPERATION.match(rest)
+        assert operation is not None, "the caller has looked"
+        sign, argument = operation[0], rest[operation.end() :]
+        if operation[1] is None:
+            return _trimmed(self._value(name, notes), sign, self._unquoted(argument, notes))
+        is_given = value is not None and (bool(value.text) or not sign.startswith(":"))
+        if sign[-1] == "+":
+            return self._unquoted(argument, notes) if is_given else ""
+        if is_given or sign[-1] == "?":
+            return self._value(name, notes)
+        default = Text(self._unquoted(argument, own := []), tuple(own))
+        notes += default.notes
+        if sign[-1] == "=":
+            self._variables.texts[name] = default
+        return default.text
+
+    def _unquoted(self, source: str, notes: list[str]) -> str:
+        """A default or a pattern, which may hold quotes and variables of its own."""
+        if len(source) > 1 and source[0] == source[-1] == "'":
+            return source[1:-1]
+        return self._text(source.replace('"', ""), notes)
+
+
+def _closing(source: str, at: int) -> int:
+    """The position after the bracket that closes the one at `at`."""
+    pairs = {"(": ")", "{": "}"}
+    opening, closing, depth = source[at], pairs[source[at]], 0
+    for position in range(at, len(source)):
+        depth += (source[position] == opening) - (source[position] == closing)
+        if depth == 0:
+            return position + 1
+    return len(source)
+
+
+def _trimmed(value: str, sign: str, argument: str) -> str:
+    """`${A##*/}`, `${A%.*}`, `${A//old/new}` and their like."""
+    if sign in ("/", "//"):
+        old, _, new = argument.partition("/")
+        return re.sub(_regex(old), lambda _: new, value, count=0 if sign == "//" else 1)
+    pattern = re.compile(_regex(argument), re.DOTALL)
+    lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
+    for length in lengths:
+        cut = length if sign[0] == "#" else len(value) - length
+        if pattern.fullmatch(value[:cut] if sign[0] == "#" else value[cut:]):
+            return value[cut:] if sign[0] == "#" else value[:cut]
+    return value
+
+
+def _regex(pattern: str) -> str:
+    wild = {"*": ".*", "?": "."}
+    return "".join(wild.get(character, re.escape(character)) for character in pattern)
+
+
+def _number(node: ast.expr, integer: Callable[[str], int]) -> int:
+    """The value of an arithmetic expression in the shell's whole numbers, read as a Python tree but not run."""
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.Name(id=name):
+            return integer(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, integer)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATIONS:
+            return OPERATIONS[type(sign)](_number(left, integer), _number(right, integer))
+        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in COMPARISONS:
+            return int(COMPARISONS[type(sign)](_number(left, integer), _number(right, integer)))
+    raise ValueError("not an expression of whole numbers")
+
+
+def _quotient(left: int, right: int) -> int:
+    """The shell rounds towards 0."""
+    quotient = abs(left) // abs(right)
+    return quotient if (left < 0) == (right < 0) else -quotient
+
+
+OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.FloorDiv: _quotient,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}

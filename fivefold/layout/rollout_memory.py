@@ -1,0 +1,65 @@
+"""Memory of a rank that generates: weights, and the keys and values of the sequences that it decodes together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.layout.gpus import Gpu
+from fivefold.layout.memory import COMMUNICATOR, CUDA_CONTEXT
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.plan_shape import PlanShape
+
+SERVER_SHARE = {"vllm": 0.9, "sglang": 0.88}
+"""Of the GPU's memory, what these servers take by default: weights, then keys and values with all the rest."""
+SERVER_WORKSPACE = 2_500_000_000
+"""Activations, CUDA graphs and sampling buffers of a server."""
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes on one rank, awake."""
+
+    weights: int
+    kv_cache: int
+    """Servers: the pool they take. The embedded engine: a full batch at its longest."""
+    workspace: int
+    context: int
+    sequences: int
+    """Of the longest length, that one replica holds at one time."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.workspace + self.context
+
+
+def rollout_memory(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    gpu: Gpu,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    element_bytes: int,
+    taken: int = 0,
+) -> RolloutMemory:
+    """The memory of one rank of an inference layout; a replica spans tp * pp ranks.
+
+    Args:
+        sequence_length: tokens of prompt and answer, at the longest.
+        batch_size: sequences that a replica of the embedded engine decodes together; servers decide for themselves.
+        taken: bytes that a trainer keeps on the same GPU while it waits.
+    """
+    ranks = layout.tp * layout.pp
+    weights = shape.n_parameters * element_bytes // ranks
+    # Heads are divided, and copied where there are fewer than ranks; MLA's latent is copied to all.
+    copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
+    per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
+    context = CUDA_CONTEXT + (COMMUNICATOR if layout.tp > 1 else 0)
+    if layout.backend not in SERVER_SHARE:
+        # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
+        workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
+        return RolloutMemory(weights, batch_size * per_sequence, workspace, context, batch_size)
+    room = int(gpu.memory * SERVER_SHARE[layout.backend]) - taken - weights - SERVER_WORKSPACE - context
+    pool = max(room, 0)
+    return RolloutMemory(weights, pool, SERVER_WORKSPACE, context, pool // per_sequence)

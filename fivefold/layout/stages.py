@@ -1,0 +1,91 @@
+"""What each pipeline stage holds: its layers, its ends of the model, and the parameters of one of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.layout.grid import stage_layers
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.plan_shape import PlanShape
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage. Its ranks all hold the same amounts."""
+
+    index: int
+    layers: tuple[int, ...]
+    """The layers' numbers, of all its virtual stages."""
+    n_moe: int
+    has_embedding: bool
+    has_head: bool
+    """Final norm and output layer."""
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of one rank, by the ranks that its optimizer states are sharded over."""
+
+    dense: int
+    """Attention, dense MLPs, routers, norms and embeddings: replicated over dp * cp ranks."""
+    experts: int
+    """Replicated over edp ranks."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def stages(layout: ParallelLayout, shape: PlanShape) -> tuple[Stage, ...]:
+    """The stages of the pipeline, first to last.
+
+    Layers that do not divide evenly (only of models that are planned but not trained) go to the middle first, as the
+    ends have the embedding and the head besides.
+    """
+    return tuple(_stage(layout, shape, index) for index in range(layout.pp))
+
+
+def _stage(layout: ParallelLayout, shape: PlanShape, index: int) -> Stage:
+    if shape.n_layers % (layout.pp * layout.vpp) == 0:
+        chunks = stage_layers(layout, shape.n_layers, index)
+    else:
+        chunks = _uneven_chunks(shape.n_layers, layout.pp * layout.vpp)[index :: layout.pp]
+    layers = tuple(layer for chunk in chunks for layer in chunk)
+    return Stage(
+        index=index,
+        layers=layers,
+        n_moe=sum(shape.moe_layers[layer] for layer in layers),
+        has_embedding=index == 0,
+        has_head=index == layout.pp - 1,
+    )
+
+
+def _uneven_chunks(n_layers: int, n_chunks: int) -> list[range]:
+    least, rest = divmod(n_layers, n_chunks)
+    first = (n_chunks - rest) // 2
+    sizes = [least + (first <= chunk < first + rest) for chunk in range(n_chunks)]
+    starts = [sum(sizes[:chunk]) for chunk in range(n_chunks)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def rank_parameters(layout: ParallelLayout, shape: PlanShape, stage: Stage) -> RankParameters:
+    """Parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
+    tp = layout.tp
+    n_dense = stage.n_layers - stage.n_moe
+    dense = stage.n_layers * (shape.split_attention_parameters // tp + shape.whole_attention_parameters)
+    dense += stage.n_layers * 2 * shape.hidden
+    dense += n_dense * shape.dense_mlp_parameters // tp
+    dense += stage.n_moe * (shape.router_parameters + shape.shared_expert_parameters // tp)
+    vocabulary = -(-shape.vocab // tp) * shape.hidden
+    # A tied matrix is on both ends of a pipeline, and once where the ends are one stage.
+    matrices = stage.has_embedding + stage.has_head
+    if shape.tied_embeddings:
+        matrices = min(matrices, 1)
+    dense += matrices * vocabulary + (shape.hidden if stage.has_head else 0)
+    local_experts = shape.n_experts // layout.ep if stage.n_moe else 0
+    experts = stage.n_moe * local_experts * shape.expert_parameters // layout.etp
+    return RankParameters(dense=dense, experts=experts)

@@ -1,0 +1,60 @@
+"""What one optimizer step of a role has to do, and how: the part of a plan that is neither model nor layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from fivefold.layout.parallel import ParallelLayout
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""From the most memory to the most computation."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of equal length, packed into micro-batches."""
+
+    sequence_length: int
+    """Tokens of a sequence, prompt and response."""
+    sequences: int
+    """Sequences of one optimizer step, over all data-parallel ranks."""
+    micro_tokens: int
+    """Most tokens in a micro-batch, over its context-parallel ranks. A longer sequence gets one of its own."""
+    recompute: Recompute = "none"
+    element_bytes: int = 2
+    """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits exist at one time."""
+    n_fields: int = 5
+    """Float32 values that travel with each token: advantages, old log-probs and the like."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "sequences", "micro_tokens", "logprob_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def recomputing(self, recompute: Recompute) -> Workload:
+        """The same work under another recompute mode."""
+        return replace(self, recompute=recompute)
+
+    @property
+    def sequences_per_micro_batch(self) -> int:
+        return max(1, self.micro_tokens // self.sequence_length)
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens of the fullest micro-batch, over its context-parallel ranks."""
+        return max(self.sequence_length, self.micro_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of a step."""
+        return self.sequences * self.sequence_length
+
+    def micro_batches(self, layout: ParallelLayout) -> int:
+        """Micro-batches of each data-parallel rank. The interleaved schedule wants a multiple of the stages."""
+        sequences = -(-self.sequences // layout.dp)
+        count = -(-sequences // self.sequences_per_micro_batch)
+        return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count

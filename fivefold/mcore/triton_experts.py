@@ -1,0 +1,136 @@
+"""Triton kernels around the grouped matrix products of the experts: one pass over memory each, no atomics.
+
+Row indices are widened to 64 bits, as rows times width may pass 2^31. Rows are taken in column blocks of 16 bytes a
+thread, which is what one load instruction moves.
+"""
+
+# mypy: allow-untyped-decorators
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Columns that a program of 4 warps takes at one time: 8 half-precision values a thread.
+_BLOCK = 1024
+
+
+def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
+    """Sum over k of rows[index[t, k]], accumulated in float32. Returns [T, D]; it has no gradient."""
+    rows, index = rows_ND.contiguous(), index_TK.contiguous()
+    n_tokens, n_terms = index.shape
+    width = rows.shape[1]
+    sums = rows.new_empty(n_tokens, width)
+    block = min(triton.next_power_of_2(width), _BLOCK)
+    _sum_rows_kernel[(n_tokens, triton.cdiv(width, block))](rows, index, sums, width, TERMS=n_terms, BLOCK=block)
+    return sums
+
+
+@triton.jit
+def _sum_rows_kernel(
+    rows: tl.tensor, index: tl.tensor, sums: tl.tensor, width: tl.tensor, TERMS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for term in tl.static_range(TERMS):
+        row = tl.load(index + token * TERMS + term).to(tl.int64)
+        total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + token * width + column, total.to(sums.dtype.element_ty), mask=inside)
+
+
+def accumulate(total: torch.Tensor, addend: torch.Tensor) -> None:
+    """total (float32, contiguous) += addend of the same shape, in any floating dtype."""
+    if total.shape != addend.shape or not total.is_contiguous():
+        raise ValueError(
+            f"accumulate adds to a contiguous tensor of the addend's shape {tuple(addend.shape)}, "
+            f"got shape {tuple(total.shape)} with strides {total.stride()}"
+        )
+    size, block = total.numel(), 2 * _BLOCK
+    _accumulate_kernel[(triton.cdiv(size, block),)](total, addend.contiguous(), size, BLOCK=block)
+
+
+@triton.jit
+def _accumulate_kernel(total: tl.tensor, addend: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < size
+    value = tl.load(addend + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + offset, tl.load(total + offset, mask=inside, other=0.0) + value, mask=inside)
+
+
+def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * probability, computed in float32 and rounded once. Returns [N, F]."""
+    return _SwiGLU.apply(gate_up_N2F.contiguous(), probs_N.contiguous())
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its inputs only: the backward pass computes the activation again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up, probs)
+        n_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(n_rows, width)
+        block = min(triton.next_power_of_2(width), _BLOCK)
+        _swiglu_kernel[(n_rows, triton.cdiv(width, block))](gate_up, probs, output, width, BLOCK=block)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, probs = ctx.saved_tensors
+        grad_gate_up, grad_probs = torch.empty_like(gate_up), torch.empty_like(probs)
+        width = grad.shape[1]
+        block = min(triton.next_power_of_2(width), _BLOCK)
+        _swiglu_backward_kernel[(grad.shape[0],)](
+            gate_up, probs, grad.contiguous(), grad_gate_up, grad_probs, width, BLOCK=block
+        )
+        return grad_gate_up, grad_probs
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up: tl.tensor, probs: tl.tensor, output: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    prob = tl.load(probs + row).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up * prob
+    tl.store(output + row * width + column, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    gate_up: tl.tensor,
+    probs: tl.tensor,
+    grad: tl.tensor,
+    grad_gate_up: tl.tensor,
+    grad_probs: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # A program has a whole row, as the gradient of the row's probability is a sum over it.
+    row = tl.program_id(0).to(tl.int64)
+    prob = tl.load(probs + row).to(tl.float32)
+    grad_prob = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        gate_offset = row * 2 * width + column
+        gate = tl.load(gate_up + gate_offset, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + gate_offset + width, mask=inside, other=0.0).to(tl.float32)
+        grad_output = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        grad_prob += grad_output * silu * up
+        grad_product = grad_output * prob
+        grad_gate = grad_product * up * (sigmoid + silu * (1.0 - sigmoid))
+        grad_up = grad_product * silu
+        tl.store(grad_gate_up + gate_offset, grad_gate.to(grad_gate_up.dtype.element_ty), mask=inside)
+        tl.store(grad_gate_up + gate_offset + width, grad_up.to(grad_gate_up.dtype.element_ty), mask=inside)
+    tl.store(grad_probs + row, tl.sum(grad_prob, 0).to(grad_probs.dtype.element_ty))

@@ -1,0 +1,187 @@
+"""Two optimizer steps on one ragged batch give the same loss, gradient norm and weights, however the work is split.
+
+The judge of the single process is Hugging Face's model with torch's AdamW; the single process is the judge of every
+other way to do the same.
+
+Adam divides each gradient by its own size, so where a gradient is rounding noise alone (1e-9, say), an epsilon of 1e-8
+would turn that noise into steps of the whole learning rate. With 1e-3, about the size of a clipped gradient here, a
+rounding error of 1e-7 moves a weight by 1e-4 of a step; everything else moves by whole steps, as the update's own
+comparison shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import hf_reference
+import megatron_cases
+import pytest
+import ragged
+from compare import assert_close, difference
+from conftest import Workers
+from hf_reference import Step, Tensors
+from megatron_cases import Case, Run
+from safetensors.torch import load_file
+
+from fivefold.algorithms.loss import PolicyLoss, SFTLoss
+from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.types import Batch
+
+N_STEPS = 2
+WEIGHT_TOLERANCE = 1e-5
+UPDATE_TOLERANCE = 1e-4
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, beta2=0.99, gradient_clipping=0.5)
+
+_POLICY = PolicyLoss(
+    temperature=0.8,
+    clip_low=0.2,
+    clip_high=0.3,
+    dual_clip=None,
+    aggregation="token_mean",
+    entropy_coeff=0.01,
+    kl_coeff=0.1,
+    kl_estimator="k3",
+)
+LOSSES: dict[str, PolicyLoss | SFTLoss] = {
+    "sft": SFTLoss(),
+    "token_mean": _POLICY,
+    "sequence_mean": PolicyLoss(**{**vars(_POLICY), "aggregation": "sequence_mean", "kl_estimator": "k2", "dual_clip": 1.5}),
+    "sequence_sum": PolicyLoss(**{**vars(_POLICY), "aggregation": "sequence_sum", "kl_estimator": "k1", "entropy_coeff": 0.0}),
+}
+
+LAYOUTS = (
+    "megatron:d2",
+    "megatron:d2e2",
+    "megatron:t2",
+    "megatron:(attn:t2|ffn:e2)",
+    "megatron:(attn:t2|ffn:t2)",
+    "megatron:c2e2",
+    "megatron:p2",
+    "megatron:p2v2",
+    "megatron:d4e4",
+    "megatron:c4e2",
+    "megatron:(attn:t2c2|ffn:t2e2)",
+    "megatron:(attn:d2t2|ffn:e4)",
+    "megatron:(attn:t2p2v2|ffn:e2)",
+    "megatron:(attn:d2p2|ffn:t2)",
+    "megatron:(attn:p2t2c2|ffn:e4)",
+    "megatron:(attn:d2t2c2|ffn:t2e2)",
+    "megatron:(attn:d2p2v2t2|ffn:t1e2)",
+)
+FOLDED = ("megatron:(attn:c2|ffn:t2)", "megatron:(attn:d2t2|ffn:t2e2)")
+DENSE_LAYOUTS = ("megatron:d2", "megatron:t2p2", "megatron:p2v2", "megatron:c2t2")
+
+DEFAULT = MegatronConfig()
+WAYS: dict[str, tuple[MegatronConfig, MicroBatchConfig]] = {
+    "one sequence at a time": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=1)),
+    "all packed together": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=100_000)),
+    "at least 7 micro-batches": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=7)),
+    "all-gather dispatcher": (MegatronConfig(token_dispatcher="allgather"), MicroBatchConfig(max_tokens_per_mb=48)),
+    "selective recomputation": (MegatronConfig(recompute="selective"), MicroBatchConfig(max_tokens_per_mb=48)),
+    "full recomputation": (MegatronConfig(recompute="full"), MicroBatchConfig(max_tokens_per_mb=48)),
+    "recomputed all-gather": (
+        MegatronConfig(recompute="full", token_dispatcher="allgather"),
+        MicroBatchConfig(max_tokens_per_mb=64),
+    ),
+    "log-probs in small chunks": (MegatronConfig(logprob_chunk_size=5), MicroBatchConfig(max_tokens_per_mb=48)),
+}
+WAYS_LAYOUTS = ("megatron:d1", "megatron:(attn:c2|ffn:e2)", "megatron:(attn:d2|ffn:t2)", "megatron:(attn:t2p2v2|ffn:e2)")
+
+Trained = Callable[[str, str], Run]
+"""Of (model, loss): the run of the single process."""
+
+
+@pytest.fixture(scope="module")
+def batch_for(workers: Workers, models: Path) -> Callable[[str], Batch]:
+    return cache(lambda model: workers(1).run(ragged.policy_batch, models / model)[0])
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, models: Path, batch_for: Callable[[str], Batch]) -> Trained:
+    def train(model: str, loss: str) -> Run:
+        case = Case("megatron:d1")
+        (run,) = workers(1).run(
+            megatron_cases.train, case, models / model, batch_for(model), LOSSES[loss], OPTIMIZER, N_STEPS
+        )
+        return run
+
+    return cache(train)
+
+
+def assert_same_run(got: Run, steps: list[Step], weights: Tensors, before: Tensors, tolerance: float) -> None:
+    for mine, wanted in zip(got.steps, steps, strict=True):
+        assert mine.loss == pytest.approx(wanted.loss, rel=tolerance, abs=tolerance)
+        assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=tolerance)
+    assert_close(got.weights, weights, tolerance)
+    assert_close(difference(got.weights, before), difference(weights, before), UPDATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe"])
+def test_one_process_trains_as_hugging_face_with_torchs_adamw(
+    workers: Workers,
+    models: Path,
+    batch_for: Callable[[str], Batch],
+    alone: Trained,
+    tmp_path: Path,
+    model: str,
+    loss: str,
+) -> None:
+    ((steps, weights),) = workers(1).run(
+        hf_reference.train, models / model, batch_for(model), LOSSES[loss], OPTIMIZER, N_STEPS, tmp_path / "hf"
+    )
+    before = load_file(models / model / "model.safetensors")
+    run = alone(model, loss)
+    assert_same_run(run, steps, weights, before, 2e-5)
+    # The comparison means something only if there are weights that moved by nearly the learning rate in each step.
+    assert max(float(update.abs().max()) for update in difference(run.weights, before).values()) > 1.5 * OPTIMIZER.lr
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "loss"),
+    [(layout, "qwen3_moe", loss) for layout in LAYOUTS for loss in ("sft", "token_mean")]
+    + [(layout, "qwen3_moe", loss) for layout in FOLDED for loss in LOSSES]
+    + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS],
+)
+def test_every_layout_trains_as_one_process(
+    workers: Workers,
+    models: Path,
+    batch_for: Callable[[str], Batch],
+    alone: Trained,
+    layout: str,
+    model: str,
+    loss: str,
+) -> None:
+    case = Case(layout)
+    runs = workers(case.world_size).run(
+        megatron_cases.train, case, models / model, batch_for(model), LOSSES[loss], OPTIMIZER, N_STEPS
+    )
+    wanted = alone(model, loss)
+    before = load_file(models / model / "model.safetensors")
+    assert_same_run(runs[0], wanted.steps, wanted.weights, before, WEIGHT_TOLERANCE)
+    for run in runs:
+        assert run.steps == runs[0].steps, "the ranks were told different losses or gradient norms"
+        for mine, theirs in zip(run.metrics, wanted.metrics, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "way"), [(layout, way) for layout in WAYS_LAYOUTS for way in WAYS])
+def test_every_split_and_schedule_trains_the_same(
+    workers: Workers, models: Path, batch_for: Callable[[str], Batch], alone: Trained, layout: str, way: str
+) -> None:
+    megatron, micro_batches = WAYS[way]
+    case = Case(layout, megatron, micro_batches)
+    runs = workers(case.world_size).run(
+        megatron_cases.train,
+        case,
+        models / "qwen2_moe",
+        batch_for("qwen2_moe"),
+        LOSSES["token_mean"],
+        OPTIMIZER,
+        N_STEPS,
+    )
+    wanted = alone("qwen2_moe", "token_mean")
+    before = load_file(models / "qwen2_moe" / "model.safetensors")
+    assert_same_run(runs[0], wanted.steps, wanted.weights, before, WEIGHT_TOLERANCE)

@@ -1,0 +1,78 @@
+"""Weights go from Hugging Face's files into an engine and back without losing a bit, on every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hf_reference
+import megatron_cases
+import pytest
+import torch
+from conftest import Workers
+from megatron_cases import Case
+from ragged import uneven_batch
+from safetensors.torch import load_file
+from tiny_models import DENSE, MOE
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema import OptimizerConfig
+
+DENSE_LAYOUTS = ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p2t2c2", "megatron:p4t2")
+MOE_LAYOUTS = (
+    "megatron:d1",
+    "megatron:d2e2",
+    "megatron:p2v2",
+    "megatron:(attn:t2|ffn:t2)",
+    "megatron:(attn:d2t2|ffn:t2e2)",
+    "megatron:(attn:t2p2v2|ffn:e2)",
+    "megatron:(attn:c4|ffn:e4)",
+    "megatron:(attn:p2t2c2|ffn:e4)",
+    "megatron:(attn:d2t4|ffn:t2e2)",
+)
+CASES = [(layout, DENSE) for layout in DENSE_LAYOUTS] + [(layout, MOE) for layout in MOE_LAYOUTS]
+OPTIMIZER = OptimizerConfig()
+
+
+def names_that_differ(case: Case, folder: Path) -> list[str]:
+    """In a worker: tensors that the engine exports otherwise than the file has them, in the engine's dtype."""
+    dtype = getattr(torch, case.dtype)
+    wanted = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    # With an optimizer, DDP moves the parameters into buffers of its own.
+    engine = case.engine(folder, OPTIMIZER)
+    differ = []
+    for name, tensor in engine.export_weights():
+        want = wanted.pop(name)
+        if tensor.dtype != want.dtype or not torch.equal(tensor, want):
+            differ.append(name)
+    return differ + sorted(wanted)
+
+
+@pytest.mark.parametrize("suffix", ["", "-bf16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "names"), CASES)
+def test_export_gives_back_the_files_tensors_bit_for_bit(
+    workers: Workers, models: Path, layout: str, names: tuple[str, ...], dtype: str, suffix: str
+) -> None:
+    case = Case(layout, dtype=dtype)
+    for name in names:
+        differ = workers(case.world_size).run(names_that_differ, case, models / f"{name}{suffix}")
+        assert differ == [[]] * case.world_size, name
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"])
+@pytest.mark.parametrize("model", ["qwen3_moe_mixed", "mixtral", "qwen2_moe"])
+def test_a_saved_model_is_the_trained_one_to_transformers(
+    workers: Workers, models: Path, tmp_path: Path, layout: str, model: str
+) -> None:
+    case, batch, saved = Case(layout), uneven_batch(), tmp_path / "saved"
+    results = workers(case.world_size).run(
+        megatron_cases.train_and_save, case, models / model, batch, SFTLoss(), OptimizerConfig(lr=0.01), saved
+    )
+    ((logprobs, entropies),) = workers(1).run(hf_reference.logprobs_and_entropies, saved, batch, 1.0)
+    ((untrained, _),) = workers(1).run(hf_reference.logprobs_and_entropies, models / model, batch, 1.0)
+    for mine, my_entropies in results:
+        torch.testing.assert_close(mine, logprobs * batch.mask_T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(my_entropies, entropies * batch.mask_T, rtol=1e-4, atol=1e-4)
+        assert (mine - untrained * batch.mask_T).abs().max() > 0.1, "the model was not trained before it was saved"
+    assert json.loads((saved / "config.json").read_text())["dtype"] == "float32"

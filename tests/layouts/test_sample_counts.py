@@ -1,0 +1,123 @@
+"""Every sample of an epoch reaches the loss exactly once, whatever the layout; counted where the loss is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Workers
+from megatron_cases import Case
+from tiny_models import VOCAB
+
+from fivefold.algorithms.loss import LossInputs
+from fivefold.config.schema import MicroBatchConfig, OptimizerConfig
+from fivefold.data.sampler import EpochSampler
+from fivefold.data.sft import SFTExample, sft_batch
+from fivefold.types import Batch
+
+N_SAMPLES, BATCH_SIZE, N_EPOCHS = 24, 6, 2
+LAYOUTS = (
+    "megatron:d1",
+    "megatron:d2",
+    "megatron:p2v2",
+    "megatron:c2",
+    "megatron:d4",
+    "megatron:d2p2",
+    "megatron:d2c2",
+    "megatron:d2p2v2",
+    "megatron:t2d2",
+    "megatron:d2p2c2",
+    "megatron:d8",
+)
+MICRO_BATCHES = {
+    "one sequence each": MicroBatchConfig(max_tokens_per_mb=1),
+    "packed": MicroBatchConfig(max_tokens_per_mb=60),
+    "more than there are sequences": MicroBatchConfig(max_tokens_per_mb=1000, n_mbs=4),
+}
+
+
+@dataclass
+class Recorder:
+    """A loss that notes which samples it is asked about; the field `sample` holds a sample's number on each token."""
+
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+    seen: list[int] = field(default_factory=list)
+
+    def normalizer(self, batch: Batch) -> float:
+        return float(len(batch))
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        samples = inputs.fields["sample"].split(list(inputs.lengths)) if inputs.lengths else ()
+        for sample_L in samples:
+            assert sample_L.unique().numel() == 1, "a sequence was torn, or mixed with another"
+            self.seen.append(int(sample_L[0]))
+        counts = {"sequences/sum": torch.tensor(float(len(inputs.lengths))), "tokens/sum": inputs.mask_T.sum()}
+        return -(inputs.logprobs_T * inputs.mask_T).sum(), counts
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank's loss saw in each epoch, and the counts among the metrics that each step returned."""
+
+    coordinates: tuple[int, int]
+    """(tp, cp) rank."""
+    is_last_stage: bool
+    epochs: list[list[int]]
+    counts: list[tuple[float, float]]
+    """(sequences, trained tokens) of each step."""
+    expected_tokens: list[float]
+
+
+def examples() -> list[SFTExample]:
+    """Lengths 3 to 20, no two neighbours alike."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3 + (7 * number) % 18 for number in range(N_SAMPLES)]
+    tokens = [tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+    return [SFTExample(ids[:2], ids[2:]) for ids in tokens]
+
+
+def train_epochs(case: Case, folder: Path) -> Seen:
+    """In a worker: some epochs over the examples, in shuffled batches."""
+    engine = case.engine(folder, OptimizerConfig())
+    numbered = list(enumerate(examples()))
+    sampler = EpochSampler(numbered, batch_size=BATCH_SIZE, shuffle=True, seed=5)
+    epochs, counts, expected_tokens = [], [], []
+    for _ in range(N_EPOCHS):
+        recorder = Recorder()
+        for _ in range(sampler.batches_per_epoch):
+            chosen = sampler.next_batch()
+            batch = sft_batch([example for _, example in chosen])
+            numbers = torch.tensor([float(number) for number, _ in chosen])
+            batch = batch.with_fields(sample=numbers.repeat_interleave(torch.tensor(batch.lengths)))
+            metrics = engine.forward_backward(batch, recorder)
+            engine.optim_step()
+            counts.append((metrics["sequences/sum"], metrics["tokens/sum"]))
+            expected_tokens.append(float(batch.mask_T.sum()))
+        epochs.append(recorder.seen)
+    groups = engine.groups
+    return Seen(
+        (groups.tp.rank(), groups.cp.rank()),
+        groups.pp.rank() == groups.pp.size() - 1,
+        epochs,
+        counts,
+        expected_tokens,
+    )
+
+
+@pytest.mark.parametrize("split", MICRO_BATCHES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_sample_trains_once_an_epoch(workers: Workers, models: Path, layout: str, split: str) -> None:
+    case = Case(layout, micro_batches=MICRO_BATCHES[split])
+    ranks = workers(case.world_size).run(train_epochs, case, models / "qwen3")
+    for rank in ranks:
+        assert rank.counts == [(BATCH_SIZE, tokens) for tokens in rank.expected_tokens]
+        assert rank.is_last_stage or not any(rank.epochs)
+    for coordinates in {rank.coordinates for rank in ranks}:
+        replicas = [rank for rank in ranks if rank.is_last_stage and rank.coordinates == coordinates]
+        for epoch in range(N_EPOCHS):
+            seen = Counter(sample for rank in replicas for sample in rank.epochs[epoch])
+            assert seen == Counter(range(N_SAMPLES))

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fivefold import __version__
+from fivefold.cli import app
+from fivefold.cluster.errors import Member, WorkerError
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.observe.run_dir import RunDir
+
+RECIPE = """
+experiment_name: e
+actor: {path: nowhere}
+train_dataset: {path: nowhere}
+"""
+
+Loop = Callable[..., object]
+
+
+def invoke(*args: str, text: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(args), input=text)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{RECIPE}cluster: {{fileroot: {tmp_path}/runs}}\n")
+    return str(path)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Loop], None]:
+    """Puts a function of our own where the command line looks for a training loop."""
+
+    def install(name: str, function: Loop) -> None:
+        module = types.ModuleType(f"fivefold.{name}")
+        setattr(module, name, function)
+        monkeypatch.setitem(sys.modules, f"fivefold.{name}", module)
+
+    return install
+
+
+def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+    seen: dict[str, object] = {}
+    loop("train", lambda recipe, *, overwrite: seen.update(recipe=recipe, overwrite=overwrite))
+    result = invoke("train", recipe, "actor.optimizer.lr=2e-6", "trial_name=t", "--overwrite")
+    assert result.exit_code == 0, result.output
+    got = seen["recipe"]
+    assert isinstance(got, TrainRecipe) and got.actor.optimizer.lr == 2e-6 and got.trial_name == "t"
+    assert seen["overwrite"] is True
+
+
+def test_sft_and_eval(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+    seen: list[object] = []
+    loop("sft", lambda recipe, *, overwrite: seen.append((type(recipe), overwrite)))
+    assert invoke("sft", recipe).exit_code == 0
+    assert seen == [(SFTRecipe, False)]
+
+    loop("evaluate", lambda recipe, *, model: {"accuracy": 0.5, "model": model})
+    result = invoke("eval", recipe, "--model", "elsewhere")
+    assert result.exit_code == 0 and json.loads(result.stdout) == {"accuracy": 0.5, "model": "elsewhere"}
+
+
+def test_a_wrong_recipe_is_2_and_one_message(recipe: str) -> None:
+    result = invoke("train", recipe, "actor.optimizer.learning_rate=1", "gconfig.temperature=-1")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ") and "Traceback" not in result.stderr
+    assert "actor.optimizer.learning_rate" in result.stderr and "gconfig.temperature" in result.stderr
+    assert invoke("train", "no-such.yaml").exit_code == 2
+    assert invoke("trian").exit_code == 2
+
+
+def test_a_value_error_of_the_setup_is_2(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        raise ValueError("14 heads cannot be split over 4 ranks")
+
+    loop("train", train)
+    result = invoke("train", recipe)
+    assert result.exit_code == 2 and result.stderr == "Error: 14 heads cannot be split over 4 ranks\n"
+
+
+def test_a_failed_worker_is_1_with_its_traceback_and_log(
+    recipe: str, tmp_path: Path, loop: Callable[[str, Loop], None]
+) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        member = Member("actor", 3, "10.0.0.1", tmp_path / "actor-3.log")
+        with RunDir.create(recipe, overwrite=overwrite) as run:
+            run.started()
+            raise WorkerError(member, "train", "Traceback ...\nValueError: no good")
+
+    loop("train", train)
+    result = invoke("train", recipe)
+    assert result.exit_code == 1
+    for text in ("actor rank 3", "phase 'train'", "10.0.0.1", "ValueError: no good", "actor-3.log"):
+        assert text in result.stderr
+    assert "cli.py" not in result.stderr
+
+
+def test_a_fault_of_ours_keeps_its_traceback(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        raise KeyError("a bug")
+
+    loop("train", train)
+    result = invoke("train", recipe)
+    assert result.exit_code == 1 and isinstance(result.exception, KeyError)
+
+
+def test_an_interrupted_run_says_what_it_saved(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        with RunDir.create(recipe, overwrite=overwrite) as run:
+            run.started()
+            run.metrics.write_text("{}\n")
+            raise KeyboardInterrupt
+
+    loop("train", train)
+    result = invoke("train", recipe)
+    assert result.exit_code == 130
+    assert "Saved in" in result.stderr and "metrics.jsonl" in result.stderr
+
+    def not_begun(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        raise KeyboardInterrupt
+
+    loop("train", not_begun)
+    assert invoke("train", recipe, "trial_name=other").stderr == "Nothing was saved.\n"
+
+
+def test_version_and_help() -> None:
+    assert invoke("--version").stdout == f"fivefold {__version__}\n"
+    for command in ("train", "sft", "eval", "generate"):
+        assert command in invoke("--help").stdout
+        text = invoke(command, "--help").stdout
+        assert "Example" in text and "130  it was interrupted" in text
+
+
+@pytest.mark.parametrize("args", [["--version"], ["train", "--help"], ["train", "no-such.yaml"]])
+def test_nothing_heavy_is_imported_for_a_short_answer(args: list[str]) -> None:
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from fivefold.cli import app
+CliRunner().invoke(app, {args!r})
+print([name for name in ("torch", "ray", "transformers", "megatron") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_generate_refuses_what_the_engine_cannot_do() -> None:
+    result = invoke("generate", "--model", "x", "--prompt", "1+1=", "--top-p", "0")
+    assert result.exit_code == 2 and "top_p" in result.stderr and "Traceback" not in result.stderr
+    assert invoke("generate", "--prompt", "1+1=").exit_code == 2
+    assert invoke("generate", "--model", "x", "--prompt", "1+1=", "--dtype", "int8").exit_code == 2
+
+
+def test_generate_reads_prompts_from_options_files_and_standard_input(
+    tmp_path: Path, loop: Callable[[str, Loop], None]
+) -> None:
+    def generate(model: str, prompts: list[str], config: object, **options: object) -> list[list[str]]:
+        return [[f"<{prompt}>"] for prompt in prompts]
+
+    loop("generate", generate)
+    (tmp_path / "prompts.txt").write_text("a\n\nb c\n")
+    result = invoke("generate", "--model", "m", "--prompt", "x", "--file", str(tmp_path / "prompts.txt"), "--json")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        {"prompt": prompt, "completions": [f"<{prompt}>"]} for prompt in ("x", "a", "b c")
+    ]
+    assert invoke("generate", "--model", "m", text="1+1=\n").stdout == "1+1=<1+1=>\n"
+    assert invoke("generate", "--model", "m", "--file", "-", text="2+2=\n").stdout == "2+2=<2+2=>\n"

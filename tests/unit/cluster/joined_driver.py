@@ -1,0 +1,32 @@
+"""A run on a Ray cluster that others started: prints, as JSON, what its workers are told about their devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engines
+from ray import cloudpickle
+
+from fivefold.cluster.session import Role, Session
+from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.layout.placement import Device
+from fivefold.observe.timers import PhaseTimers
+
+cloudpickle.register_pickle_by_value(engines)
+
+if __name__ == "__main__":
+    address, logs = sys.argv[1:3]
+    scheduler = SchedulerConfig(type="ray", address=address)
+    try:
+        Session.open(scheduler, ClusterConfig(n_gpus_per_node=5), Path(logs), PhaseTimers())
+    except ValueError as error:
+        refused = str(error)
+    devices = [Device(0, 0), Device(0, 1)]
+    with Session.open(scheduler, ClusterConfig(n_gpus_per_node=3), Path(logs), PhaseTimers()) as session:
+        groups = session.launch(Role("actor", devices, engines.Engine), Role("rollout", devices[::-1], engines.Engine))
+        seen = {name: group.call("environment", "CUDA_VISIBLE_DEVICES") for name, group in groups.items()}
+    print(json.dumps({"refused": refused, "seen": seen}))

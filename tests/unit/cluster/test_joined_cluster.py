@@ -1,0 +1,59 @@
+"""`scheduler.type=ray`: devices of a cluster that goes on without us. Its GPUs are Ray's word only: none is touched."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DRIVER = Path(__file__).with_name("joined_driver.py")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of a Ray cluster of one node that says it has four GPUs, with a token of its own."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    options = f"--head --block --port={port} --num-cpus=2 --num-gpus=4 --include-dashboard=false --temp-dir={folder}"
+    command = [str(Path(sys.executable).with_name("ray")), "start", *options.split()]
+    head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def drive(address: str, folder: Path) -> dict[str, object]:
+    for _ in range(3):
+        done = subprocess.run([sys.executable, str(DRIVER), address, str(folder)], capture_output=True, text=True)
+        if "no Ray cluster answers" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_roles_share_the_devices_that_are_reserved_and_give_them_back(cluster: str, tmp_path: Path) -> None:
+    # Each run takes three of the four devices: the second could not begin if the first kept them.
+    for _ in range(2):
+        told = drive(cluster, tmp_path)
+        seen = told["seen"]
+        assert isinstance(seen, dict)
+        (first,), (second,) = seen["actor"]
+        assert {first, second} < {"0", "1", "2", "3"} and first != second
+        assert seen["rollout"] == [[second], [first]]
+        assert "cluster.n_gpus_per_node is 5, but this machine has 4 GPUs" in str(told["refused"])

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from fivefold.observe.console import HEADER_EVERY, RunConsole, clock
+from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS, StepTable, number
+
+METRICS = {
+    "reward/mean": 0.312,
+    "accuracy": 0.25,
+    "ppo_kl_k3": 1.234e-5,
+    "entropy": 1.204,
+    "clip_fraction": 0.031,
+    "grad_norm": 12.345,
+    "lr": 1e-6,
+    "response_length/mean": 213.6,
+    "tokens_per_second": 31234.0,
+}
+SECONDS = {"rollout": 8.04, "reward": 0.11, "old log-probs": 0.52, "train": 3.61, "weight sync": 0.49}
+
+
+def screen(width: int, terminal: bool) -> tuple[RunConsole, io.StringIO]:
+    out = io.StringIO()
+    return RunConsole(TRAIN_COLUMNS, Console(file=out, width=width, force_terminal=terminal, highlight=False)), out
+
+
+def run(width: int, terminal: bool, steps: int = 2) -> list[str]:
+    """Everything a run prints, as lines without colours and cursor movements."""
+    console, out = screen(width, terminal)
+    with console:
+        console.banner("arithmetic / trial-0", {"model": "package:tiny-moe", "actor": "megatron:(attn:d1t2|ffn:e2)"})
+        console.start(n_steps=steps)
+        for step in range(1, steps + 1):
+            console.phase("rollout")
+            console.progress(32, 64)
+            console.step(step, METRICS, SECONDS)
+        console.note("evaluation after step 2: accuracy 0.71")
+        console.end("finished in 0:25", {"weights": "runs/arithmetic/trial-0/weights"})
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    return [line for line in plain.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("width", [100, 160])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_lines_fit_and_align(width: int, terminal: bool) -> None:
+    lines = run(width, terminal)
+    assert max(map(len, lines)) <= width
+    labels = next(line for line in lines if "reward" in line and "entropy" in line)
+    rows = [line for line in lines if re.match(r" *[12]/2 ", line)]
+    assert len(rows) == 2
+    for label, value in (("KL", "1.2e-05"), ("gnorm", "12.3"), ("lr", "1.0e-06"), ("len", "214"), ("tok/s", "31.2k")):
+        end = re.search(rf"{label}(?= )", labels).end()  # type: ignore[union-attr]
+        assert rows[0][:end].endswith(value)
+    assert not any("…" in row for row in rows)
+
+
+def test_a_wide_screen_has_every_phase_and_a_narrow_one_the_longest() -> None:
+    wide = [line for line in run(160, terminal=False) if "|" in line and "megatron" not in line]
+    assert wide[0].split("|")[1].split() == ["old", "weight"]
+    assert wide[1].split("|")[1].split() == ["seconds", "rollout", "reward", "log-probs", "train", "sync"]
+    assert wide[2].split("|")[1].split() == ["12.8", "8.0", "0.1", "0.5", "3.6", "0.5"]
+    narrow = [line for line in run(100, terminal=False) if "|" in line and "megatron" not in line]
+    assert narrow[0].split("|")[1].split() == ["seconds", "rollout", "train", "rest"]
+    assert narrow[1].split("|")[1].split() == ["12.8", "8.0", "3.6", "1.1"]
+
+
+def test_what_is_missing_or_no_number_is_a_dash() -> None:
+    table = StepTable(TRAIN_COLUMNS, n_steps=50, width=160)
+    table.header({"rollout": 1.0})
+    row = table.row(3, {"reward/mean": math.nan, "entropy": math.inf, "accuracy": None, "lr": 1e-6}, {})
+    assert row.split() == ["3/50", "-", "-", "-", "-", "-", "-", "1.0e-06", "-", "-", "|", "0.0", "-"]
+
+
+def test_kl_to_the_reference_comes_first() -> None:
+    table = StepTable(TRAIN_COLUMNS, n_steps=1, width=160)
+    row = table.row(1, {"kl_ref": 0.5, "ppo_kl_k3": 0.25}, {})
+    assert "0.500" in row and "0.250" not in row
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (0.31249, "fixed", "0.312"),
+        (-0.31249, "fixed", "-0.312"),
+        (0.0, "short", "0"),
+        (12.345, "short", "12.3"),
+        (123.45, "short", "123"),
+        (1234.5, "short", "1.2e+03"),
+        (0.5, "short", "0.500"),
+        (0.00123, "short", "0.00123"),
+        (-0.00123, "short", "-0.0012"),
+        (1.234e-5, "short", "1.2e-05"),
+        (-1.234e-5, "short", "-1.2e-05"),
+        (214.0, "count", "214"),
+        (21.5, "count", "21.5"),
+        (9999.0, "count", "9999"),
+        (31234.0, "count", "31.2k"),
+        (312345.0, "count", "312k"),
+        (12345678.0, "count", "12.3M"),
+        (None, "count", "-"),
+    ],
+)
+def test_numbers(value: float | None, kind: str, text: str) -> None:
+    assert number(value, kind) == text  # type: ignore[arg-type]
+
+
+def test_labels_come_again_on_a_long_run() -> None:
+    lines = run(160, terminal=False, steps=HEADER_EVERY + 1)
+    assert sum("entropy" in line for line in lines) == 2
+
+
+def test_a_file_gets_no_colour_no_box_and_no_status_line() -> None:
+    console, out = screen(160, terminal=False)
+    with console:
+        console.banner("title", {"model": "m"})
+        console.start(3)
+        console.phase("rollout")
+        console.step(1, METRICS, SECONDS)
+        console.end("done", {"weights": "w"})
+    text = out.getvalue()
+    assert "\x1b" not in text and "╭" not in text and "elapsed" not in text
+    assert text.startswith("title\n  model  m\n")
+
+
+def test_the_status_line_of_a_terminal() -> None:
+    console, out = screen(120, terminal=True)
+    with console:
+        console.start(n_steps=4)
+        console.step(1, METRICS, SECONDS)
+        console.phase("rollout")
+        console.progress(96, 256)
+        assert console._live is not None
+        console._live.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert re.search(r"step 2/4   rollout 96/256   0\.\d s   elapsed 0:00   about 0:00 left", text)
+
+
+def test_steps_before_start_are_a_mistake_of_ours() -> None:
+    console, _ = screen(100, terminal=False)
+    with pytest.raises(RuntimeError, match="before RunConsole.start"):
+        console.step(1, {}, {})
+
+
+def test_sft_columns_are_narrower() -> None:
+    table = StepTable(SFT_COLUMNS, n_steps=10, width=100)
+    assert max(map(len, table.header(SECONDS))) <= 100
+    assert "rest" not in table.header(SECONDS)[-1]
+
+
+def test_clock() -> None:
+    assert [clock(seconds) for seconds in (0, 59.6, 65, 3665)] == ["0:00", "1:00", "1:05", "1:01:05"]

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import TrainRecipe
+from fivefold.observe.errors import RunFailed
+from fivefold.observe.run_dir import RunDir
+from fivefold.observe.versions import versions
+
+
+def recipe(root: Path, trial: str = "trial-0") -> TrainRecipe:
+    return TrainRecipe.model_validate(
+        {
+            "experiment_name": "e",
+            "trial_name": trial,
+            "cluster": {"fileroot": str(root / "runs")},
+            "actor": {"path": "nowhere"},
+            "train_dataset": {"path": "nowhere"},
+        }
+    )
+
+
+def finished_run(root: Path) -> RunDir:
+    with RunDir.create(recipe(root), overwrite=False) as run:
+        run.started()
+        run.metrics.write_text('{"step": 1}\n')
+        run.write_summary({"accuracy": {"after": 0.9}})
+    return run
+
+
+def status(run: RunDir) -> dict[str, object]:
+    return dict(json.loads(run.status.read_text()))
+
+
+def test_a_run_from_begin_to_end(tmp_path: Path) -> None:
+    with RunDir.create(recipe(tmp_path), overwrite=False) as run:
+        assert run.path == tmp_path / "runs/e/trial-0"
+        assert status(run)["state"] == "setup" and run.is_ours()
+        run.started()
+        assert status(run)["state"] == "running"
+        run.write_summary({"accuracy": 0.9})
+    assert status(run)["state"] == "finished" and status(run)["error"] is None
+    assert load_recipe(run.recipe, [], TrainRecipe) == recipe(tmp_path)
+    assert json.loads(run.summary.read_text()) == {"accuracy": 0.9}
+    assert set(run.saved()) == {"summary", "recipe"}
+
+
+def test_results_are_not_overwritten_unasked(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    (tmp_path / "runs/e/trial-1").mkdir()
+    with pytest.raises(ValueError, match=r"finished run.*trial_name=trial-2.*--overwrite"):
+        RunDir.create(recipe(tmp_path), overwrite=False)
+    assert run.summary.exists()
+    again = RunDir.create(recipe(tmp_path), overwrite=True)
+    assert not again.summary.exists() and not again.metrics.exists() and again.recipe.exists()
+
+
+def test_the_next_name_of_a_trial_without_a_number(tmp_path: Path) -> None:
+    with RunDir.create(recipe(tmp_path, "best"), overwrite=False) as run:
+        run.metrics.write_text("{}\n")
+    with pytest.raises(ValueError, match="trial_name=best-1"):
+        RunDir.create(recipe(tmp_path, "best"), overwrite=False)
+
+
+def test_a_folder_that_is_no_runs_is_never_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/e/trial-0"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="is not the folder of a run"):
+            RunDir.create(recipe(tmp_path), overwrite=overwrite)
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    with pytest.raises(ValueError, match=rf"a run goes on in .*\(process {os.getpid()}\)"):
+        RunDir.create(recipe(tmp_path), overwrite=True)
+
+
+def test_a_run_that_was_killed_counts_by_its_results(tmp_path: Path) -> None:
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    dead = status(run) | {"pid": 2**22 + 1}
+    run.status.write_text(json.dumps(dead))
+    run.metrics.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="killed run"):
+        RunDir.create(recipe(tmp_path), overwrite=False)
+    run.metrics.unlink()
+    RunDir.create(recipe(tmp_path), overwrite=False)
+
+
+def test_a_failure_in_the_setup_stays_a_value_error_and_blocks_no_name(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="heads"), RunDir.create(recipe(tmp_path), overwrite=False) as run:
+            raise ValueError("14 heads cannot be split over 4 ranks")
+    assert status(run)["state"] == "failed" and status(run)["error"] == "14 heads cannot be split over 4 ranks"
+
+
+def test_a_failure_of_the_run_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"(?s)shapes differ.*driver\.log") as caught:
+        with RunDir.create(recipe(tmp_path), overwrite=False) as run:
+            run.started()
+            raise ValueError("shapes differ")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "ValueError: shapes differ" in (run.logs / "driver.log").read_text()
+    assert status(run)["state"] == "failed"
+
+
+def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunDir.create(recipe(tmp_path), overwrite=False) as run:
+        run.started()
+        raise KeyError("x")
+    assert status(run)["state"] == "failed"
+    with pytest.raises(KeyboardInterrupt), RunDir.create(recipe(tmp_path), overwrite=False) as run:
+        run.started()
+        raise KeyboardInterrupt
+    assert status(run)["state"] == "interrupted"
+
+
+def test_versions_name_what_numbers_depend_on() -> None:
+    import ray
+    import torch
+
+    found = versions()
+    # The build (+cpu, +cu130) is part of torch's own version; what is installed may leave it out.
+    assert torch.__version__.startswith(found["torch"].split("+")[0])
+    assert found["ray"] == ray.__version__
+    assert {"fivefold", "python", "megatron-core", "transformers"} <= set(found)
