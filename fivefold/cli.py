@@ -204,7 +204,7 @@ class _Outcome:
 
 @contextmanager
 def _reporting() -> Iterator[_Outcome]:
-    """Turns what is raised inside into a message and an exit code. A fault of ours keeps its traceback (exit code 1)."""
+    """Turns what is raised inside into a message and an exit code. A fault of ours keeps its traceback (exit 1)."""
     outcome = _Outcome()
     try:
         with interruptible():

@@ -38,7 +38,8 @@ class WorkerError(RunFailed):
         self.log = member.log
         others = f"\nFailed with it: {', '.join(map(str, also))}" if also else ""
         super().__init__(
-            f"{member} failed in phase '{phase}' on {member.host}\n\n{traceback_text.strip()}\n\nLog: {member.log}{others}"
+            f"{member} failed in phase '{phase}' on {member.host}\n\n"
+            f"{traceback_text.strip()}\n\nLog: {member.log}{others}"
         )
 
 

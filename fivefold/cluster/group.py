@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ray
 from ray import cloudpickle
@@ -23,7 +23,7 @@ from ray import cloudpickle
 from fivefold.cluster.errors import Member
 from fivefold.cluster.rendezvous import master_environment, master_host, worker_environment
 from fivefold.cluster.watch import Call
-from fivefold.cluster.worker import Worker
+from fivefold.cluster.worker import SIDES, Worker
 
 if TYPE_CHECKING:
     from fivefold.cluster.session import Role, Session
@@ -33,7 +33,7 @@ STREAM_AHEAD = 2
 _INLINE = (bool, int, float, str, type(None))
 """Argument types that travel with the call; all others are put into the object store once for all ranks."""
 
-Remote = ray.ObjectRef[Any]
+Remote: TypeAlias = "ray.ObjectRef[Any]"
 """Something in the object store. As an argument of a call, the worker gets the thing itself."""
 
 _feed_ids = itertools.count(1)
@@ -43,8 +43,9 @@ _OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "num_gpus": 0,
     "max_restarts": 0,
-    "concurrency_groups": {"feed": 1, "where": 1, "hold": 1},
+    "concurrency_groups": SIDES,
 }
+_FEED = {"concurrency_group": "feed"}
 _Actor = ray.remote(**_OPTIONS)(Worker)
 
 
@@ -94,7 +95,7 @@ class WorkerGroup:
             environment = worker_environment(self._role, rank, self._session.nodes)
             worker = _Actor.options(scheduling_strategy=node.strategy()).remote(environment, str(member.log))
             self._workers.append(worker)
-            self._session.watch.add(worker.hold.remote(), Call(member, None, worker))
+            self._session.watch.add(worker.hold.options(concurrency_group="hold").remote(), Call(member, None, worker))
         if self._role.distributed:
             hosts = [self._master] + [None] * (len(self) - 1)
             refs = [worker.rendezvous.remote(host) for worker, host in zip(self._workers, hosts, strict=True)]
@@ -160,7 +161,7 @@ class WorkerGroup:
         """
         shared = _put(args)
         first, *others = self._workers
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": STREAM_AHEAD}
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2 * STREAM_AHEAD}
         items = first.stream.options(**options).remote(method, kwargs, *shared)
         drained = self._pend([worker.drain.remote(method, kwargs, *shared) for worker in others], range(1, len(self)))
         call = Call(self._members[0], self._session.timers.current, first)
@@ -179,8 +180,8 @@ class WorkerGroup:
             [worker.consume.remote(feed_id, method, True, kwargs, *shared) for worker in self._workers]
         )
         for item in items:
-            self._pend([worker.push.remote(feed_id, item) for worker in self._workers]).wait()
-        self._pend([worker.push_end.remote(feed_id) for worker in self._workers]).wait()
+            self._pend([worker.push.options(**_FEED).remote(feed_id, item) for worker in self._workers]).wait()
+        self._pend([worker.push_end.options(**_FEED).remote(feed_id) for worker in self._workers]).wait()
         return running.wait()
 
     def kill(self) -> None:

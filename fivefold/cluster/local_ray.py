@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,25 +18,29 @@ import psutil
 import ray
 import ray._private.worker
 
+from fivefold.observe.errors import RunFailed
+
 MAX_OBJECT_STORE = 8 * 2**30
 """Weights and batches pass through the object store in pieces; more than this never lies in it at one time."""
 MIN_OBJECT_STORE = 256 * 2**20
 STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
+START_ATTEMPTS = 3
 END_S = 5.0
 """How long processes get to go after they were told to."""
 MAX_STARTING = 16
 """Worker processes that Ray starts at one time, and keeps ready; also bounded by the cores."""
 
+PR_SET_CHILD_SUBREAPER = 36
+"""Linux's number for it, see prctl(2)."""
+
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "error",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
-"""Ray reads these from the environment alone: no usage reports, no
-warnings of its native code on the screen, no second account of an error that the driver raises
+"""Ray reads these from the environment alone: no usage reports, no second account of an error that the driver raises
 itself, no hands on CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
 
 SYSTEM_CONFIG = {
@@ -51,52 +57,71 @@ def start() -> Path:
     If this process is killed and cannot call `end`, the workers die with it; two small helpers of Ray's need a minute.
 
     Raises:
-        RuntimeError: Ray did not come up.
+        RunFailed: Ray did not come up.
     """
-    folder = Path(tempfile.mkdtemp(prefix="fivefold-", dir=_short_folder()))
+    for _ in range(START_ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix="fivefold-", dir=_short_folder()))
+        _adopt_orphans(True)
+        try:
+            _init(folder)
+            return folder
+        except BaseException as error:
+            end(folder)
+            # Ray's word for a start that took more than its 30 seconds, as on a busy machine, is Exception itself.
+            if type(error) is not Exception:
+                raise
+            slow = error
+    raise RunFailed(f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {slow}") from slow
+
+
+def _init(folder: Path) -> None:
     store = _object_store_bytes()
     # A container's /dev/shm may be as small as 64 MB; files in the temporary folder are as good, if slower.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    try:
-        with _signals_kept():
-            ray.init(
-                address="local",
-                num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
-                object_store_memory=store,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-                _temp_dir=str(folder),
-                _plasma_directory=None if roomy else str(folder),
-                _system_config=SYSTEM_CONFIG,
-            )
-    except BaseException:
-        end(folder)
-        raise
-    return folder
+    with _signals_kept():
+        ray.init(
+            address="local",
+            num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
+            object_store_memory=store,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            _temp_dir=str(folder),
+            _plasma_directory=None if roomy else str(folder),
+            _system_config=SYSTEM_CONFIG,
+        )
 
 
 def end(folder: Path) -> None:
     """Ends the Ray that `start` started in `folder`: no process of it and no file is left."""
-    processes = [
-        process
-        for child in psutil.Process().children()
-        if str(folder) in " ".join(_command(child))
-        for process in (child, *child.children(recursive=True))
-    ]
+    processes = set(_processes(folder))
     ray.shutdown()
+    # By now those whose parent ended before them are our own children.
+    processes.update(_processes(folder))
     _, alive = psutil.wait_procs(processes, timeout=END_S)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=END_S)
+    _adopt_orphans(False)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
+def _processes(folder: Path) -> Iterator[psutil.Process]:
+    """All processes of the Ray in `folder`, as far as they are below this one."""
+    for child in psutil.Process().children():
+        try:
+            command = " ".join(child.cmdline())
+            if command.startswith("ray::") or str(folder) in command:
+                yield child
+                yield from child.children(recursive=True)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    """Whether processes below this one whose parent has ended become its children, not those of the system's first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def join(address: str) -> None:

@@ -51,11 +51,12 @@ def reserve(n_nodes: int, n_gpus: int) -> tuple[Node, ...]:
     except GetTimeoutError:
         remove_placement_group(group)
         raise ValueError(
-            f"others have held the devices of the Ray cluster for {RESERVE_TIMEOUT_S:g} s: {n_nodes} nodes with {n_gpus} free GPUs "
-            "each did not come up; wait for them, or lower cluster.n_nodes or cluster.n_gpus_per_node"
+            f"others have held the devices of the Ray cluster for {RESERVE_TIMEOUT_S:g} s: no {n_nodes} nodes "
+            f"with {n_gpus} free GPUs each; wait for them, or lower cluster.n_nodes or cluster.n_gpus_per_node"
         ) from None
+    look = ray.remote(_look)
     probes = [
-        _look.options(
+        look.options(
             num_cpus=0 if n_gpus else 1,
             num_gpus=n_gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
@@ -65,7 +66,6 @@ def reserve(n_nodes: int, n_gpus: int) -> tuple[Node, ...]:
     return tuple(Node(index, host, gpus, cores, group) for index, (host, gpus, cores) in enumerate(ray.get(probes)))
 
 
-@ray.remote
 def _look() -> tuple[str, tuple[str, ...], int]:
     """Address, GPUs and cores of the node this runs on; the GPUs are those of its bundle."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -76,7 +76,8 @@ def _check_there_are(n_nodes: int, n_gpus: int) -> None:
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     if len(nodes) < n_nodes:
         raise ValueError(
-            f"cluster.n_nodes is {n_nodes}, but the Ray cluster has {len(nodes)}: lower it, or add nodes with `ray start`"
+            f"cluster.n_nodes is {n_nodes}, but the Ray cluster has {len(nodes)}: "
+            "lower it, or add nodes with `ray start`"
         )
     gpus = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes), reverse=True)
     if gpus[n_nodes - 1] < n_gpus:

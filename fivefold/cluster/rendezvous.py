@@ -60,7 +60,7 @@ def master_host(nodes: Sequence[Node], rank_0: Node) -> str:
 
 
 def _threads(role: Role, node: Node) -> int:
-    """The role's own number, else the driver's OMP_NUM_THREADS, else the node's cores shared among the processes there."""
+    """The role's own number, else the driver's OMP_NUM_THREADS, else the node's cores shared among its processes."""
     if role.threads is not None:
         return role.threads
     if "OMP_NUM_THREADS" in os.environ:

@@ -2,8 +2,8 @@
 
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
         groups = session.launch(
-            Role("actor", placement["actor"].devices, build="fivefold.mcore.worker:build_actor", args=(recipe,), distributed=True),
-            Role("rollout", placement["rollout"].devices, build=build_rollout, args=(recipe,)),
+            Role("actor", placement["actor"].devices, build_trainer, args=(recipe,), distributed=True),
+            Role("rollout", placement["rollout"].devices, "package.module:build_rollout", args=(recipe,)),
         )
         with timers.phase("rollout"):
             completions = groups["rollout"].call("generate", requests)
@@ -75,7 +75,8 @@ class Session:
         """
         if scheduler.type == "local" and cluster.n_nodes > 1:
             raise ValueError(
-                f"cluster.n_nodes is {cluster.n_nodes}, but scheduler.type=local is this machine alone: set scheduler.type=ray"
+                f"cluster.n_nodes is {cluster.n_nodes}, but scheduler.type=local is this machine alone: "
+                "set scheduler.type=ray"
             )
         local_ray.hush()
         folder = None

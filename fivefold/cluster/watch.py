@@ -22,7 +22,7 @@ from fivefold.cluster.worker import HeldError
 from fivefold.observe.timers import PhaseTimers
 
 SETTLE_S = (0.2, 0.5, 2.0)
-"""How long to listen for other failures after a first one, by its distance from the cause: the cause may be among them."""
+"""How long to listen for other failures after a first one, by its distance from the cause, which may be among them."""
 STACK_TIMEOUT_S = 3.0
 """How long workers that exceed a phase's time get to say where they are."""
 MAX_STACKS = 4
@@ -106,23 +106,27 @@ class Watch:
         return [self._values.pop(ref) for ref in wanted]
 
     def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
-        """Reference to the next item of `stream`, None at its end. Raises as `wait` does."""
+        """Reference to the next item of a `Worker.stream`, None at its end. Raises as `wait` does."""
         phase = call.phase or self._timers.current
         deadline = time.monotonic() + timeout_s
-        while True:
-            ready, _ = ray.wait([stream, *self._open], timeout=max(0.0, deadline - time.monotonic()))
+        ahead = self._next(stream, call, phase, deadline, timeout_s)
+        if ahead is None:
+            return None
+        self.add(ahead, call)
+        self.wait([ahead], phase, timeout_s)
+        return self._next(stream, call, phase, deadline, timeout_s)
+
+    def _next(
+        self, stream: ray.ObjectRefGenerator, call: Call, phase: str, deadline: float, timeout_s: float
+    ) -> ray.ObjectRef[Any] | None:
+        ready: Sequence[Any] = ()
+        while stream not in ready:
+            self._take([ref for ref in ready if ref is not stream])
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait([stream, *self._open], timeout=left, fetch_local=False)
             if not ready:
                 self._give_up(phase, timeout_s, [call])
-            self._take([ref for ref in ready if ref is not stream])
-            if stream in ready:
-                break
-        try:
-            item = next(stream)
-        except StopIteration:
-            return None
-        self.add(item, call)
-        reference: ray.ObjectRef[Any] = self.wait([item], phase, timeout_s)[0]
-        return reference
+        return next(stream, None)
 
     def forget(self) -> None:
         """Drops every reference: the workers are gone."""
@@ -169,7 +173,7 @@ class Watch:
 
 def _stacks(calls: Sequence[Call]) -> str:
     """Where the workers are, as far as they answer."""
-    refs = [call.actor.where.remote() for call in calls]
+    refs = [call.actor.where.options(concurrency_group="where").remote() for call in calls]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STACK_TIMEOUT_S)
     parts = []
     for call, ref in zip(calls, refs, strict=True):

@@ -21,8 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
 from ray import cloudpickle
+
+SIDES = {"feed": 1, "where": 1, "hold": 1}
+"""Ray's concurrency groups of a worker, a thread each: methods that are called beside the one under way."""
 
 Build = str | Callable[..., Any]
 """Makes the object that a worker holds: `module:function`, or a callable that cloudpickle can carry."""
@@ -71,7 +73,7 @@ class Feed:
 class Worker:
     """One process of a role. `build`, `call`, `stream`, `drain` and `consume` run one after another in one thread.
 
-    `push`, `push_end`, `where` and `hold` run beside them: they serve the driver while a call is under way.
+    `push`, `push_end`, `where` and `hold` are called in the groups of `SIDES`: they serve the driver meanwhile.
     """
 
     def __init__(self, environment: Mapping[str, str], log: str) -> None:
@@ -89,7 +91,7 @@ class Worker:
         The listening store is kept and handed over, so that no other process can take the port in between. The other
         ranks get no host and only import torch meanwhile. Returns the port, 0 on the other ranks.
         """
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if host is None:
             return 0
@@ -113,11 +115,15 @@ class Worker:
             result = getattr(self._held, method)(*args, **kwargs)
         return result if reply else None
 
-    def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[ray.ObjectRef[Any]]:
-        """References to what the generator `held.method` yields; the items stay in the object store."""
+    def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[Any]:
+        """What the generator `held.method` yields, each item behind a None.
+
+        The driver reads the None, which fails if the generator has, and passes the item on unread.
+        """
         with _Reported():
             for item in getattr(self._held, method)(*args, **kwargs):
-                yield ray.put(item)
+                yield None
+                yield item
 
     def drain(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
         """Runs the generator `held.method` to its end and drops the items."""
@@ -135,24 +141,20 @@ class Worker:
             feed.close()
         return result if reply else None
 
-    @ray.method(concurrency_group="feed")
     def push(self, feed_id: int, item: Any) -> None:
         """One item for `consume`; returns once it was taken."""
         self._feed(feed_id).put(item)
 
-    @ray.method(concurrency_group="feed")
     def push_end(self, feed_id: int) -> None:
         """No item follows for `consume`."""
         self._feed(feed_id).end()
 
-    @ray.method(concurrency_group="where")
     def where(self) -> str:
         """The innermost Python frames of the call that is under way."""
         stack = traceback.extract_stack(sys._current_frames().get(self._thread))
         shell = max((index for index, frame in enumerate(stack) if frame.filename == __file__), default=-1)
         return "".join(traceback.format_list(stack[shell + 1 :][-STACK_FRAMES:]))
 
-    @ray.method(concurrency_group="hold")
     def hold(self) -> None:
         """Never returns: its reference fails as soon as the process dies, whatever the process is doing."""
         threading.Event().wait()

@@ -99,9 +99,9 @@ def rows(task: str, split: Split, n_rows: int, *, n_shots: int, seed: int) -> It
 def write_additions(
     out: str | Path,
     *,
-    n_train: int = 2000,
+    n_train: int = 1000,
     n_test: int = 100,
-    n_shots: int = 4,
+    n_shots: int = 2,
     seed: int = 1,
     file_format: FileFormat = "jsonl",
 ) -> list[Path]:

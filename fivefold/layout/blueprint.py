@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fivefold.layout.allocation import Allocation
-from fivefold.layout.check import layout_problems
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.memory import RankMemory, training_memory
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement, RolePlacement, place_allocation
 from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.rollout_memory import RolloutMemory, rollout_memory
+from fivefold.layout.stages import plan_problems
 from fivefold.layout.timing import StepTime, step_time
-from fivefold.layout.workload import Workload
+from fivefold.layout.workload import RECOMPUTE, Recompute, Workload
 
 HEADROOM = 0.05
 """Of a GPU's memory, what fragmentation and uneven experts may take: with less left, a plan is tight."""
@@ -31,7 +32,9 @@ class Question:
     """0: CPU processes, planned as if each had a GPU."""
     work: Workload
     generation_batch: int
-    """Sequences that a replica of the embedded engine decodes together."""
+    """Most sequences that a replica of the embedded engine decodes together."""
+    generated: int
+    """Sequences that all replicas generate in a step."""
     keeps_reference: bool
     """Whether the actor's processes also hold the frozen reference model."""
 
@@ -63,6 +66,8 @@ class RolloutPlan:
 
     placed: RolePlacement
     memory: RolloutMemory
+    beside: int
+    """Bytes that a trainer keeps on the same GPUs while this role works."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +111,13 @@ def _trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
             f"{placed.role} runs {layout.backend}, whose memory and speed are not modelled; plan it as megatron, "
             f"for example megatron:d{layout.dp}t{layout.tp}"
         )
-    if problem := next(iter(_division_problems(question, placed)), None):
-        raise ValueError(f"{placed.role}: {problem}")
+    if problems := list(plan_problems(layout, question.shape)):
+        raise ValueError("\n".join(f"{placed.role}: {line}" for line in problems))
     if placed.role == "ref":
         return TrainerPlan(placed, _frozen(question, placed), None)
     memory = training_memory(layout, question.shape, question.work, has_reference=question.keeps_reference)
     time = step_time(layout, question.shape, question.work, question.gpu, question.gpus_per_node or layout.world_size)
     return TrainerPlan(placed, memory, time)
-
-
-def _division_problems(question: Question, placed: RolePlacement) -> Iterator[str]:
-    """Layouts that no estimate can be made for. Uneven stages are estimated for models that are not trained here."""
-    for line in layout_problems(placed.layout, question.shape):
-        if question.shape.is_trainable or "layers do not divide" not in line:
-            yield line
 
 
 def _frozen(question: Question, placed: RolePlacement) -> tuple[RankMemory, ...]:
@@ -142,18 +140,17 @@ def _rollout(
         question.shape,
         question.gpu,
         sequence_length=question.work.sequence_length,
-        batch_size=question.generation_batch,
+        batch_size=min(question.generation_batch, -(-question.generated // placed.layout.dp)),
         element_bytes=question.work.element_bytes,
         taken=taken,
     )
-    return RolloutPlan(placed, memory)
+    return RolloutPlan(placed, memory, taken)
 
 
 def _model_problems(blueprint: Blueprint) -> Iterator[str]:
-    shape = blueprint.question.shape
-    for placed in blueprint.placement.roles:
-        for line in layout_problems(placed.layout, shape):
-            yield f"{placed.role}: {line}"
+    for rollout in blueprint.rollouts:
+        for line in plan_problems(rollout.placed.layout, blueprint.question.shape):
+            yield f"{rollout.placed.role}: {line}"
     for trainer in blueprint.trainers:
         if trainer.time is not None and trainer.placed.layout.dp > blueprint.question.work.sequences:
             yield (
@@ -164,18 +161,19 @@ def _model_problems(blueprint: Blueprint) -> Iterator[str]:
 
 def _memory_problems(blueprint: Blueprint) -> Iterator[str]:
     question = blueprint.question
+    if question.gpus_per_node == 0:
+        return
     room = question.gpu.memory
     for trainer in blueprint.trainers:
         stage = trainer.binding
         if stage.total > room:
             yield (
-                f"{trainer.placed.role}: rank {trainer.binding_rank} (stage {stage.stage}) needs {gb(stage.total)} GB of "
-                f"the {gb(room)} GB of a {question.gpu.name}; {_relief(trainer, question)}"
+                f"{trainer.placed.role}: rank {trainer.binding_rank} (stage {stage.stage}) needs {gb(stage.total)} GB "
+                f"of the {gb(room)} GB of a {question.gpu.name}; {_relief(trainer, question)}"
             )
     for rollout in blueprint.rollouts:
-        resident = sum(_resident_beside(blueprint, rollout))
-        needed = rollout.memory.total + resident
-        beside = f", besides the {gb(resident)} GB that the trainer keeps" if resident else ""
+        needed = rollout.memory.total + rollout.beside
+        beside = f", besides the {gb(rollout.beside)} GB that the trainer keeps" if rollout.beside else ""
         if needed > room:
             yield (
                 f"{rollout.placed.role}: a rank needs {gb(rollout.memory.total)} GB{beside}, of the {gb(room)} GB of a "
@@ -194,16 +192,18 @@ def _relief(trainer: TrainerPlan, question: Question) -> str:
     stage = trainer.binding
     if stage.resident > question.gpu.memory:
         return "its weights and optimizer alone are too large: split the model further (p, t, e), or add replicas (d)"
-    if question.work.recompute != "full":
-        return f"recompute more (actor.megatron.recompute is {question.work.recompute}), or split the model further"
-    return "lower actor.mb_spec.max_tokens_per_mb, raise c or t, or split the model further"
+    for recompute in RECOMPUTE[RECOMPUTE.index(question.work.recompute) + 1 :]:
+        needed = _largest(question, trainer.placed.layout, recompute)
+        if needed <= question.gpu.memory:
+            return f"with actor.megatron.recompute={recompute} it needs {gb(needed)} GB"
+    return "nor does full recomputation help enough: lower actor.mb_spec.max_tokens_per_mb, or split further (c, t, p)"
 
 
-def _resident_beside(blueprint: Blueprint, rollout: RolloutPlan) -> Iterator[int]:
-    sharers = blueprint.placement.sharers(rollout.placed.role)
-    for trainer in blueprint.trainers:
-        if trainer.placed.role in sharers:
-            yield trainer.binding.resident
+def _largest(question: Question, layout: ParallelLayout, recompute: Recompute) -> int:
+    """What the largest stage needs under another recompute mode."""
+    work = question.work.recomputing(recompute)
+    memory = training_memory(layout, question.shape, work, has_reference=question.keeps_reference)
+    return max(stage.total for stage in memory)
 
 
 def _notes(blueprint: Blueprint) -> Iterator[str]:
@@ -213,6 +213,8 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
         yield f"{shape.name} ({shape.family}) is planned from its sizes alone: there is no engine that trains it yet"
     yield from blueprint.placement.warnings()
     for trainer in blueprint.trainers:
+        if question.gpus_per_node == 0:
+            continue
         left = question.gpu.memory - trainer.binding.total
         if 0 <= left < HEADROOM * question.gpu.memory:
             yield (
@@ -232,14 +234,17 @@ def _time_notes(trainer: TrainerPlan) -> Iterator[str]:
     if time.bubble_share > 0.15:
         fewer = "add v, " if layout.vpp == 1 else ""
         yield (
-            f"{role}: {time.bubble_share:.0%} of a step waits for the pipeline: {time.micro_batches} micro-batches over "
-            f"{layout.pp} stages; {fewer}take fewer stages or more sequences a step"
+            f"{role}: {time.bubble_share:.0%} of a step waits for the pipeline: {time.micro_batches} micro-batches "
+            f"over {layout.pp} stages; {fewer}take fewer stages or more sequences a step"
         )
     for item in time.traffic:
         if item.dimension in ("ep", "etp") and item.crosses_nodes:
             yield f"{role}: {item.dimension} groups cross nodes; their all-to-all takes the network at every MoE layer"
     if time.launching > 0.1 * time.total:
-        yield f"{role}: micro-batches are too small to keep a GPU busy; raise actor.mb_spec.max_tokens_per_mb or lower t and c"
+        yield (
+            f"{role}: micro-batches are too small to keep a GPU busy; "
+            "raise actor.mb_spec.max_tokens_per_mb or lower t and c"
+        )
 
 
 def gb(size: float) -> str:

@@ -109,7 +109,9 @@ def _kept_and_temporary(
     shape: PlanShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
 ) -> tuple[int, int]:
     """(bytes that a micro-batch keeps on the stage, bytes at the worst moment of a layer besides)."""
-    counts = {is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count}
+    counts = {
+        is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
+    }
     kept = temporary = 0
     for is_moe, count in counts.items():
         cost = costs[is_moe]
@@ -130,8 +132,8 @@ def _kept_and_temporary(
 def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) -> float:
     """Forward passes that wait for their backward pass on `stage`, in whole micro-batches of all its layers.
 
-    1F1B (https://arxiv.org/abs/2104.04473): as many as stages from here to the end. Interleaved: the first backward pass
-    comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of one chunk, each 1 / vpp of the stage.
+    1F1B (https://arxiv.org/abs/2104.04473): as many as stages from here to the end. Interleaved: the first backward
+    pass comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of one chunk, each 1 / vpp of the stage.
     """
     count = work.micro_batches(layout)
     if layout.vpp == 1:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.layout.blueprint import HEADROOM, gb
-from fivefold.layout.check import layout_problems
 from fivefold.layout.gpus import GPUS, Gpu
 from fivefold.layout.memory import RankMemory, training_memory
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.roles import RoleAllocation
+from fivefold.layout.stages import plan_problems
 from fivefold.layout.timing import StepTime, step_time
 from fivefold.layout.workload import RECOMPUTE, Recompute, Workload
 
 VIRTUAL_STAGES = (1, 2, 4)
 SHORTEST_SHARD = 512
 """Tokens of a sequence on a context parallel rank, below which splitting it further is not considered."""
-MORE_GPUS = 16
+MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)
 """How many times as many GPUs are tried, where nothing fits."""
 
 
@@ -87,7 +87,9 @@ def search(shape: PlanShape, cluster: Cluster, work: Workload, *, limit: int = 5
         key = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
         if key not in best or time.total < best[key].time.total:
             best[key] = Candidate(layout, recompute, binding, time)
-    ranked = sorted(best.values(), key=lambda candidate: (candidate.time.total, candidate.layout.pp, candidate.layout.tp))
+    ranked = sorted(
+        best.values(), key=lambda candidate: (candidate.time.total, candidate.layout.pp, candidate.layout.tp)
+    )
     advice = () if ranked else tuple(_advice(shape, cluster, work, has_reference))
     return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice)
 
@@ -132,8 +134,7 @@ def _expert_degrees(shape: PlanShape, ranks: int, tp: int) -> Iterator[tuple[int
 def _is_possible(layout: ParallelLayout, shape: PlanShape) -> bool:
     if not shape.is_trainable and layout.vpp > 1:
         return False
-    problems = layout_problems(layout, shape)
-    return not any(shape.is_trainable or "layers do not divide" not in line for line in problems)
+    return next(plan_problems(layout, shape), None) is None
 
 
 def _divisors(number: int) -> list[int]:
@@ -155,9 +156,7 @@ def _least_recompute(
 
 
 def _binding(shape: PlanShape, work: Workload, layout: ParallelLayout, has_reference: bool) -> RankMemory:
-    return max(
-        training_memory(layout, shape, work, has_reference=has_reference), key=lambda stage: stage.total
-    )
+    return max(training_memory(layout, shape, work, has_reference=has_reference), key=lambda stage: stage.total)
 
 
 def reasons(candidate: Candidate, first: Candidate, gpu: Gpu) -> tuple[str, ...]:
@@ -171,11 +170,15 @@ def _merits(candidate: Candidate, gpu: Gpu) -> Iterator[str]:
     yield f"{how}, {gb(left)} GB to spare"
     if candidate.layout.pp > 1:
         yield f"{candidate.time.bubble_share:.0%} bubble"
-    crossing = [item.dimension for item in candidate.time.traffic if item.crosses_nodes and item.dimension in ("cp", "ep", "etp")]
+    crossing = [
+        item.dimension
+        for item in candidate.time.traffic
+        if item.crosses_nodes and item.dimension in ("cp", "ep", "etp")
+    ]
     if crossing:
         yield f"{' and '.join(crossing)} cross nodes"
-    elif candidate.layout.tp * candidate.layout.cp * candidate.layout.ep > 1:
-        yield "tp, cp and ep stay inside nodes"
+    elif inside := [item.dimension for item in candidate.time.traffic if item.dimension in ("tp", "cp", "ep", "etp")]:
+        yield f"{' and '.join(inside)} inside nodes"
 
 
 def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
@@ -184,7 +187,7 @@ def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
         "layers": "in the layers",
         "head": "in the LM head, which the last stage does alone",
         "recompute": "in recomputation",
-        "launching": "waiting for kernel launches",
+        "launching": "waiting for the host",
         "exposed": "in tp, cp and ep traffic",
         "bubble": "in the pipeline's bubble",
         "data_parallel": "reducing gradients",
@@ -201,15 +204,15 @@ def _advice(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: b
     needs = [(_binding(shape, frugal, layout, has_reference), layout) for layout in layouts(shape, cluster, work)]
     if not needs:
         yield (
-            f"no layout of {cluster.n_gpus} GPUs suits the model's sizes: take a number of GPUs whose divisors divide its "
-            f"{shape.n_layers} layers and {shape.n_kv_heads} key/value heads, or a smaller --gpus-per-node"
+            f"no layout of {cluster.n_gpus} GPUs suits the model's sizes: take a number of GPUs whose divisors divide "
+            f"its {shape.n_layers} layers and {shape.n_kv_heads} key/value heads, or a smaller --gpus-per-node"
         )
         return
     nearest, layout = min(needs, key=lambda pair: pair[0].total)
     yield (
         f"the nearest is {layout_text(layout)} with full recomputation: stage {nearest.stage} needs "
-        f"{gb(nearest.total)} GB ({gb(nearest.resident)} of it weights, gradients and optimizer), and a {cluster.gpu.name} "
-        f"has {gb(cluster.gpu.memory * (1 - HEADROOM))} GB to plan with"
+        f"{gb(nearest.total)} GB ({gb(nearest.resident)} of it weights, gradients and optimizer), and a "
+        f"{cluster.gpu.name} has {gb(cluster.gpu.memory * (1 - HEADROOM))} GB to plan with"
     )
     yield from _remedies(shape, cluster, frugal, has_reference)
 
@@ -217,11 +220,10 @@ def _advice(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: b
 def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: bool) -> Iterator[str]:
     if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, replace(cluster, gpu=gpu), work, has_reference)]:
         yield f"GPUs on which it fits: {', '.join(fitting)}"
-    times = 2
-    while times <= MORE_GPUS and not _fits(shape, replace(cluster, n_gpus=cluster.n_gpus * times), work, has_reference):
-        times *= 2
-    if times <= MORE_GPUS:
-        yield f"it fits on {cluster.n_gpus * times} GPUs of this kind"
+    for times in MORE_GPUS:
+        if _fits(shape, replace(cluster, n_gpus=cluster.n_gpus * times), work, has_reference):
+            yield f"it fits on {cluster.n_gpus * times} GPUs of this kind"
+            break
     smaller = replace(work, micro_tokens=work.sequence_length)
     if work.micro_tokens > work.sequence_length and _fits(shape, cluster, smaller, has_reference):
         yield f"it fits with micro-batches of one sequence ({work.sequence_length} tokens)"
@@ -236,6 +238,4 @@ def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, has_reference:
 
 def _fits(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: bool) -> bool:
     room = cluster.gpu.memory * (1 - HEADROOM)
-    return any(
-        _binding(shape, work, layout, has_reference).total <= room for layout in layouts(shape, cluster, work)
-    )
+    return any(_binding(shape, work, layout, has_reference).total <= room for layout in layouts(shape, cluster, work))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from fivefold.layout.check import layout_problems
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.plan_shape import PlanShape
@@ -14,8 +16,8 @@ class Stage:
     """One pipeline stage. Its ranks all hold the same amounts."""
 
     index: int
-    layers: tuple[int, ...]
-    """The layers' numbers, of all its virtual stages."""
+    chunks: tuple[range, ...]
+    """The layers' numbers, for each of its virtual stages."""
     n_moe: int
     has_embedding: bool
     has_head: bool
@@ -23,7 +25,13 @@ class Stage:
 
     @property
     def n_layers(self) -> int:
-        return len(self.layers)
+        return sum(len(chunk) for chunk in self.chunks)
+
+    @property
+    def spans(self) -> str:
+        """Its layers in words: `0-3, 8-11`; of many chunks, the first three."""
+        spans = [f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}" for chunk in self.chunks]
+        return ", ".join(spans[:3]) + (f", ... ({len(spans)} parts)" if len(spans) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,19 @@ class RankParameters:
         return self.dense + self.experts
 
 
+def plan_problems(layout: ParallelLayout, shape: PlanShape) -> Iterator[str]:
+    """One line for each rule that the layout breaks.
+
+    Stages may be uneven for models that are planned but not trained, because other engines take them so.
+    """
+    if shape.is_trainable:
+        yield from layout_problems(layout, shape)
+        return
+    yield from layout_problems(replace(layout, pp=1, vpp=1), shape)
+    if layout.pp * layout.vpp > shape.n_layers:
+        yield f"{shape.n_layers} layers are too few for p{layout.pp}*v{layout.vpp}: a stage needs at least one"
+
+
 def stages(layout: ParallelLayout, shape: PlanShape) -> tuple[Stage, ...]:
     """The stages of the pipeline, first to last.
 
@@ -53,12 +74,11 @@ def _stage(layout: ParallelLayout, shape: PlanShape, index: int) -> Stage:
     if shape.n_layers % (layout.pp * layout.vpp) == 0:
         chunks = stage_layers(layout, shape.n_layers, index)
     else:
-        chunks = _uneven_chunks(shape.n_layers, layout.pp * layout.vpp)[index :: layout.pp]
-    layers = tuple(layer for chunk in chunks for layer in chunk)
+        chunks = tuple(_uneven_chunks(shape.n_layers, layout.pp * layout.vpp)[index :: layout.pp])
     return Stage(
         index=index,
-        layers=layers,
-        n_moe=sum(shape.moe_layers[layer] for layer in layers),
+        chunks=chunks,
+        n_moe=sum(shape.moe_layers[layer] for chunk in chunks for layer in chunk),
         has_embedding=index == 0,
         has_head=index == layout.pp - 1,
     )

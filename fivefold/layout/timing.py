@@ -1,7 +1,7 @@
 """How long an optimizer step takes, from a few constants that can be checked.
 
     GPU time of a micro-batch   = matmuls / (peak * efficiency) + element-wise bytes / (bandwidth * efficiency)
-                                + traffic of tp, cp, ep (nothing overlaps them), at least the time to launch its kernels
+                                + traffic of tp, cp, ep (nothing overlaps them) + waits for the host
     step                        = (micro-batches + (pp - 1) / vpp) * the slowest stage's
                                 + optimizer + weights' all-gather + what the last backward pass does not hide of dp
 
@@ -32,14 +32,16 @@ ATTENTION_BACKWARD_EFFICIENCY = 0.21
 """Of twice the forward FLOPs; flash attention also computes the scores again."""
 BANDWIDTH_EFFICIENCY = 0.65
 """Of the memory's bandwidth, in element-wise kernels."""
-PASSES_OVER_SAVED = 10
+PASSES_OVER_SAVED = 8
 """Times that each saved byte, or its gradient, is read or written by element-wise kernels, forward and backward."""
 OPTIMIZER_BYTES = 34
 """Read and written for a parameter of the shard: gradient norm, AdamW, the bf16 copy."""
 ACCUMULATION_BYTES = 12
 """Read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
 LAUNCH_SECONDS = 0.003
-"""Python and CUDA launches of one layer, forward and backward."""
+"""Python and CUDA launches of one layer and micro-batch, forward and backward."""
+EXCHANGE_SECONDS = 0.004
+"""Wait of one MoE layer and micro-batch with ep > 1: the host must learn how many rows arrive before it launches more."""
 SLACK = 0.7
 
 _COLLECTIVES_IN_THE_WAY = ("tp", "cp", "ep", "etp")
@@ -55,7 +57,7 @@ class StepTime:
     recompute: float
     """Forward passes that are done again."""
     launching: float
-    """The GPU waits for Python to launch kernels."""
+    """The GPU waits for Python to launch kernels, or to learn how many rows an exchange brings."""
     exposed: float
     """Traffic of tp, cp and ep that nothing hides."""
     bubble: float
@@ -94,7 +96,9 @@ class StepTime:
 
 def step_time(layout: ParallelLayout, shape: PlanShape, work: Workload, gpu: Gpu, gpus_per_node: int) -> StepTime:
     """The time of one optimizer step: forward, backward and update."""
-    timed = [(_StageTime.of(layout, shape, work, stage, gpu, gpus_per_node), stage) for stage in _distinct(layout, shape)]
+    timed = [
+        (_StageTime.of(layout, shape, work, stage, gpu, gpus_per_node), stage) for stage in _distinct(layout, shape)
+    ]
     slowest, stage = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)
     traffic = step_traffic(layout, shape, work, stage, gpus_per_node)
@@ -167,12 +171,15 @@ class _StageTime:
         moved = PASSES_OVER_SAVED * saved * fill
         moved += ACCUMULATION_BYTES * rank_parameters(layout, shape, stage).experts
         element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
-        layers = (3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY) / gpu.peak + moved / element_wise
+        layers = (
+            3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY
+        ) / gpu.peak + moved / element_wise
         again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
         mlp_dense = forward.dense_mlps * _mlp_share(shape, stage)
         again = {
             "none": 0.0,
-            "selective": (mlp_dense / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY) / gpu.peak + mlp_saved * again_bytes,
+            "selective": (mlp_dense / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY) / gpu.peak
+            + mlp_saved * again_bytes,
             "full": (matmuls + scores) / gpu.peak + saved * again_bytes,
         }[work.recompute]
         # The logits are computed twice, so that they need not be kept.
@@ -184,6 +191,8 @@ class _StageTime:
         )
         launch = LAUNCH_SECONDS * stage.n_layers * (4 / 3 if work.recompute == "full" else 1)
         launching = max(0.0, launch - layers - again - exposed)
+        if layout.ep > 1:
+            launching += EXCHANGE_SECONDS * stage.n_moe
         return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
 
 

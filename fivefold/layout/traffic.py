@@ -1,7 +1,8 @@
 """Bytes that a rank sends in a step, by dimension of parallelism, and over which links.
 
-    tp    all-gather and reduce-scatter of the residual stream around attention and dense MLPs (sequence parallelism,
-          https://arxiv.org/abs/2205.05198): two each way forward, and one more all-gather backward for the weights' gradients
+    tp    all-gather and reduce-scatter of the residual stream around attention and around dense MLPs (sequence
+          parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
+          weights' gradients
     cp    all-gather of keys and values, reduce-scatter of their gradients
     ep    all-to-all of routed rows, there and back, forward and backward
     etp   all-gather and reduce-scatter of routed rows
@@ -61,7 +62,7 @@ def step_traffic(
     layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage, gpus_per_node: int
 ) -> tuple[Traffic, ...]:
     """Traffic of one rank of `stage`, for the dimensions that have any."""
-    strides = {
+    strides: dict[Dimension, int] = {
         "tp": 1,
         "cp": layout.tp,
         "dp": layout.tp,
@@ -70,7 +71,7 @@ def step_traffic(
         "ep": layout.etp,
         "edp": layout.etp * layout.ep,
     }
-    sizes = {
+    sizes: dict[Dimension, int] = {
         "tp": layout.tp,
         "cp": layout.cp,
         "ep": layout.ep,

@@ -92,7 +92,7 @@ class _CudaToCpu(TorchFunctionMode):
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not options:
-            return func(*args).replace("torch.Float", "torch.cuda.Float")
+            return func(*args).replace("torch.", "torch.cuda.")
         return func(*(_CPU if _is_cuda(arg) else arg for arg in args), **options)
 
 
@@ -104,6 +104,9 @@ def _is_cuda(value: object) -> bool:
 
 class _Anything:
     """Stands for a CUDA stream or event: every method exists, does nothing and returns another of it."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Callable[..., _Anything]:
         return lambda *args, **kwargs: self
@@ -121,10 +124,12 @@ def _redirect_cuda_runtime() -> None:
         for name in names:
             # One function object a name: torch.compile has a rule for each and refuses an object that has two.
             setattr(module, name, lambda *args, **kwargs: None)
-    anything = _Anything()
     torch.cuda.current_device = lambda: _CPU
-    for name in ("Stream", "Event", "current_stream", "default_stream"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: anything)
+    for name in ("Stream", "Event"):
+        # Still types: libraries that are imported later annotate with them.
+        setattr(torch.cuda, name, type(name, (_Anything,), {}))
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: _Anything())
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 

@@ -148,8 +148,8 @@ class RunDir:
         if has_results and not overwrite:
             word = state if state not in ("setup", "running") else "killed"
             raise ValueError(
-                f"{self.path} holds the results of a {word} run of {status['began']}: choose another trial_name, such as "
-                f"trial_name={self._free_name()}, or delete those results with --overwrite"
+                f"{self.path} holds the results of a {word} run of {status['began']}: choose another trial_name, "
+                f"such as trial_name={self._free_name()}, or delete those results with --overwrite"
             )
 
     def _free_name(self) -> str:

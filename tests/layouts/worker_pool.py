@@ -8,6 +8,7 @@ failure or a hang the processes are in an unknown state: they are ended, and the
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -61,7 +62,8 @@ class WorkerPool:
             self._start()
         message = pickle.dumps((function, args))
         for pipe in self._pipes:
-            pipe.send_bytes(message)
+            with contextlib.suppress(BrokenPipeError):  # a process that died is reported with the answers
+                pipe.send_bytes(message)
         answers = self._collect(time_limit)
         failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
         if failures or len(answers) < self.n:
@@ -104,7 +106,7 @@ class WorkerPool:
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     answers[rank] = (False, "the process died")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -168,7 +170,11 @@ def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file
     _membership = _Membership(rank, world_size, store)
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        _membership.join()
+        try:
+            _membership.join()
+        except (RuntimeError, dist.DistError):
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            return
         while True:
             try:
                 message = pipe.recv_bytes()

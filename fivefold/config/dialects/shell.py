@@ -74,21 +74,21 @@ class _Reader:
         self._at = 0
         self._depth = 0
 
-    def run(self, tokens: list[Token], start: int = 0) -> Status:
-        """Follows the statements of `tokens` from `start` on."""
+    def run(self, tokens: list[Token], body: int | None = None) -> Status:
+        """Follows the statements of `tokens`, or the one command at `body`."""
         outer = self._tokens, self._at
-        self._tokens, self._at = tokens, start
-        status = self._command(live=True) if start else self._statements(live=True, until=frozenset())
+        self._tokens, self._at = tokens, body or 0
+        status = self._statements(live=True, until=frozenset()) if body is None else self._command(live=True)
         self._tokens, self._at = outer
         return status
 
     def evaluate(self, words: Sequence[Text]) -> Status:
         """`eval`: the words, read a second time as a command."""
-        notes = tuple(note for word in words for note in word.notes)
+        notes = {word.text.partition("=")[0]: word.notes for word in words}
         before = len(self.script.launches)
         status = self.run(tokenize(" ".join(word.text for word in words)))
         self.script.launches[before:] = [
-            [Text(word.text, (*word.notes, *_relevant(notes, word, words))) for word in launch]
+            [Text(word.text, notes.get(word.text.partition("=")[0], ()) + word.notes) for word in launch]
             for launch in self.script.launches[before:]
         ]
         return status
@@ -170,6 +170,7 @@ class _Reader:
             "select": self._loop,
             "{": self._group,
             "function": self._function,
+            "[[": self._conditional,
         }.get(token.bare or "")
         if compound is not None:
             self._at += 1
@@ -239,6 +240,42 @@ class _Reader:
         self._command(live=False)
         return True
 
+    def _conditional(self, opened: Token, live: bool) -> Status:
+        """`[[ ... ]]`, whose `&&`, `||` and brackets stand between tests."""
+        status = self._alternatives()
+        if self._keyword() != "]]":
+            while self._keyword() != "]]" and self._peek() is not None:
+                self._at += 1  # a test of a kind that is not known
+            status = None
+        self._expect("]]", opened=opened)
+        return status
+
+    def _alternatives(self) -> Status:
+        status = self._conjunction()
+        while self._is_operator("||"):
+            self._at += 1
+            other = self._conjunction()
+            status = True if True in (status, other) else None if None in (status, other) else False
+        return status
+
+    def _conjunction(self) -> Status:
+        status: Status = True
+        while True:
+            self._skip("&&")
+            if self._is_operator("("):
+                self._at += 1
+                part = self._alternatives()
+                self._skip(")")
+            else:
+                words: list[str] = []
+                while (token := self._peek()) is not None and token.kind == "word" and token.bare != "]]":
+                    words.append(self._word_text())
+                part = _test(words)
+            status = False if False in (status, part) else None if None in (status, part) else True
+            self._skip()
+            if not self._is_operator("&&"):
+                return status
+
     # Simple commands
 
     def _simple(self, *, live: bool) -> Status:
@@ -283,8 +320,8 @@ class _Reader:
                 return self.evaluate(texts[1:])
             case [Text(text=command)] if command in self._functions and self._depth < MOST_CALLS:
                 return self._call(command)
-            case [Text(text="[" | "[[" | "test")]:
-                return _test([text.text for text in texts[1:] if text.text not in ("]", "]]")])
+            case [Text(text="[" | "test")]:
+                return _test([text.text for text in texts[1:] if text.text != "]"])
             case [Text(text="source" | ".")]:
                 self._note(first, f"`source {' '.join(text.text for text in texts[1:])}` is not followed")
                 return None
@@ -297,9 +334,8 @@ class _Reader:
         return None
 
     def _call(self, name: str) -> Status:
-        tokens, start = self._functions[name]
         self._depth += 1
-        status = self.run(tokens, start)
+        status = self.run(*self._functions[name])
         self._depth -= 1
         return status
 
@@ -340,12 +376,6 @@ def _assignment(word: Word) -> tuple[str, bool, Word] | None:
         return None
     rest = Piece(word[0].text[match.end() :], quoted=False, expands=True)
     return match[1], bool(match[2]), (rest, *word[1:])
-
-
-def _relevant(notes: Sequence[str], word: Text, words: Sequence[Text]) -> tuple[str, ...]:
-    """Of the notes on an `eval`'s words, those on the word of the same key."""
-    key = word.text.partition("=")[0]
-    return tuple(note for other in words if other.text.partition("=")[0] == key for note in other.notes if note in notes)
 
 
 def _test(words: list[str]) -> Status:

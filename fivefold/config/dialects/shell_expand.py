@@ -144,11 +144,20 @@ class Expander:
             self._variables.read.add(name)
             notes += [note for item in items for note in item.notes]
             return str(len(items)) if length else MARK.join(item.text for item in items)
+        if index is not None and name in self._variables.arrays:
+            return self._item(name, index, notes)
         if length:
             return str(len(self._value(name, notes)))
         if not rest:
             return "" if name in SPECIAL else self._value(name, notes)
         return self._operation(name, rest, notes)
+
+    def _item(self, name: str, index: str, notes: list[str]) -> str:
+        items, place = self._variables.arrays[name], self.arithmetic(index[1:-1], notes)
+        if not place or not 0 <= int(place) < len(items):
+            return ""
+        notes += items[int(place)].notes
+        return items[int(place)].text
 
     def _operation(self, name: str, rest: str, notes: list[str]) -> str:
         value = self._variables.get(name)

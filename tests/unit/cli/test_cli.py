@@ -54,7 +54,9 @@ def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Calla
     result = invoke("train", recipe, "actor.optimizer.lr=2e-6", "trial_name=t", "--overwrite")
     assert result.exit_code == 0, result.output
     got = seen["recipe"]
-    assert isinstance(got, TrainRecipe) and got.actor.optimizer.lr == 2e-6 and got.trial_name == "t"
+    assert isinstance(got, TrainRecipe)
+    assert got.actor.optimizer.lr == 2e-6
+    assert got.trial_name == "t"
     assert seen["overwrite"] is True
 
 
@@ -66,14 +68,17 @@ def test_sft_and_eval(recipe: str, loop: Callable[[str, Loop], None]) -> None:
 
     loop("evaluate", lambda recipe, *, model: {"accuracy": 0.5, "model": model})
     result = invoke("eval", recipe, "--model", "elsewhere")
-    assert result.exit_code == 0 and json.loads(result.stdout) == {"accuracy": 0.5, "model": "elsewhere"}
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"accuracy": 0.5, "model": "elsewhere"}
 
 
 def test_a_wrong_recipe_is_2_and_one_message(recipe: str) -> None:
     result = invoke("train", recipe, "actor.optimizer.learning_rate=1", "gconfig.temperature=-1")
     assert result.exit_code == 2
-    assert result.stderr.startswith("Error: ") and "Traceback" not in result.stderr
-    assert "actor.optimizer.learning_rate" in result.stderr and "gconfig.temperature" in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert "Traceback" not in result.stderr
+    assert "actor.optimizer.learning_rate" in result.stderr
+    assert "gconfig.temperature" in result.stderr
     assert invoke("train", "no-such.yaml").exit_code == 2
     assert invoke("trian").exit_code == 2
 
@@ -84,7 +89,8 @@ def test_a_value_error_of_the_setup_is_2(recipe: str, loop: Callable[[str, Loop]
 
     loop("train", train)
     result = invoke("train", recipe)
-    assert result.exit_code == 2 and result.stderr == "Error: 14 heads cannot be split over 4 ranks\n"
+    assert result.exit_code == 2
+    assert result.stderr == "Error: 14 heads cannot be split over 4 ranks\n"
 
 
 def test_a_failed_worker_is_1_with_its_traceback_and_log(
@@ -110,7 +116,8 @@ def test_a_fault_of_ours_keeps_its_traceback(recipe: str, loop: Callable[[str, L
 
     loop("train", train)
     result = invoke("train", recipe)
-    assert result.exit_code == 1 and isinstance(result.exception, KeyError)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
 
 
 def test_an_interrupted_run_says_what_it_saved(recipe: str, loop: Callable[[str, Loop], None]) -> None:
@@ -123,7 +130,8 @@ def test_an_interrupted_run_says_what_it_saved(recipe: str, loop: Callable[[str,
     loop("train", train)
     result = invoke("train", recipe)
     assert result.exit_code == 130
-    assert "Saved in" in result.stderr and "metrics.jsonl" in result.stderr
+    assert "Saved in" in result.stderr
+    assert "metrics.jsonl" in result.stderr
 
     def not_begun(recipe: TrainRecipe, *, overwrite: bool) -> None:
         raise KeyboardInterrupt
@@ -137,7 +145,8 @@ def test_version_and_help() -> None:
     for command in ("train", "sft", "eval", "generate"):
         assert command in invoke("--help").stdout
         text = invoke(command, "--help").stdout
-        assert "Example" in text and "130  it was interrupted" in text
+        assert "Example" in text
+        assert "130  it was interrupted" in text
 
 
 @pytest.mark.parametrize("args", [["--version"], ["train", "--help"], ["train", "no-such.yaml"]])
@@ -155,7 +164,9 @@ print([name for name in ("torch", "ray", "transformers", "megatron") if name in 
 
 def test_generate_refuses_what_the_engine_cannot_do() -> None:
     result = invoke("generate", "--model", "x", "--prompt", "1+1=", "--top-p", "0")
-    assert result.exit_code == 2 and "top_p" in result.stderr and "Traceback" not in result.stderr
+    assert result.exit_code == 2
+    assert "top_p" in result.stderr
+    assert "Traceback" not in result.stderr
     assert invoke("generate", "--prompt", "1+1=").exit_code == 2
     assert invoke("generate", "--model", "x", "--prompt", "1+1=", "--dtype", "int8").exit_code == 2
 

@@ -12,7 +12,7 @@ from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.observe.timers import PhaseTimers
 
 sys.path.insert(0, str(Path(__file__).parent))
-import engines  # noqa: E402
+import engines
 
 # The workers' processes cannot import this folder.
 cloudpickle.register_pickle_by_value(engines)

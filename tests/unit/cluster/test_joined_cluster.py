@@ -54,6 +54,7 @@ def test_roles_share_the_devices_that_are_reserved_and_give_them_back(cluster: s
         seen = told["seen"]
         assert isinstance(seen, dict)
         (first,), (second,) = seen["actor"]
-        assert {first, second} < {"0", "1", "2", "3"} and first != second
+        assert {first, second} < {"0", "1", "2", "3"}
+        assert first != second
         assert seen["rollout"] == [[second], [first]]
         assert "cluster.n_gpus_per_node is 5, but this machine has 4 GPUs" in str(told["refused"])

@@ -62,7 +62,9 @@ def test_ctrl_c(tmp_path: Path) -> None:
         assert driver.returncode == 130
         assert out == ""
         assert err.split("\n")[1] == "Interrupted: ending all processes. Once more ends them without waiting."
-        assert "Saved in" in err and "metrics.jsonl" in err and "Traceback" not in err
+        assert "Saved in" in err
+        assert "metrics.jsonl" in err
+        assert "Traceback" not in err
         assert gone(pids)
         assert status(tmp_path) == "interrupted"
     assert ray_folders() <= before
@@ -83,7 +85,8 @@ def test_a_worker_is_killed(tmp_path: Path) -> None:
         out, err = driver.communicate(timeout=30)
         assert driver.returncode == 1
         assert out == ""
-        assert err.startswith("\nThe run failed: actor rank 1 failed in phase 'train'") and "actor-1.log" in err
+        assert err.startswith("\nThe run failed: actor rank 1 failed in phase 'train'")
+        assert "actor-1.log" in err
         assert "(raylet)" not in err
         assert gone(pids)
         assert status(tmp_path) == "failed"

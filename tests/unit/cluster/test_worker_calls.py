@@ -74,7 +74,8 @@ def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: p
     for rank in range(2):
         assert (session.logs / f"talker-{rank}.log").read_text().count("hello") == 3
     captured = capfd.readouterr()
-    assert captured.out == "" and captured.err == ""
+    assert captured.out == ""
+    assert captured.err == ""
 
 
 def test_ranks_meet_in_torch_distributed(session: Session) -> None:
@@ -96,5 +97,5 @@ def test_kill_ends_workers_and_what_they_started(session: Session) -> None:
 
 def test_asking_for_what_the_machine_does_not_have() -> None:
     config = SchedulerConfig()
-    with pytest.raises(ValueError, match="cluster.n_nodes is 2.*set scheduler.type=ray"):
+    with pytest.raises(ValueError, match=r"cluster\.n_nodes is 2.*set scheduler\.type=ray"):
         Session.open(config, ClusterConfig(n_nodes=2), None, PhaseTimers())  # type: ignore[arg-type]

@@ -28,9 +28,12 @@ def test_a_rank_raises_while_the_others_block(session: Session) -> None:
     assert time.monotonic() - began < 5
     error = caught.value
     assert (error.role, error.rank, error.phase) == ("actor", 1, "train")
-    assert error.traceback_text.startswith("Traceback") and "ValueError: no good" in error.traceback_text
-    assert "raise_on" in error.traceback_text and "cluster/worker.py" not in error.traceback_text
-    assert "actor rank 1 failed in phase 'train'" in str(error) and str(error.log) in str(error)
+    assert error.traceback_text.startswith("Traceback")
+    assert "ValueError: no good" in error.traceback_text
+    assert "raise_on" in error.traceback_text
+    assert "cluster/worker.py" not in error.traceback_text
+    assert "actor rank 1 failed in phase 'train'" in str(error)
+    assert str(error.log) in str(error)
     assert "ValueError: no good" in error.log.read_text()
     assert gone(pids)
 
@@ -86,8 +89,10 @@ def test_time_out_names_who_has_not_answered_and_where_they_are(
     with pytest.raises(PhaseTimeout) as caught, PhaseTimers.phase(session.timers, "weight sync"):
         group.call("raise_on", 5, "nobody has rank 5")
     message = str(caught.value)
-    assert caught.value.phase == "weight sync" and "phase 'weight sync' took longer than" in message
-    assert "scheduler.timeout_s=1 s" in message and "no answer from actor rank 0, actor rank 1" in message
+    assert caught.value.phase == "weight sync"
+    assert "phase 'weight sync' took longer than" in message
+    assert "scheduler.timeout_s=1 s" in message
+    assert "no answer from actor rank 0, actor rank 1" in message
     assert "in raise_on" in message
     assert gone(pids)
 

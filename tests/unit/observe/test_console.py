@@ -79,7 +79,8 @@ def test_what_is_missing_or_no_number_is_a_dash() -> None:
 def test_kl_to_the_reference_comes_first() -> None:
     table = StepTable(TRAIN_COLUMNS, n_steps=1, width=160)
     row = table.row(1, {"kl_ref": 0.5, "ppo_kl_k3": 0.25}, {})
-    assert "0.500" in row and "0.250" not in row
+    assert "0.500" in row
+    assert "0.250" not in row
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,9 @@ def test_a_file_gets_no_colour_no_box_and_no_status_line() -> None:
         console.step(1, METRICS, SECONDS)
         console.end("done", {"weights": "w"})
     text = out.getvalue()
-    assert "\x1b" not in text and "╭" not in text and "elapsed" not in text
+    assert "\x1b" not in text
+    assert "╭" not in text
+    assert "elapsed" not in text
     assert text.startswith("title\n  model  m\n")
 
 
@@ -142,7 +145,7 @@ def test_the_status_line_of_a_terminal() -> None:
 
 def test_steps_before_start_are_a_mistake_of_ours() -> None:
     console, _ = screen(100, terminal=False)
-    with pytest.raises(RuntimeError, match="before RunConsole.start"):
+    with pytest.raises(RuntimeError, match=r"before RunConsole\.start"):
         console.step(1, {}, {})
 
 

@@ -43,7 +43,8 @@ def test_samples_keep_their_characters_and_lose_their_nan(tmp_path: Path) -> Non
     with JsonLines(tmp_path / "samples.jsonl") as lines:
         lines.write({"prompt": "π = ?\n", "logprobs": [-0.5, -math.inf], "deep": {"x": (math.nan, 1)}})
     text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
-    assert "π" in text and text.count("\n") == 1
+    assert "π" in text
+    assert text.count("\n") == 1
     assert strict(text) == {"prompt": "π = ?\n", "logprobs": [-0.5, None], "deep": {"x": [None, 1]}}
 
 

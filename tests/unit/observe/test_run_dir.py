@@ -40,11 +40,13 @@ def status(run: RunDir) -> dict[str, object]:
 def test_a_run_from_begin_to_end(tmp_path: Path) -> None:
     with RunDir.create(recipe(tmp_path), overwrite=False) as run:
         assert run.path == tmp_path / "runs/e/trial-0"
-        assert status(run)["state"] == "setup" and run.is_ours()
+        assert status(run)["state"] == "setup"
+        assert run.is_ours()
         run.started()
         assert status(run)["state"] == "running"
         run.write_summary({"accuracy": 0.9})
-    assert status(run)["state"] == "finished" and status(run)["error"] is None
+    assert status(run)["state"] == "finished"
+    assert status(run)["error"] is None
     assert load_recipe(run.recipe, [], TrainRecipe) == recipe(tmp_path)
     assert json.loads(run.summary.read_text()) == {"accuracy": 0.9}
     assert set(run.saved()) == {"summary", "recipe"}
@@ -57,7 +59,9 @@ def test_results_are_not_overwritten_unasked(tmp_path: Path) -> None:
         RunDir.create(recipe(tmp_path), overwrite=False)
     assert run.summary.exists()
     again = RunDir.create(recipe(tmp_path), overwrite=True)
-    assert not again.summary.exists() and not again.metrics.exists() and again.recipe.exists()
+    assert not again.summary.exists()
+    assert not again.metrics.exists()
+    assert again.recipe.exists()
 
 
 def test_the_next_name_of_a_trial_without_a_number(tmp_path: Path) -> None:
@@ -100,26 +104,29 @@ def test_a_failure_in_the_setup_stays_a_value_error_and_blocks_no_name(tmp_path:
     for _ in range(2):
         with pytest.raises(ValueError, match="heads"), RunDir.create(recipe(tmp_path), overwrite=False) as run:
             raise ValueError("14 heads cannot be split over 4 ranks")
-    assert status(run)["state"] == "failed" and status(run)["error"] == "14 heads cannot be split over 4 ranks"
+    assert status(run)["state"] == "failed"
+    assert status(run)["error"] == "14 heads cannot be split over 4 ranks"
 
 
 def test_a_failure_of_the_run_keeps_its_traceback(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"(?s)shapes differ.*driver\.log") as caught:
-        with RunDir.create(recipe(tmp_path), overwrite=False) as run:
-            run.started()
-            raise ValueError("shapes differ")
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    with pytest.raises(RunFailed, match=r"(?s)shapes differ.*driver\.log") as caught, run:
+        raise ValueError("shapes differ")
     assert isinstance(caught.value.__cause__, ValueError)
     assert "ValueError: shapes differ" in (run.logs / "driver.log").read_text()
     assert status(run)["state"] == "failed"
 
 
 def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), RunDir.create(recipe(tmp_path), overwrite=False) as run:
-        run.started()
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    with pytest.raises(KeyError), run:
         raise KeyError("x")
     assert status(run)["state"] == "failed"
-    with pytest.raises(KeyboardInterrupt), RunDir.create(recipe(tmp_path), overwrite=False) as run:
-        run.started()
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    with pytest.raises(KeyboardInterrupt), run:
         raise KeyboardInterrupt
     assert status(run)["state"] == "interrupted"
 

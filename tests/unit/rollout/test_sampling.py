@@ -80,6 +80,18 @@ def test_a_nucleus_wider_than_the_first_look(top_p: float) -> None:
     torch.testing.assert_close(logprobs, expected.log().float()[tokens], rtol=0, atol=1e-3)
 
 
+def test_a_large_vocabulary_is_inverted_like_one_running_sum() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, 3001, generator=generator) * 3
+    logits[:, 700:1400] = -torch.inf
+    uniforms = uniform_numbers(range(64), 1)[:, 0]
+    cdf = logits.double().softmax(-1).cumsum(-1)
+    expected = (cdf <= uniforms[:, None]).sum(-1)
+    tokens, logprobs = choose_tokens(logits, uniforms, sampling(), None)
+    assert torch.equal(tokens, expected)
+    assert bool(logprobs.isfinite().all())
+
+
 def test_forbidden_tokens_are_outside_the_distribution() -> None:
     logits = torch.tensor([5.0, 1.0, 0.0, 0.5])
     tokens, logprobs = draw(logits, sampling(), forbidden=torch.tensor([0, 3]))

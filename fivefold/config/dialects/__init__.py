@@ -1,0 +1,1 @@
+"""Other frameworks' configurations, read key by key: one module a framework."""

@@ -1,0 +1,32 @@
+"""What a framework's module offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.config.dialects.draft import Draft
+from fivefold.config.dialects.source import Document
+
+
+def merged(documents: Sequence[Document]) -> Document:
+    """The keys of all documents, those of later ones over earlier."""
+    whole = Document("source")
+    for document in documents:
+        whole.update(document)
+    return whole
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A framework's way to say things."""
+
+    title: str
+    """Its name, as its authors write it."""
+    convert: Callable[[Draft], None]
+    """Gives every key that it knows an entry, or a place in a role's plan."""
+    defaults: Mapping[str, Any]
+    """What holds for keys that are left out, where Fivefold's own default is another."""
+    merge: Callable[[Sequence[Document]], Document] = merged
+    """Brings the files and overrides together."""

@@ -1,0 +1,38 @@
+"""verl: `python3 -m verl.trainer.main_ppo a.b=c ...`, from launch scripts, or its trainer's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialects import verl_tree
+from fivefold.config.dialects.dialect import Dialect
+from fivefold.config.dialects.draft import Draft
+from fivefold.config.dialects.verl_rules import ACTOR, ROLLOUT, RULES
+from fivefold.config.dialects.verl_tree import Tree
+
+DEFAULTS: Mapping[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    ACTOR + "ppo_mini_batch_size": 256,
+    ACTOR + "clip_ratio_c": 3.0,
+    ROLLOUT + "n": 1,
+    ROLLOUT + "tensor_model_parallel_size": 2,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.total_epochs": 30,
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+}
+
+
+def convert(draft: Draft) -> None:
+    """An unset expert tensor degree reaches Megatron-Core as none, which means the tensor degree."""
+    verl_tree.convert_tree(draft, Tree(etp_follows_tp=True))
+    verl_tree.warmup_and_rates(draft, ACTOR + "optim.", verl_tree.training_steps(draft, ""))
+    draft.apply(RULES)
+
+
+DIALECT = Dialect("verl", convert, DEFAULTS)

@@ -1,0 +1,164 @@
+"""From another framework's degrees and device lists to allocation strings, `d` following from the devices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from fivefold.config.dialects.draft import Draft, Role, RolePlan
+from fivefold.layout.allocation import AllocationError, RoleAllocation, RuleError, parse, parse_role
+from fivefold.layout.devices import parse_devices
+from fivefold.layout.plan_shape import find_shape
+
+MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
+DEFAULT_GPUS_PER_NODE = 8
+
+
+def lay_out(draft: Draft) -> None:
+    """Turns the draft's role plans into `actor.backend`, `rollout.backend`, `ref.backend` and `rollout.colocate`.
+
+    A plan that its devices cannot hold makes its keys unsupported; the role then takes whatever devices there are.
+    """
+    _check_strings(draft)
+    _read_device_lists(draft)
+    actor = _settle(draft, "actor")
+    _settle(draft, "rollout")
+    if draft.is_shared is not None and {"actor", "rollout"} <= set(draft.plans):
+        draft.recipe.setdefault("rollout.colocate", draft.is_shared)
+    _settle_reference(draft, actor)
+
+
+def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
+    plan = draft.plans.get(role)
+    if plan is None:
+        return None
+    to = f"{role}.backend"
+    try:
+        allocation = _allocation(draft, plan)
+    except ValueError as error:
+        draft.recipe[to] = f"{plan.backend}:d*"
+        for key in plan.keys:
+            draft.unsupported(key, f"{error}; {role} is laid out as {draft.recipe[to]} instead")
+        return None
+    draft.recipe[to] = str(allocation)
+    for key, note in plan.keys.items():
+        draft.mapped(key, to, str(allocation), note)
+    return allocation
+
+
+def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
+    """The reference lives in the actor's processes, unless it is laid out otherwise on the same devices."""
+    plan = draft.plans.get("ref")
+    if plan is None:
+        return
+    if not draft.recipe.get("actor.kl_ctl"):
+        reason = "no reference model is loaded: the weight of the KL term is 0"
+    else:
+        try:
+            own = _allocation(draft, plan)
+        except ValueError as error:
+            for key in plan.keys:
+                draft.unsupported(key, f"{error}; the reference is laid out as the actor instead")
+            return
+        reason = "as the actor, in whose processes the reference runs"
+        if actor is None or replace(own, vpp=1) != replace(actor, vpp=1):
+            for key, note in plan.keys.items():
+                draft.mapped(key, "ref.backend", str(own), note)
+    for key in plan.keys:
+        draft.implied(key, reason)
+
+
+def _allocation(draft: Draft, plan: RolePlan) -> RoleAllocation:
+    """The plan on its devices.
+
+    Raises:
+        ValueError: whole replicas do not fill the devices, or experts do not fit a pipeline stage.
+    """
+    replica = plan.get("tp") * plan.get("pp") * plan.get("cp")
+    dp = None
+    if plan.n_devices is not None:
+        if plan.n_devices < replica or plan.n_devices % replica:
+            raise ValueError(f"{plan.n_devices} devices do not hold whole replicas of t*p*c = {replica}")
+        dp = plan.n_devices // replica
+    return RoleAllocation(
+        plan.backend,
+        dp=dp,
+        tp=plan.get("tp"),
+        pp=plan.get("pp"),
+        cp=plan.get("cp"),
+        vpp=plan.get("vpp"),
+        ep=plan.get("ep"),
+        etp=_expert_tensor_degree(draft, plan),
+    )
+
+
+def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
+    """What is written; else, where the framework hands none to Megatron-Core, the tensor degree, for an MoE model."""
+    if plan.backend != "megatron":
+        return 1
+    model = str(draft.recipe.get("actor.path", ""))
+    try:
+        is_moe = find_shape(model).is_moe
+    except ValueError:
+        is_moe = plan.get("ep") > 1 or bool(MOE_NAME.search(model))
+    if not is_moe:
+        return 1
+    return plan.degrees.get("etp", plan.get("tp") if plan.etp_follows_tp else 1)
+
+
+# Lists of devices
+
+
+def _read_device_lists(draft: Draft) -> None:
+    """How many devices each role has, which roles share them, and how many nodes that takes."""
+    lists: dict[Role, tuple[int, ...]] = {}
+    for role, plan in draft.plans.items():
+        if plan.devices is None:
+            continue
+        try:
+            lists[role] = parse_devices(str(plan.devices))
+        except AllocationError as error:
+            draft.unsupported(plan.devices_key, str(error))
+            continue
+        plan.n_devices = len(lists[role])
+        plan.keys[plan.devices_key] = f"{plan.n_devices} devices"
+    if not lists:
+        return
+    per_node = draft.recipe.get("cluster.n_gpus_per_node", DEFAULT_GPUS_PER_NODE)
+    last = max(device for devices in lists.values() for device in devices)
+    draft.recipe.setdefault("cluster.n_nodes", last // per_node + 1)
+    if {"actor", "rollout"} <= set(lists):
+        _share(draft, set(lists["actor"]), set(lists["rollout"]))
+    if {"actor", "ref"} <= set(lists) and set(lists["actor"]) != set(lists["ref"]):
+        _on_the_actors(draft, "ref", "the reference runs on the actor's devices")
+
+
+def _share(draft: Draft, actor: set[int], rollout: set[int]) -> None:
+    draft.is_shared = bool(actor & rollout)
+    if draft.is_shared and actor != rollout:
+        _on_the_actors(draft, "rollout", "rollout and actor share all of their devices or none")
+    elif not draft.is_shared and min(actor) < min(rollout):
+        draft.notes.append("on the cluster, the rollout's devices come first, then the actor's")
+
+
+def _on_the_actors(draft: Draft, role: Role, reason: str) -> None:
+    plan, actor = draft.plans[role], draft.plans["actor"]
+    plan.keys.pop(plan.devices_key)
+    draft.unsupported(plan.devices_key, f"{reason}; it is laid out on those")
+    plan.n_devices = actor.n_devices
+
+
+# Allocation strings that the source writes itself
+
+
+def _check_strings(draft: Draft) -> None:
+    """Takes back what cannot be read as a layout."""
+    for key in ("allocation_mode", "actor.backend", "rollout.backend", "ref.backend"):
+        value: Any = draft.recipe.get(key)
+        if value is None:
+            continue
+        try:
+            parse(value) if key == "allocation_mode" else parse_role(value)
+        except (AllocationError, RuleError) as error:
+            draft.demote(key, f"{getattr(error, 'rule', error)}; {getattr(error, 'fix', '')}")

@@ -1,0 +1,189 @@
+"""`fivefold import`: a recipe out of another framework's files, with an account of every key.
+
+    files, a.b=c ──read──> flat keys ──dialect──> recipe values, role plans, entries
+                                                         │
+                  recipe.yaml <──check── layouts <───────┘      each key: mapped, implied or unsupported
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+
+from fivefold.config.dialects import areal, roll, siirl, trinity, verl
+from fivefold.config.dialects.dialect import Dialect
+from fivefold.config.dialects.draft import Draft
+from fivefold.config.dialects.meanings import run_name
+from fivefold.config.dialects.report import Report
+from fivefold.config.dialects.source import OVERRIDE, Document, read_document, read_overrides, resolve
+from fivefold.config.load import load_recipe
+from fivefold.config.problems import RecipeError, known_keys, problems_of
+from fivefold.config.schema import TrainRecipe
+from fivefold.import_layouts import lay_out
+from fivefold.layout.placement import place
+
+Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
+DIALECTS: Mapping[Framework, Dialect] = {
+    "areal": areal.DIALECT,
+    "roll": roll.DIALECT,
+    "siirl": siirl.DIALECT,
+    "trinity": trinity.DIALECT,
+    "verl": verl.DIALECT,
+}
+MISSING = "???"
+NEEDED = ("actor.path", "train_dataset.path")
+SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
+
+
+def import_recipe(
+    framework: Framework,
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    output: Path,
+    *,
+    strict: bool = False,
+    as_json: bool = False,
+    overwrite: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Report:
+    """Writes a recipe to `output` that says what the framework's `files` and `overrides` say; shows the report.
+
+    Args:
+        framework: whose files they are.
+        files: YAML files and launch scripts; keys of later ones rule over those of earlier ones.
+        overrides: `a.b=c` in the framework's own keys, over all files.
+        output: the recipe's file.
+        strict: refuse to write if anything is unsupported.
+        as_json: print the report to standard output as JSON, besides the table on standard error.
+        overwrite: replace `output` if it exists.
+        environment: variables that launch scripts and `${oc.env:...}` may ask for; None: this process's own.
+
+    Raises:
+        ValueError: files that cannot be read, `output` exists, or, with `strict`, keys that are unsupported.
+    """
+    if output.exists() and not overwrite:
+        raise ValueError(f"{output} exists; give another name, or --overwrite")
+    recipe, report = convert(framework, files, overrides, os.environ if environment is None else environment)
+    Console(stderr=True).print(report.table())
+    if strict and report.unsupported:
+        lines = "\n".join(f"- {entry.key}: {entry.note}" for entry in report.unsupported)
+        raise ValueError(f"{len(report.unsupported)} keys are unsupported, and --strict allows none:\n{lines}")
+    _write(output, recipe, report)
+    if as_json:
+        json.dump({**report.as_dict(), "recipe": str(output)}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    return report
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Files and overrides, told apart: what looks like `a.b=c` and is no file is an override."""
+    overrides = [word for word in arguments if OVERRIDE.match(word) and not Path(word).exists()]
+    return [Path(word) for word in arguments if word not in overrides], overrides
+
+
+def convert(
+    framework: Framework, files: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], Report]:
+    """The recipe as nested keys, `???` where a value must still be given, and the report.
+
+    Raises:
+        ValueError: files that cannot be read.
+    """
+    if not files and not overrides:
+        raise ValueError("there is nothing to import; give YAML files, launch scripts or overrides as a.b=c")
+    dialect = DIALECTS[framework]
+    documents = [read_document(file, environment) for file in files]
+    source = dialect.merge([*documents, read_overrides(overrides)])
+    draft = Draft(resolve(source.values, environment), dialect.defaults, source.caveats)
+    dialect.convert(draft)
+    lay_out(draft)
+    draft.finish(f"no key of {dialect.title} that is known here")
+    draft.notes[:0] = source.notes
+    to_give = _complete(draft, documents)
+    recipe = _check(draft, to_give)
+    return recipe, Report(
+        framework=dialect.title,
+        sources=tuple(str(file) for file in files) + (("overrides",) if overrides else ()),
+        entries=tuple(draft.entries),
+        to_give=tuple(to_give),
+        notes=tuple(draft.notes),
+    )
+
+
+def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
+    """Fills in what follows from other keys; returns the keys that nothing tells."""
+    recipe = draft.recipe
+    if "experiment_name" not in recipe:
+        recipe["experiment_name"] = run_name(Path(documents[0].name).stem if documents else "imported")
+        draft.notes.append(f"experiment_name={recipe['experiment_name']}, after the file: the source names no run")
+    if "valid_dataset.path" in recipe:
+        for name in SAME_COLUMNS:
+            if (value := recipe.get(f"train_dataset.{name}")) is not None:
+                recipe.setdefault(f"valid_dataset.{name}", value)
+    if recipe.get("gconfig.n_samples") == 1 and recipe.get("actor.reward_norm.mean_level", "group") == "group":
+        recipe["actor.reward_norm.mean_level"] = recipe["actor.reward_norm.std_level"] = "batch"
+        draft.notes.append(
+            "one response a prompt leaves no signal within its group, so rewards are normalised over the batch"
+        )
+    missing = [key for key in NEEDED if key not in recipe]
+    recipe |= dict.fromkeys(missing, MISSING)
+    return missing
+
+
+def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
+    """The recipe, nested. Values that the schema refuses are taken back, and their keys become unsupported."""
+    while True:
+        recipe = _nested({key: "to-be-given" if key in to_give else value for key, value in draft.recipe.items()})
+        try:
+            checked = TrainRecipe.model_validate(recipe)
+        except ValidationError as error:
+            if not _take_back(draft, error):
+                raise RecipeError("the converted recipe", problems_of(error, TrainRecipe)) from error
+            continue
+        try:
+            place(checked)
+        except RecipeError as error:
+            draft.notes += [f"the layout does not fit: {problem}" for problem in error.problems]
+        return _nested(draft.recipe)
+
+
+def _take_back(draft: Draft, error: ValidationError) -> bool:
+    """Whether a value that the schema refuses was found and taken out of the recipe."""
+    found = False
+    for detail, problem in zip(error.errors(include_url=False), problems_of(error, TrainRecipe), strict=True):
+        location = ".".join(str(part) for part in detail["loc"])
+        # A missing key makes its whole section useless.
+        section = location.rpartition(".")[0] + "." if detail["type"] == "missing" else location
+        for key in [key for key in draft.recipe if key == location or (section and key.startswith(section))]:
+            draft.demote(key, problem)
+            found = True
+    return found
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and keys in the order of the schema."""
+    order = {key: place_ for place_, key in enumerate(known_keys(TrainRecipe))}
+    tree: dict[str, Any] = {}
+    for key in sorted(flat, key=lambda key: order.get(key, order.get(key.rpartition(".")[0], len(order)))):
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = flat[key]
+    return tree
+
+
+def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
+    """Report and recipe in one file, which is read back as `fivefold train` will."""
+    body = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=120)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(f"{report.comments()}\n{body}", encoding="utf-8")
+    load_recipe(output, [f"{key}=to-be-given" for key in report.to_give], TrainRecipe)

@@ -1,0 +1,218 @@
+"""Chunked, vocabulary-parallel log-probs against log_softmax over the whole logits, and the memory they take."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Workers
+from megatron_cases import Case
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.algorithms.loss import PolicyLoss
+from fivefold.bridge.mapping import padded_vocab
+from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.mcore.logprobs import linear_logprobs
+from fivefold.types import Batch
+
+HIDDEN = 12
+
+
+@dataclass(frozen=True)
+class Problem:
+    n_tokens: int = 37
+    vocab: int = 101
+    chunk_size: int = 8
+    temperature: float = 1.0
+    entropy_gradient: bool = True
+    dtype: torch.dtype = torch.float32
+    scale: float = 1.0
+    """Of the logits."""
+    tolerance: float = 1e-5
+    """Of values in nats and of gradients, against the largest where that is above 1."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    hidden_NH: torch.Tensor
+    weight_VH: torch.Tensor
+    targets_N: torch.Tensor
+    grads_2N: torch.Tensor
+    """Gradients of log-prob and entropy."""
+
+
+PROBLEMS = {
+    "chunks that do not divide": Problem(),
+    "one chunk": Problem(chunk_size=1000),
+    "a token a chunk": Problem(chunk_size=1),
+    "chunks that divide": Problem(n_tokens=32),
+    "hot": Problem(temperature=1.7),
+    "cold": Problem(temperature=0.3),
+    "no entropy gradient": Problem(entropy_gradient=False, temperature=0.7),
+    "no padding": Problem(vocab=64),
+    "shards of filler alone": Problem(vocab=2),
+    "no tokens": Problem(n_tokens=0),
+    "no tokens, no entropy gradient": Problem(n_tokens=0, entropy_gradient=False),
+    "one token": Problem(n_tokens=1),
+    # Logits near 1000 are 6e-5 apart in float32.
+    "large logits": Problem(scale=300.0, tolerance=1e-4),
+    # 8 bits of mantissa, in the gradient of the logits too.
+    "bfloat16": Problem(dtype=torch.bfloat16, tolerance=2e-2),
+}
+
+
+def make(problem: Problem) -> Tensors:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(problem.n_tokens, HIDDEN, generator=generator) * problem.scale
+    weight = torch.randn(problem.vocab, HIDDEN, generator=generator)
+    targets = torch.randint(0, problem.vocab, (problem.n_tokens,), generator=generator)
+    grads = torch.randn(2, problem.n_tokens, generator=generator)
+    return Tensors(hidden.to(problem.dtype), weight.to(problem.dtype), targets, grads)
+
+
+def on_full_logits(problem: Problem) -> dict[str, torch.Tensor]:
+    """log_softmax over [N, V] logits, in float64, differentiated by autograd."""
+    tensors = make(problem)
+    hidden = tensors.hidden_NH.double().requires_grad_()
+    weight = tensors.weight_VH.double().requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight.T / problem.temperature, dim=-1)
+    logprobs = log_p.gather(1, tensors.targets_N[:, None]).squeeze(1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    grad_logprob, grad_entropy = tensors.grads_2N.double()
+    differentiated = grad_logprob @ logprobs + (grad_entropy @ entropies if problem.entropy_gradient else 0.0)
+    differentiated.backward()
+    return {
+        "logprobs": logprobs.detach(),
+        "entropies": entropies.detach(),
+        "hidden gradient": hidden.grad,
+        "weight gradient": weight.grad,
+    }
+
+
+def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
+    """In a worker: the same with the vocabulary split over all ranks, put together again."""
+    tensors, group = make(problem), dist.group.WORLD
+    rows = padded_vocab(problem.vocab, group.size()) // group.size()
+    padded = torch.full((rows * group.size(), HIDDEN), 7.0, dtype=problem.dtype)  # filler that would win, if it counted
+    padded[: problem.vocab] = tensors.weight_VH
+    weight = torch.nn.Parameter(padded[group.rank() * rows : (group.rank() + 1) * rows].clone())
+    if into_main_grad:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    hidden = tensors.hidden_NH.clone().requires_grad_()
+    logprobs, entropies = linear_logprobs(
+        hidden,
+        weight,
+        tensors.targets_N,
+        temperature=problem.temperature,
+        entropy_gradient=problem.entropy_gradient,
+        chunk_size=problem.chunk_size,
+        vocab=problem.vocab,
+        group=group,
+    )
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert entropies.requires_grad == problem.entropy_gradient
+    outputs = [logprobs, entropies] if problem.entropy_gradient else [logprobs]
+    torch.autograd.backward(outputs, list(tensors.grads_2N[: len(outputs)]))
+    hidden_gradient = hidden.grad.clone()
+    dist.all_reduce(hidden_gradient)
+    local = weight.main_grad if into_main_grad else weight.grad
+    shards = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(shards, local)
+    whole = torch.cat(shards)
+    assert not whole[problem.vocab :].any(), "filler rows got a gradient"
+    return {
+        "logprobs": logprobs.detach(),
+        "entropies": entropies.detach(),
+        "hidden gradient": hidden_gradient,
+        "weight gradient": whole[: problem.vocab],
+    }
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True], ids=["to grad", "to main_grad"])
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_values_and_gradients_are_those_of_log_softmax(
+    workers: Workers, n_ranks: int, name: str, into_main_grad: bool
+) -> None:
+    problem = PROBLEMS[name]
+    wanted = on_full_logits(problem)
+    for result in workers(n_ranks).run(sharded, problem, into_main_grad):
+        for what, want in wanted.items():
+            assert result[what].shape == want.shape
+            size = max([1.0, *want.abs().flatten().tolist()])
+            error = max([0.0, *(result[what].double() - want).abs().flatten().tolist()])
+            assert error <= problem.tolerance * size, what
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation makes, backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def largest_tensor(problem: Problem) -> int:
+    with LargestTensor() as largest:
+        sharded(problem, into_main_grad=True)
+    return largest.elements
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_no_tensor_holds_more_logits_than_a_chunk(workers: Workers, n_ranks: int) -> None:
+    vocab, chunk_size = 4096, 16
+    largest = {
+        n_tokens: max(workers(n_ranks).run(largest_tensor, Problem(n_tokens=n_tokens, vocab=vocab, chunk_size=chunk_size)))
+        for n_tokens in (chunk_size, 3000)
+    }
+    assert largest[3000] == largest[chunk_size] <= vocab * chunk_size < 3000 * vocab / 100
+
+
+def largest_tensor_of_an_engine(case: Case, folder: Path, batch: Batch, loss: PolicyLoss) -> int:
+    engine = case.engine(folder, OptimizerConfig())
+    with LargestTensor() as largest:
+        engine.compute_logprobs(batch, temperature=loss.temperature)
+        engine.forward_backward(batch, loss)
+    return largest.elements
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2"])
+def test_the_whole_engine_never_holds_the_logits(
+    workers: Workers, models: Path, tmp_path: Path, layout: str, recompute: str
+) -> None:
+    vocab, hidden, chunk_size = 20_000, 32, 16
+    folder = tmp_path / "large-vocabulary"
+    shutil.copytree(models / "qwen3", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
+    n_tokens = 400
+    fields = {name: torch.zeros(n_tokens) for name in ("advantages", "old_logprobs", "ref_logprobs")}
+    batch = Batch((n_tokens,), torch.arange(n_tokens), (torch.arange(n_tokens) > 0).float(), fields)
+    loss = PolicyLoss(1.0, 0.2, 0.2, None, "token_mean", entropy_coeff=0.01, kl_coeff=0.1, kl_estimator="k3")
+    case = Case(
+        layout,
+        MegatronConfig(logprob_chunk_size=chunk_size, recompute=recompute),
+        MicroBatchConfig(max_tokens_per_mb=n_tokens),
+        init_from_scratch=True,
+    )
+    largest = max(workers(case.world_size).run(largest_tensor_of_an_engine, case, folder, batch, loss))
+    # Nothing is larger than the weights' gradient buffers, which hold the embedding and the output layer.
+    assert largest < 2.5 * vocab * hidden < n_tokens * vocab / 4
