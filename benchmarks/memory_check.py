@@ -1,11 +1,13 @@
-"""The memory that `fivefold plan` estimates against torch's measured peak.
+"""The memory and the time that `fivefold plan` estimates against what was measured.
 
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8 --recompute full >> runs.jsonl
     torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend megatron:d1p4 >> runs.jsonl
     python benchmarks/memory_check.py runs.jsonl
+    python benchmarks/memory_check.py benchmarks/results/actor-update-h200.jsonl
 
 Reads the lines of JSON that `actor_update.py` prints (other lines are passed over) and prints a table; rank 0, hence
-the first pipeline stage, is what those runs measure. Exit code 1 if an estimate is off by more than `--tolerance`.
+the first pipeline stage, is what those runs measure. The time is the step's best after the first. Exit code 1 if an
+estimate of the memory is off by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.layout.allocation import parse_backend
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.memory import training_memory
 from fivefold.layout.plan_shape import PlanShape, find_shape
+from fivefold.layout.timing import step_time
 from fivefold.layout.workload import Workload
 
 MODEL = "Qwen3-30B-A3B"
@@ -30,18 +34,22 @@ def main() -> None:
     rows = list(measured(args.files))
     if not rows:
         raise SystemExit("no line of JSON with peak_memory_gb was found; give the output of benchmarks/actor_update.py")
-    print("| gpus | layers | backend | recompute | micro-batch | measured GB | estimate GB | off by |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| GPUs | layers | backend | recompute | micro-batch | GB | estimate | off by | seconds | estimate | off by |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     worst = 0.0
     for row in rows:
-        expected = estimate(row, args.sequence, args.chunk)
-        deviation = expected / row["peak_memory_gb"] - 1
-        worst = max(worst, abs(deviation))
+        measured_gb, seconds = row["peak_memory_gb"], min(row["seconds"][1:])
+        expected_gb, expected_seconds = estimate(row, args.sequence, args.chunk, args.gpu)
+        worst = max(worst, abs(expected_gb / measured_gb - 1))
+        backend = row["backend"].replace("|", "\\|")
         print(
-            f"| {row['gpus']} | {row['layers']} | `{row['backend']}` | {row['recompute']} | {row['micro_tokens']} | "
-            f"{row['peak_memory_gb']:.1f} | {expected:.1f} | {deviation:+.1%} |"
+            f"| {row['gpus']} | {row['layers']} | `{backend}` | {row['recompute']} | {row['micro_tokens']} | "
+            f"{measured_gb:.1f} | {expected_gb:.1f} | {expected_gb / measured_gb - 1:+.1%} | "
+            f"{seconds:.2f} | {expected_seconds:.2f} | {expected_seconds / seconds - 1:+.0%} |"
         )
-    print(f"\n{len(rows)} runs, the worst is off by {worst:.1%}")
+    print(f"\n{len(rows)} runs; the memory's worst estimate is off by {worst:.1%}")
     raise SystemExit(worst > args.tolerance)
 
 
@@ -50,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", help="output of actor_update.py; none: standard input")
     parser.add_argument("--sequence", type=int, default=4096, help="--sequence of the runs")
     parser.add_argument("--chunk", type=int, default=1024, help="--chunk of the runs")
+    parser.add_argument("--gpu", default="h200-141g", help="GPU of the runs")
     parser.add_argument("--tolerance", type=float, default=0.1, help="largest deviation, as a share of the peak")
     return parser.parse_args()
 
@@ -62,8 +71,8 @@ def measured(files: list[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def estimate(row: dict[str, Any], sequence: int, chunk: int) -> float:
-    """Estimated peak of rank 0's allocator in a run, in GB (1e9)."""
+def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[float, float]:
+    """Estimated peak of rank 0's allocator in a run, in GB (1e9), and seconds of a step."""
     work = Workload(
         sequence_length=sequence,
         sequences=row["tokens_per_step"] // sequence,
@@ -72,7 +81,9 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int) -> float:
         logprob_chunk=chunk,
         n_fields=1,
     )
-    return training_memory(parse_backend(row["backend"]), shape(row["layers"]), work)[0].allocated / 1e9
+    layout, model = parse_backend(row["backend"]), shape(row["layers"])
+    memory = training_memory(layout, model, work)[0].allocated / 1e9
+    return memory, step_time(layout, model, work, find_gpu(gpu), gpus_per_node=8).total
 
 
 def shape(n_layers: int) -> PlanShape:

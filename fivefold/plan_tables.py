@@ -20,6 +20,9 @@ MOST_RANKS = 16
 """Ranks whose place is listed, unless all are asked for."""
 MOST_STAGES = 16
 
+Row = tuple[str, dict[str, float]]
+"""A rank's label, and its memory by kind."""
+
 
 def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> None:
     """Every table of a plan."""
@@ -115,16 +118,33 @@ def _print_memory(console: Console, blueprint: Blueprint) -> None:
     console.print(bars)
     console.print()
     kinds = [kind for kind in MEMORY_COLOURS if any(parts.get(kind, 0) > 0 for _, parts in rows)]
+    width = max(len(name) for name, _ in rows) + sum(len(kind) + 2 for kind in kinds)
+    console.print(_kinds_across(rows, kinds) if width <= console.width else _kinds_down(rows, kinds))
+
+
+def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
     table = _table()
     table.add_column("")
     for kind in kinds:
         table.add_column(Text(kind, style=MEMORY_COLOURS[kind]), justify="right")
     for name, parts in rows:
         table.add_row(name, *(_amount(parts.get(kind, 0)) for kind in kinds))
-    console.print(table)
+    return table
 
 
-def _trainer_rows(blueprint: Blueprint) -> Iterator[tuple[str, dict[str, float]]]:
+def _kinds_down(rows: list[Row], kinds: list[str]) -> Table:
+    """The same for a narrow terminal."""
+    table = _table()
+    table.add_column("")
+    for name, _ in rows:
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        amounts = (_amount(parts.get(kind, 0)) for _, parts in rows)
+        table.add_row(Text(kind, style=MEMORY_COLOURS[kind]), *amounts)
+    return table
+
+
+def _trainer_rows(blueprint: Blueprint) -> Iterator[Row]:
     for trainer in blueprint.trainers:
         n_stages = len(trainer.memory)
         for stage in trainer.memory:
@@ -134,7 +154,7 @@ def _trainer_rows(blueprint: Blueprint) -> Iterator[tuple[str, dict[str, float]]
                 yield f"{trainer.placed.role} stage {stage.stage}{mark}", trainer_parts(stage)
 
 
-def _rollout_rows(blueprint: Blueprint) -> Iterator[tuple[str, dict[str, float]]]:
+def _rollout_rows(blueprint: Blueprint) -> Iterator[Row]:
     for rollout in blueprint.rollouts:
         yield _rollout_label(rollout), rollout_parts(rollout.memory, rollout.beside)
 

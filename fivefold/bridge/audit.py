@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.mapping import Shape, WeightMapping
+from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 
 _LISTED = 8
 """Strays named in an error; the others are counted."""
@@ -44,7 +43,7 @@ def check_model(
     )
 
 
-def check_files(mappings: Iterable[WeightMapping], source: HFWeights, ignored: Iterable[tuple[str, str]]) -> None:
+def check_files(mappings: Iterable[WeightMapping], source: TensorReader, ignored: Iterable[tuple[str, str]]) -> None:
     """Check the tensors of `source` against those that `mappings` read.
 
     `ignored` lists patterns of names that may go unused. Raises WeightMismatchError for missing tensors, unused

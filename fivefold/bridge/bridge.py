@@ -12,8 +12,7 @@ from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
 from fivefold.bridge.families import FAMILIES
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.mapping import Shape
+from fivefold.bridge.mapping import Shape, TensorReader
 from fivefold.layout.shape import ModelShape
 
 _COMPARED_ROWS = 8192
@@ -47,7 +46,7 @@ class Bridge:
         return {name: shape for mapping in self._mappings.values() for name, shape in mapping.hf_shapes().items()}
 
     @torch.no_grad()
-    def load(self, parameters: Mapping[str, Tensor], source: HFWeights, groups: ShardGroups) -> None:
+    def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
         """Fill this rank's `parameters` in place from `source`, each in its own dtype and on its own device.
 
         Raises WeightMismatchError, on every rank and before anything is written, unless every parameter can be
@@ -98,7 +97,7 @@ class Bridge:
         return self._family.ignored + (tied if self._shape.tied_embeddings else ())
 
 
-def _check_stored_output(source: HFWeights) -> None:
+def _check_stored_output(source: TensorReader) -> None:
     """Check that a tied output weight, which a file may store a second time, is the embedding."""
     if _HF_OUTPUT not in source.names:
         return

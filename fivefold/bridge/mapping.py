@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
@@ -24,7 +25,21 @@ Domain = Literal["replicated", "tensor", "expert"]
 
 
 class TensorReader(Protocol):
-    """Reads slices of named tensors."""
+    """A model's tensors by Hugging Face name: a folder's, or drawn at random."""
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder, which errors name."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        ...
 
     def read(self, name: str, *index: slice) -> Tensor:
         """The tensor `name`, or the part of it that `index` selects along its first dimensions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.gpus import Gpu
@@ -117,6 +117,8 @@ def _trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
         return TrainerPlan(placed, _frozen(question, placed), None)
     memory = training_memory(layout, question.shape, question.work, has_reference=question.keeps_reference)
     time = step_time(layout, question.shape, question.work, question.gpu, question.gpus_per_node or layout.world_size)
+    if question.gpus_per_node == 0:
+        memory = tuple(replace(stage, context=0) for stage in memory)
     return TrainerPlan(placed, memory, time)
 
 
@@ -144,6 +146,8 @@ def _rollout(
         element_bytes=question.work.element_bytes,
         taken=taken,
     )
+    if question.gpus_per_node == 0:
+        memory = replace(memory, context=0)
     return RolloutPlan(placed, memory, taken)
 
 
@@ -241,9 +245,10 @@ def _time_notes(trainer: TrainerPlan) -> Iterator[str]:
         if item.dimension in ("ep", "etp") and item.crosses_nodes:
             yield f"{role}: {item.dimension} groups cross nodes; their all-to-all takes the network at every MoE layer"
     if time.launching > 0.1 * time.total:
+        busy = "launches kernels and starts the experts' exchanges" if layout.ep > 1 else "launches kernels"
         yield (
-            f"{role}: micro-batches are too small to keep a GPU busy; "
-            "raise actor.mb_spec.max_tokens_per_mb or lower t and c"
+            f"{role}: {time.launching / time.total:.0%} of a step the GPU waits for the host, which {busy}; larger "
+            "micro-batches (actor.mb_spec.max_tokens_per_mb) wait less"
         )
 
 

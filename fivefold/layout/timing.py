@@ -41,7 +41,7 @@ ACCUMULATION_BYTES = 12
 LAUNCH_SECONDS = 0.003
 """Python and CUDA launches of one layer and micro-batch, forward and backward."""
 EXCHANGE_SECONDS = 0.004
-"""Wait of one MoE layer and micro-batch with ep > 1: the host must learn how many rows arrive before it launches more."""
+"""Wait of one MoE layer and micro-batch with ep or etp > 1, where the host must learn how many rows arrive to go on."""
 SLACK = 0.7
 
 _COLLECTIVES_IN_THE_WAY = ("tp", "cp", "ep", "etp")
@@ -191,7 +191,7 @@ class _StageTime:
         )
         launch = LAUNCH_SECONDS * stage.n_layers * (4 / 3 if work.recompute == "full" else 1)
         launching = max(0.0, launch - layers - again - exposed)
-        if layout.ep > 1:
+        if layout.ep > 1 or layout.etp > 1:
             launching += EXCHANGE_SECONDS * stage.n_moe
         return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from fivefold.mcore.main_grad import add_matmul
@@ -31,6 +31,7 @@ def prepare() -> None:
     if _prepared:
         return
     _fix_router_without_transformer_engine()
+    _balance_load_without_tokens()
     _accumulate_gradients_without_apex()
     if not torch.cuda.is_available():
         _redirect_cuda_runtime()
@@ -58,6 +59,19 @@ def _fix_router_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _balance_load_without_tokens() -> None:
+    """Symptom: NaN gradients with an auxiliary loss, once a micro-batch holds filler only.
+
+    Cause: the loss divides by the square of the number of tokens. Remove when: it guards against 0, as the z-loss does.
+    """
+    original = moe_utils.switch_load_balancing_loss_func
+
+    def guarded(*, total_num_tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        return original(total_num_tokens=total_num_tokens.clamp(min=1), **options)
+
+    router.switch_load_balancing_loss_func = guarded
+
+
 def _accumulate_gradients_without_apex() -> None:
     """Symptom: `gradient_accumulation_fusion` raises and asks for Apex.
 
@@ -65,7 +79,7 @@ def _accumulate_gradients_without_apex() -> None:
     product: Apex's. PyTorch has another. Remove when: Megatron-Core uses `torch.addmm(..., out_dtype=)`.
     """
     kernel = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    kernel.wgrad_gemm_accum_fp32 = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
+    vars(kernel)["wgrad_gemm_accum_fp32"] = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
     layers.fused_weight_gradient_mlp_cuda = kernel
     layers._grad_accum_fusion_available = True
 
@@ -124,13 +138,13 @@ def _redirect_cuda_runtime() -> None:
         for name in names:
             # One function object a name: torch.compile has a rule for each and refuses an object that has two.
             setattr(module, name, lambda *args, **kwargs: None)
-    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
     for name in ("Stream", "Event"):
         # Still types: libraries that are imported later annotate with them.
         setattr(torch.cuda, name, type(name, (_Anything,), {}))
     for name in ("current_stream", "default_stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: _Anything())
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
 
 
 def _redirect_rng_tracker() -> None:
@@ -138,9 +152,9 @@ def _redirect_rng_tracker() -> None:
 
     Cause: it has no CPU generator. Remove when: it takes the device's.
     """
-    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[assignment]
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 

@@ -109,8 +109,8 @@ class MegatronEngine:
 
     def _load(self, seed: int) -> None:
         if self.config.init_from_scratch:
-            weights = RandomWeights(self._bridge.expected_names(), self._folder, seed, self._device)
-            self._bridge.load(self.parameters, weights, self._shards)
+            drawn = RandomWeights(self._bridge.expected_names(), self._folder, seed, self._device)
+            self._bridge.load(self.parameters, drawn, self._shards)
             return
         with HFWeights(self._folder) as weights:
             self._bridge.load(self.parameters, weights, self._shards)

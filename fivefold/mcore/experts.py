@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fivefold.mcore.kernels import accumulate, swiglu
-from fivefold.mcore.main_grad import has_main_grad, mark_accumulated
+from fivefold.mcore.main_grad import main_grad, mark_accumulated
 
 
 class GroupedExperts(MegatronModule):
@@ -33,7 +33,7 @@ class GroupedExperts(MegatronModule):
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=torch.cuda.current_device()))
         # Every rank holds other experts or another shard of them, so each counts in the gradient norm.
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=1)
-        weight.allreduce = False  # reduced over the expert data-parallel group, not over the dense one
+        weight.allreduce = False  # type: ignore[attr-defined]  # reduced over the expert data-parallel group, not over the dense one
         return weight
 
     def forward(
@@ -61,14 +61,15 @@ class _GroupedLinear(torch.autograd.Function):
         return _grouped_mm(x, weight.transpose(1, 2), ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = _grouped_mm(grad, weight, ends)
         grad_weight = _grouped_mm(grad.t(), x, ends)
-        if not has_main_grad(weight):
+        buffer = main_grad(weight)
+        if buffer is None:
             return grad_x, grad_weight, None
-        accumulate(weight.main_grad, grad_weight)
+        accumulate(buffer, grad_weight)
         return grad_x, mark_accumulated(weight), None
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.mcore.kernels import logit_gradient, logit_statistics
-from fivefold.mcore.main_grad import add_matmul, has_main_grad, mark_accumulated
+from fivefold.mcore.main_grad import add_matmul, main_grad, mark_accumulated
 
 
 def linear_logprobs(
@@ -81,7 +81,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 targets[rows] - first,
                 log_normalizer[rows],
                 grad_logprob[rows] / temperature,
-                grad_entropy[rows] / temperature if entropy_gradient else None,
+                None if grad_entropy is None or not entropy_gradient else grad_entropy[rows] / temperature,
                 entropy[rows],
                 hidden.dtype,
             )
@@ -125,10 +125,12 @@ class _WeightGradient:
     def __init__(self, weight: torch.Tensor, real_rows: int) -> None:
         self.weight = weight
         self.real_rows = real_rows
-        self.total = weight.main_grad if has_main_grad(weight) else torch.zeros_like(weight, dtype=torch.float32)
+        buffer = main_grad(weight)
+        self.is_main_grad = buffer is not None
+        self.total = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
         add_matmul(self.total[: self.real_rows], grad_logits.t(), hidden)
 
     def result(self) -> torch.Tensor | None:
-        return mark_accumulated(self.weight) if has_main_grad(self.weight) else self.total.to(self.weight.dtype)
+        return mark_accumulated(self.weight) if self.is_main_grad else self.total.to(self.weight.dtype)

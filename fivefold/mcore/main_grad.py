@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def has_main_grad(weight: torch.Tensor) -> bool:
-    """Whether DDP keeps a float32 gradient buffer for this parameter."""
-    return "main_grad" in vars(weight)
+def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """DDP's float32 gradient buffer of this parameter; None where there is no DDP."""
+    buffer: torch.Tensor | None = vars(weight).get("main_grad")
+    return buffer
 
 
 def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:
@@ -18,7 +19,7 @@ def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:
     """
     if vars(weight).get("zero_out_wgrad", False):
         return None
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)
 
 

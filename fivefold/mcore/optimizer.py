@@ -92,7 +92,7 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._config.gradient_clipping, total_norm=norm)
 
     def _non_finite(self, limit: int = 8) -> tuple[str, ...]:
-        local = [name for name, parameter in self._parameters.items() if not parameter.main_grad.isfinite().all()]
+        local = [name for name, parameter in self._parameters.items() if not vars(parameter)["main_grad"].isfinite().all()]
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, local[:limit])
         return tuple(dict.fromkeys(name for names in gathered for name in names))[:limit]

@@ -22,11 +22,11 @@ def initialize_parallel(layout: ParallelLayout, seed: int) -> ProcessGroupCollec
             f"the layout has {layout.world_size} ranks, but {dist.get_world_size()} processes were started: "
             "start one process a rank"
         )
-    degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
+    degrees = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
     if parallel_state.is_initialized():
         if _current_degrees() != degrees:
             raise ValueError(
-                f"these processes are laid out as tp, pp, cp, ep, etp = {_current_degrees()}, and a model with {degrees} "
+                f"these processes are laid out as tp, pp, vpp, cp, ep, etp = {_current_degrees()}, and a model with {degrees} "
                 "cannot share them: give it processes of its own"
             )
         return ProcessGroupCollection.use_mpu_process_groups()
@@ -44,10 +44,11 @@ def initialize_parallel(layout: ParallelLayout, seed: int) -> ProcessGroupCollec
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def _current_degrees() -> tuple[int, int, int, int, int]:
+def _current_degrees() -> tuple[int, ...]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),

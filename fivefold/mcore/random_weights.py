@@ -11,7 +11,7 @@ import torch
 
 
 class RandomWeights:
-    """Stands in for a folder of safetensors. Each tensor is drawn from a generator seeded by its name.
+    """Stands in for a folder of safetensors. Each tensor is drawn from a generator seeded by the seed and its name.
 
     Matrices are normal with the config's `initializer_range`, norms are 1 and biases 0, as transformers initialises
     these families.
@@ -23,7 +23,12 @@ class RandomWeights:
         self._shapes = dict(shapes)
         self._seed = seed
         self._device = device
-        self.folder = Path(folder)
+        self._folder = Path(folder)
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder."""
+        return self._folder
 
     @property
     def names(self) -> frozenset[str]:
@@ -44,5 +49,6 @@ class RandomWeights:
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        generator = torch.Generator(self._device).manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        # The CPU's generator takes 32 bits of a seed, so both must fit in there.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         return torch.randn(shape, generator=generator, device=self._device) * self._std

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -22,13 +22,14 @@ from fivefold.mcore.varlen import AttentionPlan, plan_attention
 from fivefold.types import Batch
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """What attention must know of the packing; Megatron-Core hands it through to every layer untouched."""
 
-    plan: AttentionPlan | None = None
-    cos_T1D: torch.Tensor | None = None
-    sin_T1D: torch.Tensor | None = None
+    plan: AttentionPlan
+    cos_T1D: torch.Tensor = field(init=False)
+    """Of each token's position; the engine adds them, which knows the model's frequencies."""
+    sin_T1D: torch.Tensor = field(init=False)
     first_keys: torch.Tensor | None = None
     """With context parallelism: rows, among the keys gathered rank after rank, that the first chunks attend to."""
     second_keys: torch.Tensor | None = None

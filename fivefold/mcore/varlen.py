@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 # torch 2.11 has no such argument and shares key heads among query heads by itself; later versions want it said.
-_GROUPED_QUERIES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_flash: Callable[..., Any] = (
+    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
+)
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ def _rectangle(
 def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """Attention of query [T, heads, d] over key and value [K, kv_heads, d], causal within each entry. Returns [T, heads, d]."""
     if isinstance(plan, FlashPlan):
-        output: torch.Tensor = varlen_attn(
-            query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, window_size=(-1, 0), **_GROUPED_QUERIES
+        output: torch.Tensor = _flash(
+            query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, window_size=(-1, 0)
         )
         return output
     outputs = [_rectangle_attention(query, key, value, rectangle) for rectangle in plan.rectangles]

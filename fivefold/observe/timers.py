@@ -17,13 +17,15 @@ class PhaseTimers:
             completions = rollout.call("generate", requests)
         timers.take()                       # {"rollout": 3.21}, and the next step starts at nothing
 
-    `current` names the phase in worker errors and on the console. Phases may nest; the time of the inner one counts
-    for both, so that the seconds of a phase are what a user's clock would say.
+    `current` names the phase in worker errors and on the console. Phases may nest; the time of an inner one is its own
+    and not the outer's, so that the seconds of all phases add up to what a clock on the wall would say.
     """
 
     def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
         self._seconds: dict[str, float] = {}
         self._stack: list[str] = [SETUP]
+        self._inner = 0.0
+        """Seconds spent in phases inside the current one."""
         self._on_change = on_change
 
     @property
@@ -36,15 +38,18 @@ class PhaseTimers:
         """Everything inside belongs to phase `name`; a phase entered twice in a step adds up."""
         self._stack.append(name)
         self._tell()
-        start = time.perf_counter()
+        start, inner_before = time.perf_counter(), self._inner
+        self._inner = 0.0
         yield
         # Not reached by a failure: whoever reports it asks which phase it was in.
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._inner
+        self._inner = inner_before + elapsed
         self._stack.pop()
         self._tell()
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase finished since the last `take`, in the order in which they began."""
+        """Seconds of each phase finished since the last `take`, in the order in which they ended."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

@@ -51,7 +51,7 @@ class UserReward:
     kwargs: Mapping[str, Any]
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
-        return self.function(response, ground_truth, data_source=data_source, extra_info=extra_info, **self.kwargs)  # type: ignore[no-any-return]
+        return self.function(response, ground_truth, data_source=data_source, extra_info=extra_info, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _import(name: str) -> Callable[..., Any]:
     function = vars(module)[function_name]
     if not callable(function):
         raise ValueError(f"reward.fn={name!r} is a {type(function).__name__}, which cannot be called")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _as_number(value: object) -> float | None:

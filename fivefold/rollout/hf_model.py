@@ -62,7 +62,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     model: PreTrainedModel
     model, report = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)
     problems = {kind: names for kind, names in report.items() if names}

@@ -5,7 +5,6 @@ Losses are written out here once more, from their formulas, and share no code wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,30 @@ def logprobs_and_entropies(folder: Path, batch: Batch, temperature: float) -> tu
 def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: Path) -> tuple[float, Tensors]:
     """The loss, and its gradient under the names of the model's files."""
     model = load_model(folder)
-    value = _accumulate(model, batch, loss)
-    for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return value, _as_in_files(model, scratch)
+    return _accumulate(model, batch, loss), _gradients_as_in_files(model, scratch)
+
+
+def gradients_with_auxiliary_loss(
+    folder: Path, batch: Batch, kind: str, coefficient: float, scratch: Path
+) -> tuple[float, Tensors]:
+    """The gradient of the SFT loss plus `coefficient` times the sum of an auxiliary loss over the layers.
+
+    moe_aux_loss_coeff: E sum_e f_e p_e (Fedus et al. 2021, eq. 4 to 6), where f_e is the share of all choices that
+    fall on expert e and p_e its mean probability. moe_z_loss_coeff: the mean of log^2 sum_e exp(logit_e) (Zoph et al.
+    2022, eq. 5). Both over the one sequence.
+    """
+    model = load_model(folder)
+    value = _accumulate(model, batch, SFTLoss())
+    for logits_TE in model(batch.tokens_T[None], output_router_logits=True).router_logits:
+        p_TE = logits_TE.softmax(-1)
+        chosen_TK = p_TE.topk(model.config.num_experts_per_tok).indices
+        f_E = torch.bincount(chosen_TK.flatten(), minlength=p_TE.shape[1]) / chosen_TK.numel()
+        losses = {
+            "moe_aux_loss_coeff": p_TE.shape[1] * (f_E * p_TE.mean(0)).sum(),
+            "moe_z_loss_coeff": logits_TE.logsumexp(-1).square().mean(),
+        }
+        (coefficient * losses[kind]).backward(retain_graph=True)
+    return value, _gradients_as_in_files(model, scratch)
 
 
 def train(
@@ -72,6 +91,12 @@ def train(
         optimizer.step()
         steps.append(Step(value, float(norm)))
     return steps, _as_in_files(model, scratch)
+
+
+def _gradients_as_in_files(model: Any, scratch: Path) -> Tensors:
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return _as_in_files(model, scratch)
 
 
 def _as_in_files(model: Any, scratch: Path) -> Tensors:

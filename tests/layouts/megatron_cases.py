@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hf_reference import Step, Tensors
@@ -18,6 +18,8 @@ from fivefold.layout.allocation import parse_backend
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
+
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 _layout: ParallelLayout | None = None
 """Of Megatron-Core's groups in this process."""
@@ -34,8 +36,11 @@ def lay_out(text: str) -> ParallelLayout:
     return layout
 
 
-class WholeGradientEngine(MegatronEngine):
-    """Leaves the whole gradient on every rank, where the distributed optimizer only needs the rank's part of it."""
+class OpenEngine(MegatronEngine):
+    """An engine to look into.
+
+    It leaves the whole gradient on every rank, where the distributed optimizer only needs the rank's part of it.
+    """
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         super()._finalize_gradients(chunks, num_tokens, **{**options, "force_all_reduce": True})
@@ -44,6 +49,10 @@ class WholeGradientEngine(MegatronEngine):
         """The accumulated gradient under Hugging Face names."""
         main_grads = {name: parameter.main_grad for name, parameter in self.parameters.items()}
         return self._bridge.export(main_grads, self._shards)
+
+    def modules_of(self, kind: type[Module]) -> list[Module]:
+        """This rank's modules of a class."""
+        return [module for decoder in self._decoders for module in decoder.modules() if isinstance(module, kind)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Case:
 
     def engine(
         self, folder: Path, optimizer: OptimizerConfig | None = None, total_steps: int = 10, seed: int = 1
-    ) -> WholeGradientEngine:
+    ) -> OpenEngine:
         config = EngineConfig(
             path=str(folder),
             backend=self.layout,
@@ -71,7 +80,7 @@ class Case:
             mb_spec=self.micro_batches,
             megatron=self.megatron,
         )
-        return WholeGradientEngine(
+        return OpenEngine(
             config, lay_out(self.layout), seed=seed, optimizer=optimizer, total_steps=total_steps
         )
 

@@ -1,2 +1,228 @@
+"""AReaL: YAML and dotted overrides. Its keys are Fivefold's own where they mean the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config.dialects.areal_rules import RULES
 from fivefold.config.dialects.dialect import Dialect
-DIALECT = Dialect("ROLL", lambda d: None, {})
+from fivefold.config.dialects.draft import Draft, number
+
+MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
+TRAINERS = ("fsdp", "megatron", "archon")
+NO_BACKEND = re.compile(r"(?:[dtpce]\d+)+")
+
+DEFAULTS: Mapping[str, Any] = {
+    "actor.optimizer.lr": 1e-3,
+    "actor.optimizer.warmup_steps_proportion": 0.001,
+    "actor.ppo_n_minibatches": 4,
+    "actor.reward_clip": 20.0,
+    "gconfig.n_samples": 1,
+    "gconfig.max_new_tokens": 16384,
+    "train_dataset.batch_size": 1,
+    "cluster.n_nodes": 32,
+    "cluster.n_gpus_per_node": 8,
+}
+
+
+def convert(draft: Draft) -> None:
+    """Everything that takes several keys, then the rest key by key."""
+    _backends(draft)
+    _advantages(draft)
+    _kl(draft)
+    _recompute(draft)
+    _decoupled(draft)
+    _repeated(draft)
+    _engines(draft)
+    _evaluation(draft)
+    draft.apply(RULES)
+
+
+# Layout
+
+
+def _backends(draft: Draft) -> None:
+    """One string for all roles, or one for each; older strings leave the training backend out."""
+    if draft.get("allocation_mode"):
+        draft.mapped("allocation_mode", "allocation_mode", modern(str(draft.get("allocation_mode"))))
+        for key in ("actor.backend", "rollout.backend"):
+            if NO_BACKEND.search(str(draft.get(key, ""))) is None:
+                draft.implied(key, "allocation_mode rules")
+    for role in ("actor", "rollout"):
+        key = f"{role}.backend"
+        if draft.get(key):
+            draft.mapped(key, key, modern(str(draft.get(key))))
+    if draft.get("ref.backend") and draft.get("actor.kl_ctl", 0.1) > 0:
+        value = modern(str(draft.get("ref.backend")))
+        if value == draft.recipe.get("actor.backend"):
+            draft.implied("ref.backend", "as the actor, in whose processes the reference runs")
+        draft.mapped("ref.backend", "ref.backend", value)
+    draft.implied("ref.backend", "no reference model is loaded")
+    _colocation(draft)
+
+
+def modern(allocation: str) -> str:
+    """`sglang.d4p1t1+d2t2` as `sglang:d4+fsdp:d2t2`: backends named, degrees of 1 left out where no role needs them."""
+    return re.sub(r"[^+|()]+", lambda match: _modern_role(match[0]), allocation.strip())
+
+
+def _modern_role(role: str) -> str:
+    role = re.sub(r"^(sglang|vllm)\.", r"\1:", role)
+    if NO_BACKEND.fullmatch(role):
+        # Pipeline and expert degrees have always needed Megatron-Core.
+        role = f"{'megatron' if re.search(r'[pe](?!1(?![0-9]))', role) else 'fsdp'}:{role}"
+    backend, colon, degrees = role.partition(":")
+    if backend.partition("[")[0] in ("sglang", "vllm", "fsdp") and NO_BACKEND.fullmatch(degrees):
+        degrees = re.sub(r"[tpce]1(?![0-9])", "", degrees) or "d1"
+    return f"{backend}{colon}{degrees}"
+
+
+def _colocation(draft: Draft) -> None:
+    """Roles stand apart unless one is told to share another's devices."""
+    for role, other in (("actor", "rollout"), ("rollout", "actor")):
+        key, target = f"{role}.scheduling_strategy.type", f"{role}.scheduling_strategy.target"
+        if draft.get(key) == "colocation" and draft.get(target) == other:
+            draft.mapped(key, "rollout.colocate", True)
+            draft.implied(target, f"follows from {key}")
+        draft.implied(key, "roles stand apart where the cluster has room")
+    for key in draft.keys("*scheduling_strategy*"):
+        draft.implied(key, "the reference runs in the actor's processes; others stand apart where there is room")
+
+
+# Algorithm
+
+
+def _advantages(draft: Draft) -> None:
+    """`reward_norm`, or `adv_norm` where there is no other: without a critic, one normalisation is all."""
+    rewards, own = "actor.reward_norm.", "actor.adv_norm."
+    section, other = (rewards, own) if draft.keys(rewards + "*_level") else (own, rewards)
+    n_samples = draft.get("gconfig.n_samples", 1)
+    for name, target in (("mean_level", MEAN), ("std_level", STD)):
+        level = draft.get(section + name)
+        draft.recipe.setdefault(target, level if level in ("group", "batch") else "none")
+        draft.mapped(section + name, target, draft.recipe[target], "" if section == rewards else "of rewards")
+    for key in draft.keys(other + "*"):
+        draft.unsupported(key, f"rewards are normalised once, as {section}* says")
+    if draft.get(section + "eps") is not None:
+        draft.mapped(section + "eps", "actor.reward_norm.eps", number(draft.get(section + "eps")))
+    for key in (section + "group_size", "actor.group_size"):
+        if draft.get(key) == n_samples:
+            draft.implied(key, "a group is the gconfig.n_samples responses of a prompt")
+        draft.unsupported(key, f"a group is the gconfig.n_samples={n_samples} responses of a prompt")
+    _leave_one_out(draft, section + "mean_leave1out", n_samples)
+    if draft.get(section + "std_unbiased", True) is True:
+        draft.implied(section + "std_unbiased", "divided by n - 1")
+    draft.unsupported(section + "std_unbiased", "the standard deviation is divided by n - 1")
+
+
+def _leave_one_out(draft: Draft, key: str, n_samples: Any) -> None:
+    """r - mean of the others = n / (n - 1) * (r - mean of all), which a standard deviation would divide out again."""
+    exact = draft.recipe[MEAN] == "group" and draft.recipe[STD] == "none" and n_samples > 1
+    if draft.get(key) is True and exact and not draft.writes("actor.reward_scaling"):
+        draft.mapped(key, "actor.reward_scaling", n_samples / (n_samples - 1), "n / (n - 1)")
+    elif draft.get(key) is True:
+        draft.unsupported(key, "the mean is that of all; only without a standard deviation is that the same, scaled")
+    draft.implied(key, "switched off")
+
+
+def _kl(draft: Draft) -> None:
+    """The KL term is a penalty on each token's reward, and needs a reference to be configured."""
+    weight = number(draft.get("actor.kl_ctl", 0.1))
+    has_reference = bool(draft.keys("ref.*"))
+    if weight > 0 and has_reference:
+        draft.recipe["actor.kl_in"] = "reward"
+        draft.recipe["actor.kl_ctl"] = weight
+        draft.mapped("actor.kl_ctl", "actor.kl_ctl", weight, "actor.kl_in=reward")
+        draft.recipe["actor.kl_estimator"] = draft.get("actor.kl_estimator", "k1")
+        if draft.get("ref.path") == draft.get("actor.path"):
+            draft.implied("ref.path", "the actor's initial weights")
+        return
+    if weight > 0:
+        draft.implied("actor.kl_ctl", "no reference is configured")
+    draft.implied("actor.kl_estimator", "there is no KL term")
+    for key in draft.keys("ref.*"):
+        draft.implied(key, "no reference model is loaded: actor.kl_ctl is 0")
+
+
+def _recompute(draft: Draft) -> None:
+    """Gradient checkpointing, whose granularity for Megatron-Core is `full` unless written."""
+    switch, key = "actor.gradient_checkpointing", "actor.megatron.recompute_granularity"
+    backends = f"{draft.recipe.get('allocation_mode', '')} {draft.recipe.get('actor.backend', '')}"
+    if "megatron" in backends:
+        is_on = draft.get(switch, False) is True
+        granularity = draft.get(key, "full") if is_on else "none"
+        written = key if draft.writes(key) and is_on else switch
+        draft.mapped(written, "actor.megatron.recompute", granularity)
+        draft.implied(switch, f"follows from {key}")
+        for name in draft.keys("actor.megatron.recompute_*"):
+            if not is_on:
+                draft.implied(name, f"{switch} is off")
+    for name in ("fsdp", "archon"):
+        if name not in backends:
+            for unused in draft.keys(f"actor.{name}.*"):
+                draft.implied(unused, f"the actor does not run {name}")
+    for section in ("critic", "ref"):
+        for unused in draft.keys(f"{section}.gradient_checkpointing"):
+            draft.implied(unused, "only training recomputes")
+
+
+def _decoupled(draft: Draft) -> None:
+    """The decoupled objective, and what only it reads."""
+    key = "actor.use_decoupled_loss"
+    if draft.get(key, False) is not True:
+        for name in ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_*", "actor.prox_logp_method"):
+            for unused in draft.keys(name):
+                draft.implied(unused, f"{key} is off")
+
+
+# What is said in more than one place
+
+
+def _repeated(draft: Draft) -> None:
+    """Sections repeat the run's name and folder; those of the data and the sampling come back elsewhere."""
+    for name in ("experiment_name", "trial_name", "fileroot", "tokenizer_path"):
+        for key in draft.keys(f"*.{name}"):
+            if key != "cluster.fileroot":
+                draft.implied(key, "one name, folder and tokenizer for all sections")
+    same = {
+        "actor.temperature": "gconfig.temperature",
+        "actor.max_new_tokens": "gconfig.max_new_tokens",
+        "rollout.consumer_batch_size": "train_dataset.batch_size",
+        "tokenizer_path": "actor.path",
+        "ref.dtype": "actor.dtype",
+        "ref.temperature": "gconfig.temperature",
+    }
+    for key, other in same.items():
+        if draft.get(key) is not None and draft.get(key) == draft.get(other):
+            draft.implied(key, f"as {other}")
+
+
+def _engines(draft: Draft) -> None:
+    """Options of the engine that does not generate have no effect."""
+    backends = f"{draft.recipe.get('allocation_mode', '')} {draft.recipe.get('rollout.backend', '')}"
+    for engine in ("sglang", "vllm"):
+        if engine not in backends:
+            for key in draft.keys(f"{engine}.*"):
+                draft.implied(key, f"the rollout does not run {engine}")
+
+
+def _evaluation(draft: Draft) -> None:
+    own, train = "eval_gconfig.", "gconfig."
+    for name in ("n_samples", "greedy", "temperature"):
+        value = draft.get(own + name)
+        if value is not None:
+            draft.mapped(own + name, f"evaluator.{name}", float(value) if name == "temperature" else value)
+    for key in draft.keys(own + "*"):
+        name = key.removeprefix(own)
+        if draft.get(key) == draft.get(train + name):
+            draft.implied(key, "as in training")
+        draft.unsupported(key, f"evaluation takes {name} from gconfig")
+    if draft.keys(own + "*") and "evaluator.greedy" not in draft.recipe:
+        draft.recipe["evaluator.greedy"] = False
+    if draft.writes("valid_dataset.path") and not draft.writes("valid_dataset.split"):
+        draft.recipe["valid_dataset.split"] = "test"
+
+
+DIALECT = Dialect("AReaL", convert, DEFAULTS)

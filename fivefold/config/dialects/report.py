@@ -37,8 +37,8 @@ class Report:
 
     @property
     def defaults(self) -> list[Entry]:
-        """What holds in the framework although the source does not write it."""
-        return [entry for entry in self.entries if entry.is_default]
+        """What holds in the framework although the source does not write it, and would not hold in Fivefold."""
+        return [entry for entry in self.entries if entry.is_default and entry.outcome != "implied"]
 
     @property
     def unsupported(self) -> list[Entry]:

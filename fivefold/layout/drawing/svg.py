@@ -46,6 +46,7 @@ class Canvas:
         self.height = max(self.height, y + size / 2)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, stroke: str = LINE, width: float = 1) -> None:
+        """A straight line from (x1, y1) to (x2, y2)."""
         self._elements.append(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-width="{width}"/>'
         )

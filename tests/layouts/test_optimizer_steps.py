@@ -1,0 +1,222 @@
+"""What an optimizer step does besides AdamW: schedule, weight decay, clipping, gradient norms and bad gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Workers
+from hf_reference import Tensors
+from megatron_cases import Case, whole
+from ragged import uneven_batch
+from safetensors.torch import load_file
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema import OptimizerConfig
+from fivefold.mcore.optimizer import learning_rate
+from fivefold.types import Batch, StepResult
+
+LAYOUTS = ("megatron:d1", "megatron:d2", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")
+DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2", "megatron:t2p2")
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.25), (1, 0.5), (2, 0.75), (3, 1.0), (4, 1.0), (7, 1.0 - 3 / 6), (9, 1.0 - 5 / 6), (10, 0.0), (99, 0.0)],
+)
+def test_linear_schedule(step: int, expected: float) -> None:
+    config = OptimizerConfig(lr=1.0, lr_scheduler_type="linear", warmup_steps_proportion=0.4)
+    assert learning_rate(step, config, total_steps=10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_cosine_schedule_ends_at_its_minimum(step: int) -> None:
+    config = OptimizerConfig(lr=3.0, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    cosine = (1 + math.cos(math.pi * min(step, 10) / 10)) / 2
+    assert learning_rate(step, config, total_steps=10) == pytest.approx(0.3 + 2.7 * cosine)
+
+
+def test_constant_schedule_needs_no_warm_up() -> None:
+    assert {learning_rate(step, OptimizerConfig(lr=2.0), total_steps=5) for step in range(9)} == {2.0}
+
+
+def test_a_short_warm_up_still_warms_up() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps_proportion=0.01)
+    assert learning_rate(0, config, total_steps=10) == 1.0
+
+
+def rates(case: Case, folder: Path, config: OptimizerConfig, n_steps: int) -> list[tuple[float, set[float]]]:
+    """In a worker: the rate that each step reports, and those that the parameter groups really have."""
+    engine, batch = case.engine(folder, config, total_steps=n_steps), uneven_batch()
+    found = []
+    for _ in range(n_steps):
+        engine.forward_backward(batch, SFTLoss())
+        result = engine.optim_step()
+        found.append((result.learning_rate, {group["lr"] for group in engine.optimizer.megatron.param_groups}))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:t2|ffn:e2)"])
+def test_every_parameter_group_gets_the_scheduled_rate(workers: Workers, models: Path, layout: str) -> None:
+    config = OptimizerConfig(lr=1e-3, lr_scheduler_type="cosine", warmup_steps_proportion=0.4, min_lr_ratio=0.1)
+    scheduled = [learning_rate(step, config, 5) for step in range(5)]
+    case = Case(layout)
+    assert len(set(scheduled)) >= 4
+    for found in workers(case.world_size).run(rates, case, models / "qwen3_moe", config, 5):
+        assert found == [(rate, {rate}) for rate in scheduled]
+
+
+def untrained(batch: Batch) -> Batch:
+    return Batch(batch.lengths, batch.tokens_T, torch.zeros_like(batch.mask_T))
+
+
+def step_without_gradient(case: Case, folder: Path, config: OptimizerConfig) -> tuple[StepResult, Tensors]:
+    """In a worker: one step on a batch that trains no token."""
+    engine = case.engine(folder, config)
+    engine.forward_backward(untrained(uneven_batch()), SFTLoss())
+    return engine.optim_step(), whole(engine.export_weights())
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(layout, "qwen3_moe") for layout in LAYOUTS] + [(layout, "qwen2") for layout in DENSE_LAYOUTS],
+)
+def test_weight_decay_shrinks_matrices_and_exempts_norms_and_biases(
+    workers: Workers, models: Path, layout: str, model: str
+) -> None:
+    case, config = Case(layout), OptimizerConfig(lr=0.1, weight_decay=0.5)
+    results = workers(case.world_size).run(step_without_gradient, case, models / model, config)
+    before, after = load_file(models / model / "model.safetensors"), results[0][1]
+    assert all(step == StepResult(0.0, 0.1, skipped=False) for step, _ in results)
+    for name, weight in before.items():
+        factor = 0.95 if weight.ndim > 1 else 1.0
+        torch.testing.assert_close(after[name], weight * factor, rtol=1e-6, atol=0, msg=name)
+
+
+@dataclass(frozen=True)
+class NormAndGradient:
+    reported: float
+    gradients: Tensors
+
+
+def gradient_norm(case: Case, folder: Path) -> NormAndGradient:
+    """In a worker: the norm that a step reports, and the gradient that it is the norm of."""
+    engine = case.engine(folder, OptimizerConfig())
+    engine.forward_backward(uneven_batch(), SFTLoss())
+    gradients = whole(engine.gradients())
+    return NormAndGradient(engine.optim_step().grad_norm, gradients)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(layout, "qwen3_moe_mixed") for layout in LAYOUTS] + [(layout, "qwen2") for layout in DENSE_LAYOUTS],
+)
+def test_the_gradient_norm_counts_every_parameter_once(workers: Workers, models: Path, layout: str, model: str) -> None:
+    case = Case(layout)
+    results = workers(case.world_size).run(gradient_norm, case, models / model)
+    squares = sum(float(gradient.double().square().sum()) for gradient in results[0].gradients.values())
+    for result in results:
+        assert result.reported == pytest.approx(math.sqrt(squares), rel=1e-5)
+
+
+def clipped_update(case: Case, folder: Path, config: OptimizerConfig) -> tuple[float, Tensors]:
+    """In a worker: one step whose update is nearly proportional to the clipped gradient, for epsilon dwarfs it."""
+    engine = case.engine(folder, config)
+    before = {name: tensor.double().clone() for name, tensor in engine.export_weights()}
+    engine.forward_backward(uneven_batch(), SFTLoss())
+    norm = engine.optim_step().grad_norm
+    after = whole(engine.export_weights())
+    return norm, {name: after[name].double() - before[name] for name in after}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_scales_the_gradient_to_the_limit_and_no_further(workers: Workers, models: Path, layout: str) -> None:
+    case, largest, lr, eps = Case(layout), 0.5, 1e6, 1e6
+
+    def applied_norm(clipping: float) -> tuple[float, float]:
+        config = OptimizerConfig(lr=lr, eps=eps, weight_decay=0.0, gradient_clipping=clipping)
+        norm, update = workers(case.world_size).run(clipped_update, case, models / "qwen3_moe", config)[0]
+        # Adam's first step is lr * g / (|g| + eps), so g = update * eps / lr to one part in a million.
+        return norm, math.sqrt(sum(float(delta.square().sum()) for delta in update.values())) * eps / lr
+
+    norm, applied = applied_norm(largest)
+    assert norm > 2 * largest
+    assert applied == pytest.approx(largest, rel=1e-4)
+    for generous in (0.0, 2 * norm):
+        assert applied_norm(generous) == pytest.approx((norm, norm), rel=1e-4)
+
+
+@dataclass(frozen=True)
+class BadStep:
+    result: StepResult
+    is_unchanged: bool
+    next_result: StepResult
+    next_weights: Tensors
+
+
+def bad_step(case: Case, folder: Path, poisoned: tuple[str, ...], value: float) -> BadStep:
+    """In a worker: a step with one element of each of some parameters' gradients overwritten, then a good one."""
+    engine, batch = case.engine(folder, OptimizerConfig(lr=0.1)), uneven_batch()
+    before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
+    engine.forward_backward(batch, SFTLoss())
+    for name in poisoned:
+        if name in engine.parameters:
+            engine.parameters[name].main_grad.flatten()[-1] = value
+    result = engine.optim_step()
+    is_unchanged = all(parameter.equal(before[name]) for name, parameter in engine.parameters.items())
+    engine.forward_backward(batch, SFTLoss())
+    return BadStep(result, is_unchanged, engine.optim_step(), whole(engine.export_weights()))
+
+
+def good_step(case: Case, folder: Path) -> Tensors:
+    engine = case.engine(folder, OptimizerConfig(lr=0.1))
+    engine.forward_backward(uneven_batch(), SFTLoss())
+    engine.optim_step()
+    return whole(engine.export_weights())
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_gradient_changes_no_weight_and_is_named(
+    workers: Workers, models: Path, layout: str, value: float
+) -> None:
+    case, folder = Case(layout), models / "qwen3_moe"
+    poisoned = ("decoder.layers.1.self_attention.linear_proj.weight", "decoder.layers.3.mlp.experts.weight2")
+    results = workers(case.world_size).run(bad_step, case, folder, poisoned, value)
+    undisturbed = workers(case.world_size).run(good_step, case, folder)[0]
+    for bad in results:
+        assert bad.result.skipped
+        assert not math.isfinite(bad.result.grad_norm)
+        assert set(bad.result.non_finite) == set(poisoned)
+        assert bad.is_unchanged
+        assert not bad.next_result.skipped
+        assert bad.next_result.non_finite == ()
+    # Neither the gradient nor Adam's moments remember it.
+    assert all(results[0].next_weights[name].equal(tensor) for name, tensor in undisturbed.items())
+
+
+class ExplodingLoss(SFTLoss):
+    """Infinite, as a loss whose ratio overflows."""
+
+    def __call__(self, inputs):  # type: ignore[no-untyped-def]
+        total, metrics = super().__call__(inputs)
+        return total * math.inf, metrics
+
+
+def exploding_step(case: Case, folder: Path) -> StepResult:
+    engine = case.engine(folder, OptimizerConfig())
+    engine.forward_backward(uneven_batch(), ExplodingLoss())
+    return engine.optim_step()
+
+
+@pytest.mark.parametrize("layout", ["megatron:d2", "megatron:(attn:t2p2|ffn:e2)"])
+def test_a_gradient_that_is_bad_everywhere_names_a_few_parameters(
+    workers: Workers, models: Path, layout: str
+) -> None:
+    case = Case(layout)
+    results = workers(case.world_size).run(exploding_step, case, models / "qwen3_moe")
+    assert all(result.skipped and 0 < len(result.non_finite) <= 8 for result in results)
+    assert len({result.non_finite for result in results}) == 1

@@ -1,0 +1,217 @@
+"""`fivefold plan` from the outside: the seeds' examples, recipes, pictures, JSON and errors."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from fivefold.config.problems import RecipeError
+from fivefold.plan import plan, plan_model, plan_recipe
+
+FOLDED = "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
+RECIPE = """
+experiment_name: plan-me
+cluster: {n_nodes: 4, n_gpus_per_node: 8}
+actor:
+  path: Qwen/Qwen3-30B-A3B
+  backend: "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
+rollout: {backend: "sglang:d4t4"}
+gconfig: {n_samples: 8, max_new_tokens: 3072}
+train_dataset: {path: data.jsonl, batch_size: 32, max_length: 1024}
+"""
+
+app = typer.Typer()
+app.command()(plan)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, arguments)
+
+
+def asked(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    values: dict[str, Any] = json.loads(result.output)
+    return values
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def test_the_folded_example_side_by_side_with_its_rollout() -> None:
+    values = asked(
+        "--model", "Qwen3-30B-A3B", "--gpus", "32", "--gpu", "h200", "--rollout", "sglang:d4t4", "--actor", FOLDED
+    )
+    assert values["fits"]
+    actor, rollout = values["roles"]
+    assert [len(actor["ranks"]), len(rollout["devices"])] == [16, 16]
+    assert {rank["node"] for rank in actor["ranks"]} == {2, 3}
+    sixth = actor["ranks"][6]
+    assert {key: sixth[key] for key in ("stage", "tp", "cp", "ep", "layers")} == {
+        "stage": 1, "tp": 0, "cp": 1, "ep": 2, "layers": "12-23"
+    }  # fmt: skip
+    assert rollout["memory"]["weights"] == pytest.approx(30.5e9 * 2 / 4, rel=0.01)
+    assert actor["binding_stage"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "actor", "gpu"),
+    [
+        ("Qwen3-8B", "8", "megatron:t2p4", "h100"),
+        ("Qwen3-30B-A3B", "32", "megatron:d8t2p2v8e4", "h100"),
+        ("DeepSeek-V3", "256", "megatron:(attn:d2p16t8|ffn:e16)", "h200"),
+    ],
+)
+def test_the_other_seeds_are_planned(model: str, gpus: str, actor: str, gpu: str, tmp_path: Path) -> None:
+    picture, page = tmp_path / "plan.svg", tmp_path / "plan.html"
+    result = run(
+        "--model", model, "--gpus", gpus, "--actor", actor, "--gpu", gpu, "--recompute", "full",
+        "--svg", str(picture), "--html", str(page),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "It fits." in result.output
+    assert page.read_text().count("<tr>") == int(gpus) + 1
+    check_picture(picture, n_cells=int(gpus) * (1 if model == "Qwen3-8B" else 2))
+
+
+def check_picture(file: Path, n_cells: int) -> None:
+    """Well-formed, a cell for every rank, and nothing outside of the page."""
+    root = ElementTree.parse(file).getroot()
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [title.text or "" for title in root.iter(f"{space}title")]
+    assert sum(title.startswith("rank ") for title in titles) == n_cells
+    for element in [*root.iter(f"{space}rect"), *root.iter(f"{space}text")]:
+        x, y = float(element.get("x", 0)), float(element.get("y", 0))
+        assert 0 <= x <= x + float(element.get("width", 0)) <= width + 0.1
+        assert 0 <= y <= y + float(element.get("height", 0)) <= height + 0.1
+
+
+def test_a_recipe_is_planned_with_its_own_numbers(recipe: Path) -> None:
+    values = asked(str(recipe), "--gpu", "h200")
+    assert values["work"]["sequence_length"] == 4096
+    assert values["work"]["sequences"] == 256
+    assert values["cluster"]["nodes"] == 4
+    assert [role["role"] for role in values["roles"]] == ["actor", "rollout"]
+    changed = asked(str(recipe), "actor.megatron.recompute=full", "--sequence-length", "2048")
+    assert changed["work"]["recompute"] == "full"
+    assert changed["work"]["sequence_length"] == 2048
+
+
+def test_a_reference_model_lives_with_the_actor(recipe: Path) -> None:
+    alone, beside = asked(str(recipe)), asked(str(recipe), "actor.kl_ctl=0.1")
+    stages = [values["roles"][0]["memory"][0] for values in (alone, beside)]
+    assert (stages[0]["reference"], stages[1]["reference"]) == (0, stages[1]["weights"])
+    apart = asked(
+        str(recipe), "actor.kl_ctl=0.1", "ref.backend=megatron:t2p4e2", "rollout.colocate=true",
+        "rollout.backend=sglang:d2t4", "actor.backend=megatron:t2p4e2",
+    )  # fmt: skip
+    frozen = next(role for role in apart["roles"] if role["role"] == "ref")
+    assert frozen["step"] is None
+    assert (frozen["memory"][0]["optimizer"], frozen["memory"][0]["gradients"]) == (0, 0)
+
+
+def test_roles_share_devices_where_there_are_too_few(recipe: Path) -> None:
+    values = asked("--model", "Qwen3-8B", "--gpus", "8", "--rollout", "vllm:d4t2", "--actor", "megatron:d4t2")
+    rollout = values["roles"][1]
+    assert rollout["memory"]["waiting_trainer"] > 0
+    assert any("sleeps" in note for note in values["notes"])
+
+
+def test_without_a_layout_the_best_is_searched() -> None:
+    values = asked("--model", "Qwen3-8B", "--gpus", "8")
+    assert values["search"]["best"][0]["backend"] == values["allocation"].replace("[actor]", "")
+    assert values["fits"]
+
+
+def test_none_fits_says_what_would() -> None:
+    result = run("--model", "Llama-3.1-405B", "--gpus", "8", "--search")
+    assert result.exit_code == 1
+    assert "None of" in result.output
+    assert "the nearest is" in result.output
+
+
+def test_what_does_not_fit_says_who_and_what_to_do() -> None:
+    result = run("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:d8", "--gpu", "h100")
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert "rank 0 (stage 0) needs" in text
+    assert "with actor.megatron.recompute=selective it needs" in text
+
+
+def test_tables_name_every_kind_and_dimension(recipe: Path) -> None:
+    text = run(str(recipe), "--gpu", "h200", "--ranks").output
+    for word in (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "log-probs",
+        "KV cache",
+        "bubble",
+        "experts",
+        "MFU",
+    ):
+        assert word in text
+    for dimension in ("tp", "cp", "ep", "pp", "dp"):
+        assert any(line.startswith(f"{dimension} ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "Qwen3-8B"), "--model with --gpus"),
+        (("--model", "Qwen9-8B", "--gpus", "8"), "did you mean Qwen3-8B"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--gpu", "h300"), "no GPU 'h300' is known"),
+        (("--model", "Qwen3-8B", "--gpus", "12"), "whole number of nodes"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:d16"), "the cluster has 1 \\* 8 = 8"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:p8"), "36 layers do not divide"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--actor", "fsdp:d8"), "plan it as megatron"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--recompute", "some"), "none, selective, full"),
+    ],
+)
+def test_wrong_questions_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        raise run(*arguments).exception or AssertionError("accepted")
+
+
+def test_options_of_the_model_form_are_refused_with_a_recipe(recipe: Path) -> None:
+    with pytest.raises(ValueError, match=r"set actor\.backend"):
+        raise run(str(recipe), "--actor", "megatron:d8").exception or AssertionError("accepted")
+
+
+def test_either_kind_of_recipe_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "experiment_name: sft\nactor: {path: Qwen3-0.6B, backend: 'megatron:d8'}\n"
+        "train_dataset: {path: data.jsonl, response_key: answer, batch_size: 64, max_length: 2048}\n"
+    )
+    planned = plan_recipe(file, [])
+    assert planned.blueprint is not None
+    assert planned.blueprint.question.work.sequence_length == 2048
+    file.write_text(file.read_text().replace("batch_size", "batch_sise"))
+    with pytest.raises(RecipeError, match=r"did you mean train_dataset\.batch_size") as error:
+        plan_recipe(file, [])
+    # Not that `response_key` is unknown, which it is to the other kind of recipe.
+    assert len(error.value.problems) == 1
+
+
+def test_cpu_processes_are_planned_without_a_limit(recipe: Path) -> None:
+    values = asked(str(recipe), "cluster.n_gpus_per_node=0", "cluster.n_nodes=1")
+    assert values["fits"]
+    assert values["roles"][0]["memory"][0]["total"] > 0
+
+
+def test_a_plan_is_instant() -> None:
+    answer = plan_model("Qwen3-30B-A3B", 64, actor="megatron:d16t2p2e8")
+    assert answer.fits
