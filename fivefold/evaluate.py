@@ -86,12 +86,14 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     timers = PhaseTimers()
-    with tempfile.TemporaryDirectory() as logs:
-        with Session.open(recipe.scheduler, recipe.cluster, Path(logs), timers) as session:
-            role = rollout_role(recipe, place(recipe), path, load_weights=True)
-            rollout = Rollout(session.launch(role)["rollout"], shares_devices=False)
-            with timers.phase("evaluation"):
-                result = evaluator.run(rollout)
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Session.open(recipe.scheduler, recipe.cluster, Path(logs), timers) as session,
+    ):
+        role = rollout_role(recipe, place(recipe), path, load_weights=True)
+        rollout = Rollout(session.launch(role)["rollout"], shares_devices=False)
+        with timers.phase("evaluation"):
+            result = evaluator.run(rollout)
     return {
         "model": path,
         "accuracy": result.accuracy,

@@ -1,8 +1,8 @@
 """`fivefold import`: a recipe out of another framework's files, with an account of every key.
 
-    files, a.b=c ──read──> flat keys ──dialect──> recipe values, role plans, entries
-                                                         │
-                  recipe.yaml <──check── layouts <───────┘      each key: mapped, implied or unsupported
+files, a.b=c ──read──> flat keys ──dialect──> recipe values, role plans, entries
+                                                     │
+              recipe.yaml <──check── layouts <───────┘      each key: mapped, implied or unsupported
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fivefold.config.dialects.dialect import Dialect
 from fivefold.config.dialects.draft import Draft
 from fivefold.config.dialects.meanings import run_name
 from fivefold.config.dialects.report import Report
-from fivefold.config.dialects.source import OVERRIDE, Document, read_document, read_overrides, resolve
+from fivefold.config.dialects.shell import OVERRIDE
+from fivefold.config.dialects.source import Document, read_document, read_overrides, resolve
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe

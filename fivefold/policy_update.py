@@ -47,7 +47,7 @@ class PolicyUpdate:
         return batch.with_fields(advantages=self._per_token(batch, advantages.advantages_N)), advantages.metrics
 
     def _with_old_logprobs(self, batch: Batch) -> Batch:
-        """Old log-probs by the trainer, by the rollout engine, or none, where one update leaves them equal to the new."""
+        """Old log-probs by the trainer or the rollout engine; none, where one update leaves them equal to the new."""
         recompute = self._config.recompute_logprob
         if self._n_updates > 1 if recompute is None else recompute:
             with self._timers.phase("old log-probs"):
@@ -82,9 +82,9 @@ class PolicyUpdate:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if self._skipped_in_a_row >= MOST_SKIPPED:
             raise RunFailed(
-                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}, first in "
-                f"{', '.join(result.non_finite)}. The weights are those before them. Lower actor.optimizer.lr, or look at "
-                "the samples and rewards of these steps"
+                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}, "
+                f"first in {', '.join(result.non_finite)}. The weights are those before them. "
+                "Lower actor.optimizer.lr, or look at the samples and rewards of these steps"
             )
 
 

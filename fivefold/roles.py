@@ -122,7 +122,11 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
     """Start the processes of all roles of `recipe`; `path` is the actor's model, folder or hub name."""
     model = engine_config(recipe.actor, path)
     needs_reference = recipe.actor.kl_ctl > 0
-    reference = model.model_copy(update={"path": resolve_model_path(recipe.ref.path) if recipe.ref.path else path}) if needs_reference else None
+    reference = (
+        model.model_copy(update={"path": resolve_model_path(recipe.ref.path) if recipe.ref.path else path})
+        if needs_reference
+        else None
+    )
     beside_actor = "ref" not in placement
     spec = TrainerSpec(
         model=model,

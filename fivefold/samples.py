@@ -32,7 +32,7 @@ def make_samples(
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`accuracy` (share of samples with full reward), lengths of responses in tokens, and how many ran into the limit."""
+    """`accuracy` (share of samples with full reward), response lengths in tokens, and how many ran into the limit."""
     lengths = [len(sample.completion.token_ids) for sample in samples]
     return {
         "accuracy": accuracy(samples),

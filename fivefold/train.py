@@ -1,8 +1,8 @@
 """Reinforcement learning: the roles are built, then one loop.
 
-    prompts ─> rollout ─> rewards ─> (reference) ─> advantages ─> mini-batches ─> actor
-       ^                                                                            │
-    next step <──────────────── rollout engines <──────────────── new weights <─────┘
+prompts ─> rollout ─> rewards ─> (reference) ─> advantages ─> mini-batches ─> actor
+   ^                                                                            │
+next step <──────────────── rollout engines <──────────────── new weights <─────┘
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def _loop(
             began = time.perf_counter()
             prompts = sampler.next_batch()
             with timers.phase("rollout"):
-                completions = rollout.generate(prompts, recipe.gconfig.n_samples, sampling, (recipe.seed, "train", step))
+                completions = rollout.generate(
+                    prompts, recipe.gconfig.n_samples, sampling, (recipe.seed, "train", step)
+                )
             with timers.phase("rewards"):
                 samples = make_samples(prompts, completions, plan.tokenizer, plan.reward)
             rollout.sleep()
@@ -193,15 +195,18 @@ def _speed(plan: Plan, batch: Batch, seconds: dict[str, float], step_seconds: fl
 
 def _banner(plan: Plan) -> dict[str, object]:
     recipe, placement, data = plan.recipe, plan.placement, plan.data
-    devices = "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
+    devices = (
+        "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
+    )
     dropped = f", {data.n_too_long} too long" if data.n_too_long else ""
     libraries = versions()
+    prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
     return {
         "model": f"{recipe.actor.path} ({plan.shape.family}, {plan.shape.n_parameters / 1e6:,.1f} M parameters)",
         **{placed.role: describe(placed.layout) for placed in placement.roles},
         "devices": devices,
         "prompts": f"{len(data)} of {data.n_rows} rows{dropped}",
-        "steps": f"{plan.total_steps} of {recipe.train_dataset.batch_size} prompts x {recipe.gconfig.n_samples} samples",
+        "steps": f"{plan.total_steps} of {prompts} prompts x {samples} samples",
         "versions": ", ".join(f"{name} {number}" for name, number in libraries.items()),
         **({"warnings": "\n".join(placement.warnings())} if placement.warnings() else {}),
     }

@@ -1,6 +1,6 @@
 """What travels between the rooms: prompts, completions, samples and ragged batches.
 
-    Prompt ──rollout──> Completion ──reward──> Sample ──pack──> Batch ──> engine
+Prompt ──rollout──> Completion ──reward──> Sample ──pack──> Batch ──> engine
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class Batch:
         total = sum(self.lengths)
         for name, tensor in {"tokens_T": self.tokens_T, "mask_T": self.mask_T, **self.fields}.items():
             if tensor.shape != (total,):
-                raise ValueError(f"Batch.{name} has shape {tuple(tensor.shape)}; the lengths sum to {total}, so it must be ({total},)")
+                raise ValueError(
+                    f"Batch.{name} has shape {tuple(tensor.shape)}; "
+                    f"the lengths sum to {total}, so it must be ({total},)"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -1,4 +1,4 @@
-"""What a process of the actor or of the reference model holds: a Megatron engine, and the reference's beside the actor's."""
+"""What a process of the actor or of the reference model holds: a Megatron engine, and the reference's beside it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class OptimizerConfig(Section):
 
 class MicroBatchConfig(Section):
     max_tokens_per_mb: Positive = 8192
-    """Most tokens in one micro-batch, counted over its context-parallel shards. A longer sequence gets one of its own."""
+    """Most tokens in one micro-batch, counted over its context-parallel shards. A longer sequence gets its own."""
     n_mbs: Positive = 1
     """Fewest micro-batches a data-parallel rank splits a mini-batch into."""
 
@@ -130,7 +130,7 @@ class ActorConfig(EngineConfig):
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip (Ye et al. 2020): bound on the ratio of samples with negative advantage."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """Mean over tokens (DAPO); mean over sequences of token means (GRPO); mean over sequences of token sums (Dr. GRPO)."""
+    """Mean over tokens (DAPO), mean over sequences of token means (GRPO) or of token sums (Dr. GRPO)."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     kl_ctl: Annotated[float, Field(ge=0)] = 0.0

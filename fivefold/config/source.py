@@ -37,7 +37,10 @@ def read_mapping(path: Path) -> DictConfig:
                 str(path), ["the file is empty; a recipe needs at least experiment_name, actor and train_dataset"]
             )
         if not isinstance(root, yaml.MappingNode):
-            raise RecipeError(str(path), [f"a recipe is a mapping of keys to values, not a {type(root).__name__.removesuffix('Node').lower()}"])
+            raise RecipeError(
+                str(path),
+                [f"a recipe is a mapping of keys to values, not a {type(root).__name__.removesuffix('Node').lower()}"],
+            )
         if duplicates := list(_duplicates(root)):
             raise RecipeError(str(path), duplicates)
         config = OmegaConf.create(text)

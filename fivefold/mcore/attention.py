@@ -41,10 +41,14 @@ class PackedCoreAttention(nn.Module):
         super().__init__()
         self.cp_group: dist.ProcessGroup = pg_collection.cp
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] of this rank's tokens. Returns [T, heads, d]."""
         if self.cp_group.size() > 1:
-            pair = _GatherKeys.apply(torch.stack((key, value), dim=1), packed.first_keys, packed.second_keys, self.cp_group)
+            pair = _GatherKeys.apply(
+                torch.stack((key, value), dim=1), packed.first_keys, packed.second_keys, self.cp_group
+            )
             key, value = pair.unbind(1)
         return varlen_attention(query, key, value, packed.plan)
 

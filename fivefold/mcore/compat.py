@@ -94,7 +94,11 @@ class _CudaToCpu(TorchFunctionMode):
     _METHODS = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type})
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs) if kwargs else {}
         if options:
@@ -182,7 +186,10 @@ def _allow_uneven_collectives_on_gloo() -> None:
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def uneven_gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
@@ -194,7 +201,10 @@ def _allow_uneven_collectives_on_gloo() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def uneven_reduce_scatter(
-        input_: torch.Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: Any,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)

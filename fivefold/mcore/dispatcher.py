@@ -43,7 +43,7 @@ class SortingDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy each token once for each of its experts, in the experts' order. Returns rows [T * k, H] and their probabilities."""
+        """Copy each token once per expert of it, in the experts' order. Returns rows [T * k, H] and probabilities."""
         self.shape = hidden_states.shape
         top_k = self.config.moe_router_topk
         # Every token has exactly k experts, so this order is known without asking the device how many there are.

@@ -3,7 +3,7 @@
 Every process of the model calls every verb together, with the same whole batch. Each takes its own share by Megatron's
 own groups, and what is returned is global and the same everywhere.
 
-    batch ─> micro-batches of every data-parallel rank ─> this rank's tokens of them ─> Megatron's schedule over the chunks
+    batch ─> micro-batches of every data-parallel rank ─> this rank's tokens of them ─> Megatron's schedule over chunks
           ─> log-probs from the last hidden state ─> whole sequences again ─> loss ─> gradients, summed over all ranks
 """
 
@@ -129,7 +129,9 @@ class MegatronEngine:
         scale = 1.0 / max(1, batch.n_tokens)
         self._megatron_config.grad_scale_func = lambda value: value * scale
         step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(batch) * scale))
-        kept = self._run(batch, step, temperature=loss.temperature, entropy_gradient=loss.entropy_gradient, backward=True)
+        kept = self._run(
+            batch, step, temperature=loss.temperature, entropy_gradient=loss.entropy_gradient, backward=True
+        )
         metrics = reduce_metrics(kept, self.groups, n_trained=float(batch.mask_T.sum()))
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(batch)
         return metrics
@@ -169,15 +171,19 @@ class MegatronEngine:
                 pass
         dist.barrier()
 
-    def _run(self, batch: Batch, step: LossStep, *, temperature: float, entropy_gradient: bool, backward: bool) -> list[Any]:
-        """Put every micro-batch through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
+    def _run(
+        self, batch: Batch, step: LossStep, *, temperature: float, entropy_gradient: bool, backward: bool
+    ) -> list[Any]:
+        """Put the batch through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
         micro_batches = self._planner.split(batch)
         dtype = getattr(torch, self.config.dtype)
         for micro_batch in micro_batches:
             packed = micro_batch.local.packed
             packed.cos_T1D, packed.sin_T1D = cos_sin(micro_batch.local.positions_T, self._frequencies, dtype)
 
-        def predict_and_lose(micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
+        def predict_and_lose(
+            micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
+        ) -> tuple[Any, torch.Tensor, Any]:
             logprobs, entropy = self._predict(micro_batch, decoder, hidden, temperature, entropy_gradient)
             loss, kept = step(micro_batch, logprobs, entropy)
             return loss, torch.zeros((), dtype=torch.int), kept
@@ -201,9 +207,14 @@ class MegatronEngine:
         return kept
 
     def _predict(
-        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, temperature: float, entropy_gradient: bool
+        self,
+        micro_batch: MicroBatch,
+        decoder: Decoder,
+        hidden: torch.Tensor,
+        temperature: float,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32 [T] each, of the whole sequences of a micro-batch; 0 on tokens not trained."""
+        """Log-probs and entropies, float32 [T] each, of a micro-batch's whole sequences; 0 on tokens not trained."""
         hidden = hidden.squeeze(1)
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -230,7 +241,7 @@ class MegatronEngine:
         return functions if len(functions) > 1 else functions[0]
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
-        """Megatron's reductions over ranks, without its division by the number of tokens: the loss is normalised already."""
+        """Megatron's reductions over ranks, without its division by the token count: the loss is normalised already."""
         finalize_model_grads(chunks, None, **options)
 
 

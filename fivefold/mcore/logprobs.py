@@ -32,7 +32,9 @@ def linear_logprobs(
     hidden_NH is the same on all ranks; its gradient is this rank's part, to be summed over the group. The entropy
     carries a gradient only with `entropy_gradient`.
     """
-    return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunk_size, vocab, group)
+    return _LinearLogprobs.apply(
+        hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunk_size, vocab, group
+    )
 
 
 # Statistics of a shard that is filler only: it adds nothing to any sum.
@@ -69,7 +71,9 @@ class _LinearLogprobs(torch.autograd.Function):
         return target_logit - log_normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
         temperature, entropy_gradient, chunk_size, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)

@@ -55,7 +55,8 @@ class MicroBatchPlanner:
             cost=SequenceCost(quadratic_at=self.quadratic_at),
         )
         totals = [
-            [padded_tokens([batch.lengths[i] for i in bin_], cp_size=cp, tp_size=tp) for bin_ in bins] for bins in assigned
+            [padded_tokens([batch.lengths[i] for i in bin_], cp_size=cp, tp_size=tp) for bin_ in bins]
+            for bins in assigned
         ]
         longest = max(total for row in totals for total in row)
         rank = self.groups.dp.rank()

@@ -20,7 +20,7 @@ from fivefold.mcore.specs import block_spec
 
 
 class Decoder(GPTModel):
-    """Megatron-Core's GPT model, from packed tokens to hidden states. What follows the last one is the loss's business."""
+    """Megatron-Core's GPT model, from packed tokens to hidden states. What follows them is the loss's business."""
 
     def forward(self, local: LocalSequences) -> torch.Tensor:
         """[T / tp, 1, hidden] of this stage: the last normalised hidden state on the last one."""
@@ -37,7 +37,9 @@ class Decoder(GPTModel):
     def output_weight(self) -> torch.Tensor:
         """[vocabulary / tp, hidden] on the last stage."""
         weight: torch.Tensor = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
         )
         return weight
 

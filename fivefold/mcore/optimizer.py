@@ -1,4 +1,4 @@
-"""AdamW through Megatron-Core's distributed optimizer: schedule, clipping, and steps that are skipped when not finite."""
+"""AdamW through Megatron-Core's distributed optimizer: schedule, clipping, and steps skipped when not finite."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Optimizer:
             group["fused"], group["foreach"] = True, False
 
     def step(self) -> StepResult:
-        """Clip, update and advance the schedule. A gradient that is not finite is dropped; the schedule still advances."""
+        """Clip, update and advance the schedule. A gradient that is not finite is dropped; the schedule advances."""
         rate = learning_rate(self._step, self._config, self._total_steps)
         for group in self.megatron.param_groups:
             group["lr"] = rate
@@ -92,7 +92,9 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._config.gradient_clipping, total_norm=norm)
 
     def _non_finite(self, limit: int = 8) -> tuple[str, ...]:
-        local = [name for name, parameter in self._parameters.items() if not vars(parameter)["main_grad"].isfinite().all()]
+        local = [
+            name for name, parameter in self._parameters.items() if not vars(parameter)["main_grad"].isfinite().all()
+        ]
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, local[:limit])
         return tuple(dict.fromkeys(name for names in gathered for name in names))[:limit]

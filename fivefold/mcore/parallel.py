@@ -26,8 +26,8 @@ def initialize_parallel(layout: ParallelLayout, seed: int) -> ProcessGroupCollec
     if parallel_state.is_initialized():
         if _current_degrees() != degrees:
             raise ValueError(
-                f"these processes are laid out as tp, pp, vpp, cp, ep, etp = {_current_degrees()}, and a model with {degrees} "
-                "cannot share them: give it processes of its own"
+                f"these processes are laid out as tp, pp, vpp, cp, ep, etp = {_current_degrees()}, and a model with "
+                f"{degrees} cannot share them: give it processes of its own"
             )
         return ProcessGroupCollection.use_mpu_process_groups()
     parallel_state.initialize_model_parallel(
@@ -74,7 +74,7 @@ def shard_groups(groups: ProcessGroupCollection) -> ShardGroups:
 
 
 class SumOverGroup(torch.autograd.Function):
-    """All-reduce whose result every rank uses for the same loss: the gradient of a rank's part is the sum's gradient."""
+    """All-reduce whose result every rank uses for the same loss: a rank's part has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: object, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -17,7 +17,9 @@ class RandomWeights:
     these families.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: str | Path, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], folder: str | Path, seed: int, device: torch.device
+    ) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
         self._std = float(config.get("initializer_range", 0.02))
         self._shapes = dict(shapes)

@@ -17,7 +17,7 @@ def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor
 
 
 def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Longer context: `linear` slows every pair down; `llama3` only those with long wavelengths, smoothly in between."""
+    """Longer context: `linear` slows every pair down; `llama3` only long wavelengths, smoothly in between."""
     if scaling.type == "linear":
         return frequencies / scaling.factor
     wavelengths = 2 * math.pi / frequencies
@@ -31,7 +31,9 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), blended, scaled)
 
 
-def cos_sin(positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(
+    positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, `dtype` [T, 1, head_dim] each, of positions int64 [T]."""
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)

@@ -70,7 +70,9 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def localize(batch: Batch, *, cp_rank: int, cp_size: int, total: int, flash: bool, device: torch.device) -> LocalSequences:
+def localize(
+    batch: Batch, *, cp_rank: int, cp_size: int, total: int, flash: bool, device: torch.device
+) -> LocalSequences:
     """Pad `batch` to `total` tokens (see `padded_tokens`) and take the share of context-parallel rank `cp_rank`.
 
     Only tokens whose mask is not 0 are predicted.
@@ -116,7 +118,7 @@ def _places(spans: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
-    """Padded places of one rank's tokens, in the order in which it holds them: all first chunks, then all second ones."""
+    """Padded places of one rank's tokens, in the order it holds them: all first chunks, then all second ones."""
     if cp_size == 1:
         return torch.arange(sum(spans))
     pieces = []

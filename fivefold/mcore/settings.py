@@ -25,6 +25,29 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
+# What Fivefold's attention, norms, experts and dispatcher do in one way only: an override would be ignored, or worse.
+_ONE_WAY: dict[str, Any] = {
+    "fp16": False,
+    "fp8": None,
+    "fp4": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "no_rope_freq": None,
+    "rotary_interleaved": False,
+    "attention_output_gate": False,
+    "qk_clip": False,
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "moe_apply_probs_on_input": False,
+    "moe_shared_expert_overlap": False,
+    "moe_expert_capacity_factor": None,
+    "moe_latent_size": None,
+    "mtp_num_layers": None,
+}
+
 
 def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> TransformerConfig:
     """The TransformerConfig of a model, `actor.megatron.transformer` applied on top.
@@ -34,6 +57,7 @@ def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: Mode
     """
     dtype = getattr(torch, config.dtype)
     chosen = {
+        **_ONE_WAY,
         **_model_fields(shape),
         **_parallel_fields(layout),
         **_RECOMPUTE[config.megatron.recompute],
@@ -62,7 +86,11 @@ def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: Mode
         chosen["recompute_modules"] = ["moe", "mlp"] if shape.is_moe else ["mlp"]
     if shape.is_moe:
         chosen |= _moe_fields(config, shape)
-    return TransformerConfig(**_override("transformer", TransformerConfig, chosen, config.megatron.transformer))
+    fields = _override("transformer", TransformerConfig, chosen, config.megatron.transformer)
+    if fields.get("moe_z_loss_coeff"):
+        # Each rank weights its z-loss with its own tokens, after Megatron-Core has divided it by the number of ranks.
+        fields["moe_z_loss_coeff"] *= layout.tp * layout.cp
+    return TransformerConfig(**fields)
 
 
 def _leave(weight: torch.Tensor) -> None:
@@ -157,12 +185,16 @@ _OWN_KEYS = {
 
 
 def ddp_config(config: EngineConfig, layout: ParallelLayout) -> DistributedDataParallelConfig:
-    """Gradients in float32, summed in buckets that overlap with the backward pass where there is anything to overlap."""
+    """Gradients in float32, summed in buckets that overlap with the backward pass if there is anything to overlap."""
     chosen = {
         "use_distributed_optimizer": True,
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": torch.cuda.is_available() and max(layout.dp * layout.cp, layout.edp) > 1,
         "average_in_collective": False,
+        # Weights are exported right after a step, when a later gather would not have filled them.
+        "overlap_param_gather": False,
+        "use_megatron_fsdp": False,
+        "num_distributed_optimizer_instances": 1,
     }
     return DistributedDataParallelConfig(**_override("ddp", DistributedDataParallelConfig, chosen, config.megatron.ddp))
 
@@ -181,6 +213,8 @@ def optimizer_config(config: EngineConfig, optimizer: OptimizerConfig) -> Megatr
         "use_distributed_optimizer": True,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "overlap_param_gather": False,
     }
     return MegatronOptimizerConfig(**_override("optimizer", MegatronOptimizerConfig, chosen, config.megatron.optimizer))
 
@@ -198,7 +232,9 @@ def _override(section: str, target: type, chosen: Mapping[str, Any], overrides: 
         if name in _OWN_KEYS:
             raise ValueError(f"{key}={value!r}: Fivefold sets this field; use {_OWN_KEYS[name]} instead")
         if name in chosen and name not in _FREE:
-            raise ValueError(f"{key}={value!r}: Fivefold sets this field itself (to {chosen[name]!r}); drop the override")
+            raise ValueError(
+                f"{key}={value!r}: Fivefold sets this field itself (to {chosen[name]!r}); drop the override"
+            )
         if not _fits(value, hints[name]):
             raise ValueError(f"{key}={value!r}: the field takes {hints[name]}, not {type(value).__name__}")
     return {**chosen, **overrides}

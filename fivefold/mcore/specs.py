@@ -72,7 +72,9 @@ class TorchSpecProvider(BackendSpecProvider):
 def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
     """Residual connection with dropout, in Megatron-Core's calling convention; no kernel for dropout at rate 0."""
 
-    def add(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, rate: float) -> torch.Tensor:
+    def add(
+        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, rate: float
+    ) -> torch.Tensor:
         output, bias = output_and_bias
         if bias is not None:
             output = output + bias

@@ -89,7 +89,11 @@ def _plan_rectangles(queries: torch.Tensor, keys: torch.Tensor, device: torch.de
 
 
 def _rectangle(
-    queries_B: torch.Tensor, keys_B: torch.Tensor, query_starts_B: torch.Tensor, key_starts_B: torch.Tensor, device: torch.device
+    queries_B: torch.Tensor,
+    keys_B: torch.Tensor,
+    query_starts_B: torch.Tensor,
+    key_starts_B: torch.Tensor,
+    device: torch.device,
 ) -> tuple[Rectangle, torch.Tensor]:
     query_Q, key_K = torch.arange(int(queries_B.max())), torch.arange(int(keys_B.max()))
     valid_BQ = query_Q < queries_B[:, None]
@@ -105,7 +109,10 @@ def _rectangle(
 
 
 def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """Attention of query [T, heads, d] over key and value [K, kv_heads, d], causal within each entry. Returns [T, heads, d]."""
+    """Attention of query [T, heads, d] over key and value [K, kv_heads, d], causal within each entry.
+
+    Returns [T, heads, d].
+    """
     if isinstance(plan, FlashPlan):
         output: torch.Tensor = _flash(
             query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, window_size=(-1, 0)
@@ -115,7 +122,9 @@ def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return torch.cat(outputs).index_select(0, plan.restore_T)
 
 
-def _rectangle_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+def _rectangle_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle
+) -> torch.Tensor:
     """[valid queries, heads, d] of one rectangle."""
     output_BHQD = F.scaled_dot_product_attention(
         query[rectangle.query_rows_BQ].transpose(1, 2),

@@ -8,10 +8,11 @@ from hf_reference import Tensors
 def relative_errors(got: Tensors, want: Tensors) -> dict[str, float]:
     """max |got - want| / max |want| of each tensor; the names must be the same."""
     assert got.keys() == want.keys(), f"only in one of the two: {sorted(got.keys() ^ want.keys())}"
-    return {
-        name: float((got[name].double() - want[name].double()).abs().max() / want[name].double().abs().max().clamp(min=1e-12))
-        for name in want
-    }
+    errors = {}
+    for name, wanted in want.items():
+        difference = (got[name].double() - wanted.double()).abs().max()
+        errors[name] = float(difference / wanted.double().abs().max().clamp(min=1e-12))
+    return errors
 
 
 def assert_close(got: Tensors, want: Tensors, tolerance: float) -> None:

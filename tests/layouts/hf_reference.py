@@ -136,11 +136,9 @@ def sft_cost(logprobs_L: torch.Tensor, sequence: Batch) -> torch.Tensor:
 
 def policy_cost(logprobs_L: torch.Tensor, entropy_L: torch.Tensor, sequence: Batch, loss: PolicyLoss) -> torch.Tensor:
     """The cost of one sequence: of the mean or of the sum of its tokens, as the aggregation wants."""
-    fields = sequence.fields
+    fields = [sequence.fields[name] for name in ("advantages", "old_logprobs", "ref_logprobs")]
     tokens = [
-        _policy_token_cost(
-            logprobs_L[t], entropy_L[t], *(float(fields[name][t]) for name in ("advantages", "old_logprobs", "ref_logprobs")), loss
-        )
+        _policy_token_cost(logprobs_L[t], entropy_L[t], *(float(field_L[t]) for field_L in fields), loss)
         for t in range(sequence.n_tokens)
         if sequence.mask_T[t]
     ]

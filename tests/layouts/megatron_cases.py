@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,8 +60,8 @@ class Case:
     """An engine's layout and options."""
 
     layout: str
-    megatron: MegatronConfig = MegatronConfig()
-    micro_batches: MicroBatchConfig = MicroBatchConfig(max_tokens_per_mb=48)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    micro_batches: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=48))
     dtype: str = "float32"
     init_from_scratch: bool = False
 
@@ -80,9 +80,7 @@ class Case:
             mb_spec=self.micro_batches,
             megatron=self.megatron,
         )
-        return OpenEngine(
-            config, lay_out(self.layout), seed=seed, optimizer=optimizer, total_steps=total_steps
-        )
+        return OpenEngine(config, lay_out(self.layout), seed=seed, optimizer=optimizer, total_steps=total_steps)
 
 
 def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:

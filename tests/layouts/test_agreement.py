@@ -12,6 +12,7 @@ comparison shows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -47,8 +48,8 @@ _POLICY = PolicyLoss(
 LOSSES: dict[str, PolicyLoss | SFTLoss] = {
     "sft": SFTLoss(),
     "token_mean": _POLICY,
-    "sequence_mean": PolicyLoss(**{**vars(_POLICY), "aggregation": "sequence_mean", "kl_estimator": "k2", "dual_clip": 1.5}),
-    "sequence_sum": PolicyLoss(**{**vars(_POLICY), "aggregation": "sequence_sum", "kl_estimator": "k1", "entropy_coeff": 0.0}),
+    "sequence_mean": replace(_POLICY, aggregation="sequence_mean", kl_estimator="k2", dual_clip=1.5),
+    "sequence_sum": replace(_POLICY, aggregation="sequence_sum", kl_estimator="k1", entropy_coeff=0.0),
 }
 
 LAYOUTS = (
@@ -87,7 +88,12 @@ WAYS: dict[str, tuple[MegatronConfig, MicroBatchConfig]] = {
     ),
     "log-probs in small chunks": (MegatronConfig(logprob_chunk_size=5), MicroBatchConfig(max_tokens_per_mb=48)),
 }
-WAYS_LAYOUTS = ("megatron:d1", "megatron:(attn:c2|ffn:e2)", "megatron:(attn:d2|ffn:t2)", "megatron:(attn:t2p2v2|ffn:e2)")
+WAYS_LAYOUTS = (
+    "megatron:d1",
+    "megatron:(attn:c2|ffn:e2)",
+    "megatron:(attn:d2|ffn:t2)",
+    "megatron:(attn:t2p2v2|ffn:e2)",
+)
 
 Trained = Callable[[str, str], Run]
 """Of (model, loss): the run of the single process."""

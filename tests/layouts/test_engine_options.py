@@ -53,7 +53,8 @@ def routings(case: Case, folder: Path, batch: Batch) -> list[Routing]:
 
     def note(router: TopKRouter, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         probs, chosen = outputs
-        found.append(Routing(inputs[0].flatten(0, 1).clone(), router.weight.detach().clone(), probs.clone(), chosen.clone()))
+        hidden_TH, weight_EH = inputs[0].flatten(0, 1).clone(), router.weight.detach().clone()
+        found.append(Routing(hidden_TH, weight_EH, probs.clone(), chosen.clone()))
 
     for router in engine.modules_of(TopKRouter):
         router.register_forward_hook(note)
@@ -83,12 +84,14 @@ def test_the_router_computes_in_the_models_dtype_if_asked_to(workers: Workers, m
     assert min(router_errors(workers, models / "qwen3_moe-bf16", "model")) > 1e-4
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2", FOLDED, "megatron:p2v2", "megatron:(attn:c2d2|ffn:t2e2)"])
+@pytest.mark.parametrize(
+    "layout", ["megatron:d1", "megatron:d2", FOLDED, "megatron:p2v2", "megatron:(attn:c2d2|ffn:t2e2)"]
+)
 def test_bfloat16_trains_nearly_as_float32(workers: Workers, models: Path, layout: str) -> None:
     half, full = Case(layout, dtype="bfloat16"), Case("megatron:d1")
-    batch, optimizer = uneven_batch(), OptimizerConfig(lr=1e-2, eps=1e-3)
+    folder, batch, optimizer = models / "qwen3_moe", uneven_batch(), OptimizerConfig(lr=1e-2, eps=1e-3)
     results = [
-        workers(case.world_size).run(megatron_cases.train, case, models / "qwen3_moe", batch, SFTLoss(), optimizer, 3)[0]
+        workers(case.world_size).run(megatron_cases.train, case, folder, batch, SFTLoss(), optimizer, 3)[0]
         for case in (half, full)
     ]
     for rough, exact in zip(results[0].steps, results[1].steps, strict=True):
@@ -119,6 +122,8 @@ def transformer_config(folder: Path, **overrides: Any) -> Any:
         ("tensor_model_parallel_size", 2, "use actor.backend instead"),
         ("deterministic_mode", True, "use actor.megatron.use_deterministic_algorithms instead"),
         ("init_method", "normal", "Fivefold sets this field itself"),
+        ("softmax_scale", 0.1, "Fivefold sets this field itself"),
+        ("moe_expert_capacity_factor", 1.5, "Fivefold sets this field itself"),
     ],
 )
 def test_a_wrong_transformer_override_is_an_error(models: Path, name: str, value: Any, message: str) -> None:
@@ -132,6 +137,7 @@ def test_a_wrong_transformer_override_is_an_error(models: Path, name: str, value
         ("bucket_sise", 10, "did you mean bucket_size?"),
         ("bucket_size", 1.5, "not float"),
         ("average_in_collective", True, r"Fivefold sets this field itself \(to False\)"),
+        ("overlap_param_gather", True, "Fivefold sets this field itself"),
     ],
 )
 def test_a_wrong_ddp_override_is_an_error(models: Path, name: str, value: Any, message: str) -> None:
@@ -151,6 +157,7 @@ def test_a_wrong_ddp_override_is_an_error(models: Path, name: str, value: Any, m
         ("clip_grad", 0.1, "use actor.optimizer.gradient_clipping instead"),
         ("bf16", True, "use actor.dtype instead"),
         ("optimizer", "sgd", "Fivefold sets this field itself"),
+        ("fp16", True, "Fivefold sets this field itself"),
     ],
 )
 def test_a_wrong_optimizer_override_is_an_error(models: Path, name: str, value: Any, message: str) -> None:
@@ -167,7 +174,10 @@ def test_dropout_changes_training_and_not_the_log_probs(workers: Workers, models
     assert abs(with_it.loss - without.loss) > 1e-2
 
 
-@pytest.mark.parametrize("overrides", [{"bucket_size": 500}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "bucket_size": 500}])
+@pytest.mark.parametrize(
+    "overrides",
+    [{"bucket_size": 500}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "bucket_size": 500}],
+)
 @pytest.mark.parametrize("layout", ["megatron:d2e2", "megatron:(attn:d2t2|ffn:t2e2)"])
 def test_gradients_are_the_same_in_small_and_overlapping_buckets(
     workers: Workers, models: Path, layout: str, overrides: dict[str, Any]
@@ -206,7 +216,8 @@ def decayed(case: Case, folder: Path) -> Tensors:
 
 def test_weight_decay_of_the_head_norms_is_an_option_of_megatron_core(workers: Workers, models: Path) -> None:
     case = Case("megatron:d1", MegatronConfig(optimizer={"apply_wd_to_qk_layernorm": True}))
-    before, (after,) = load_file(models / "qwen3" / "model.safetensors"), workers(1).run(decayed, case, models / "qwen3")
+    before = load_file(models / "qwen3" / "model.safetensors")
+    (after,) = workers(1).run(decayed, case, models / "qwen3")
     for name, weight in before.items():
         exempt = weight.ndim == 1 and "q_norm" not in name and "k_norm" not in name
         torch.testing.assert_close(after[name], weight * (1.0 if exempt else 0.95), rtol=1e-6, atol=0)
@@ -215,7 +226,8 @@ def test_weight_decay_of_the_head_norms_is_an_option_of_megatron_core(workers: W
 def test_weight_decay_within_adam_is_an_option_of_megatron_core(workers: Workers, models: Path) -> None:
     """As an L2 penalty, decay is a gradient like any other, of which Adam keeps the sign: a step of the whole rate."""
     case = Case("megatron:d1", MegatronConfig(optimizer={"decoupled_weight_decay": False}))
-    before, (after,) = load_file(models / "qwen3" / "model.safetensors"), workers(1).run(decayed, case, models / "qwen3")
+    before = load_file(models / "qwen3" / "model.safetensors")
+    (after,) = workers(1).run(decayed, case, models / "qwen3")
     name = "model.layers.0.mlp.up_proj.weight"
     torch.testing.assert_close(after[name], before[name] - 0.1 * before[name].sign(), rtol=1e-4, atol=1e-4)
 
@@ -223,7 +235,9 @@ def test_weight_decay_within_adam_is_an_option_of_megatron_core(workers: Workers
 # --- the auxiliary loss of the router
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2v2", "megatron:d2", FOLDED])
+@pytest.mark.parametrize(
+    "layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2v2", "megatron:d2", FOLDED]
+)
 @pytest.mark.parametrize("name", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
 def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     workers: Workers, models: Path, tmp_path: Path, layout: str, name: str
@@ -414,7 +428,8 @@ def test_a_sequence_longer_than_the_token_limit_gets_a_micro_batch_of_its_own(
 
 
 def test_the_vocabulary_is_padded_out_of_sight(workers: Workers, models: Path) -> None:
-    assert VOCAB % 2 and VOCAB % 4
+    assert VOCAB % 2
+    assert VOCAB % 4
     for layout in ("megatron:t2", "megatron:t4"):
         weights = workers(Case(layout).world_size).run(random_weights, Case(layout), models / "qwen3", 1)[0]
         assert weights["lm_head.weight"].shape == weights["model.embed_tokens.weight"].shape == (VOCAB, 32)

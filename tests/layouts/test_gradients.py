@@ -51,9 +51,7 @@ Reference = tuple[torch.Tensor, torch.Tensor, float, Tensors]
 
 
 @pytest.fixture(scope="module")
-def reference(
-    workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Reference]:
+def reference(workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     scratch = tmp_path_factory.mktemp("gradients")
 
     @cache

@@ -179,7 +179,9 @@ def largest_tensor(problem: Problem) -> int:
 def test_no_tensor_holds_more_logits_than_a_chunk(workers: Workers, n_ranks: int) -> None:
     vocab, chunk_size = 4096, 16
     largest = {
-        n_tokens: max(workers(n_ranks).run(largest_tensor, Problem(n_tokens=n_tokens, vocab=vocab, chunk_size=chunk_size)))
+        n_tokens: max(
+            workers(n_ranks).run(largest_tensor, Problem(n_tokens=n_tokens, vocab=vocab, chunk_size=chunk_size))
+        )
         for n_tokens in (chunk_size, 3000)
     }
     assert largest[3000] == largest[chunk_size] <= vocab * chunk_size < 3000 * vocab / 100

@@ -213,9 +213,7 @@ def exploding_step(case: Case, folder: Path) -> StepResult:
 
 
 @pytest.mark.parametrize("layout", ["megatron:d2", "megatron:(attn:t2p2|ffn:e2)"])
-def test_a_gradient_that_is_bad_everywhere_names_a_few_parameters(
-    workers: Workers, models: Path, layout: str
-) -> None:
+def test_a_gradient_that_is_bad_everywhere_names_a_few_parameters(workers: Workers, models: Path, layout: str) -> None:
     case = Case(layout)
     results = workers(case.world_size).run(exploding_step, case, models / "qwen3_moe")
     assert all(result.skipped and 0 < len(result.non_finite) <= 8 for result in results)

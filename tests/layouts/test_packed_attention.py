@@ -77,7 +77,8 @@ def flash_pairs(plan: FlashPlan) -> torch.Tensor:
     allowed = torch.zeros(queries[-1], keys[-1], dtype=torch.bool)
     for entry in range(len(queries) - 1):
         n_queries, n_keys = queries[entry + 1] - queries[entry], keys[entry + 1] - keys[entry]
-        assert n_queries <= plan.max_queries and n_keys <= plan.max_keys
+        assert n_queries <= plan.max_queries
+        assert n_keys <= plan.max_keys
         triangle = torch.ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
         allowed[queries[entry] : queries[entry + 1], keys[entry] : keys[entry + 1]] = triangle
     return allowed
@@ -105,9 +106,7 @@ def shares(cp_size: int, *, flash: bool = False) -> list[LocalSequences]:
 def test_the_shares_hold_every_token_once_at_its_position(cp_size: int) -> None:
     batch = uneven_batch()
     wanted = sorted(
-        (position, int(token))
-        for tokens in batch.split(batch.tokens_T)
-        for position, token in enumerate(tokens)
+        (position, int(token)) for tokens in batch.split(batch.tokens_T) for position, token in enumerate(tokens)
     )
     found = []
     for share in shares(cp_size):

@@ -46,7 +46,9 @@ def convert(draft: Draft) -> None:
 def _backends(draft: Draft) -> None:
     """One string for all roles, or one for each; older strings leave the training backend out."""
     if draft.get("allocation_mode"):
-        draft.mapped("allocation_mode", "allocation_mode", modern(str(draft.get("allocation_mode"))))
+        trainer = str(draft.get("actor.backend", ""))
+        allocation = modern(str(draft.get("allocation_mode")), trainer if trainer in TRAINERS else None)
+        draft.mapped("allocation_mode", "allocation_mode", allocation)
         for key in ("actor.backend", "rollout.backend"):
             if NO_BACKEND.search(str(draft.get(key, ""))) is None:
                 draft.implied(key, "allocation_mode rules")
@@ -63,16 +65,20 @@ def _backends(draft: Draft) -> None:
     _colocation(draft)
 
 
-def modern(allocation: str) -> str:
-    """`sglang.d4p1t1+d2t2` as `sglang:d4+fsdp:d2t2`: backends named, degrees of 1 left out where no role needs them."""
-    return re.sub(r"[^+|()]+", lambda match: _modern_role(match[0]), allocation.strip())
+def modern(allocation: str, trainer: str | None = None) -> str:
+    """`sglang.d4p1t1+d2t2` as `sglang:d4+fsdp:d2t2`: backends named, degrees of 1 left out where no role needs them.
+
+    `trainer` is the training backend of a part that names none.
+    """
+    return re.sub(r"[^+|()]+", lambda match: _modern_role(match[0], trainer), allocation.strip())
 
 
-def _modern_role(role: str) -> str:
+def _modern_role(role: str, trainer: str | None) -> str:
     role = re.sub(r"^(sglang|vllm)\.", r"\1:", role)
     if NO_BACKEND.fullmatch(role):
         # Pipeline and expert degrees have always needed Megatron-Core.
-        role = f"{'megatron' if re.search(r'[pe](?!1(?![0-9]))', role) else 'fsdp'}:{role}"
+        needed = "megatron" if re.search(r"[pe](?!1(?![0-9]))", role) else "fsdp"
+        role = f"{trainer or needed}:{role}"
     backend, colon, degrees = role.partition(":")
     if backend.partition("[")[0] in ("sglang", "vllm", "fsdp") and NO_BACKEND.fullmatch(degrees):
         degrees = re.sub(r"[tpce]1(?![0-9])", "", degrees) or "d1"

@@ -124,7 +124,8 @@ def _scheduler(draft: Draft, key: str) -> None:
     if value in ("local", "ray"):
         draft.mapped(key, key, value)
     else:
-        draft.unsupported(key, f"jobs are not submitted to {value}: start Ray there, and join it with scheduler.type=ray")
+        reason = f"jobs are not submitted to {value}: start Ray there, and join it with scheduler.type=ray"
+        draft.unsupported(key, reason)
 
 
 ENGINE: Mapping[str, Rule] = {
@@ -206,6 +207,9 @@ ACTOR: Mapping[str, Rule] = {
     "rejection_sampling.*": unsupported("samples are not weighted by the mismatch of rollout and trainer"),
     "prox_logp_method": only("recompute", holds="recomputed", otherwise="old log-probabilities are computed"),
     "importance_sampling_level": only("token", holds="ratios of tokens", otherwise="the loss has ratios of tokens"),
+    "colocated": only(True, False, holds="the layout says which roles share devices", otherwise=SYNCHRONOUS),
+    "colocated_weight_path": implied("weights go from actor to rollout in buckets"),
+    "*icepop*": unsupported("samples are not weighted by the mismatch of rollout and trainer"),
     "log_agent_stats": off(NO_AGENTS),
     "log_agent_stats_keys": implied(NO_AGENTS),
     "entropy_coeff": to("actor.entropy_coeff", number),
@@ -226,6 +230,7 @@ ROLLOUT: Mapping[str, Rule] = {
     "use_lora": off(NO_LORA),
     "lora_name": implied("only LoRA reads it"),
     "return_routed_experts": off("router choices of the rollout are not replayed"),
+    "_version": implied("names the framework's own code"),
     "schedule_policy": implied("an engine takes its requests as it likes; a step waits for all of them"),
     "agent.*": off(NO_AGENTS),
     "openai.*": off(NO_AGENTS),

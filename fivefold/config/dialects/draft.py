@@ -105,10 +105,13 @@ class Draft:
     def mapped(self, key: str, to: str, value: Any, note: str = "") -> None:
         """`key` sets the recipe's `to` to `value`; unsupported, if another key has set it to something else."""
         if not self.is_open(key):
-            return
+            return None
         caveat = self._caveats.get(key, "")
         if caveat and self._values[key] in (None, ""):
-            return self.unsupported(key, caveat)
+            self.unsupported(key, caveat)
+            return None
+        if isinstance(value, str) and "${" in value:
+            return self.unsupported(key, "this interpolation leads to no plain value")
         if self.recipe.setdefault(to, value) != value:
             other = next((entry.key for entry in self._entries.values() if entry.to == to), "another key")
             return self.unsupported(key, f"{other} sets {to} to {self.recipe[to]!r}")
@@ -159,8 +162,6 @@ class Draft:
             return self.implied(key, "empty, so the default holds")
         if value == "???":
             return self.unsupported(key, "its value is left to be given (`???`)")
-        if isinstance(value, str) and "${" in value:
-            return self.unsupported(key, "this interpolation leads to no plain value")
         try:
             rule(self, key)
         except Unfit as error:
@@ -171,7 +172,9 @@ class Draft:
         """Every key of the source that still has no entry becomes unsupported, with `unknown` as the reason."""
         planned = {key for plan in self.plans.values() for key in plan.keys}
         for key in self._values:
-            if key not in planned:
+            if key not in planned and self._values[key] is None:
+                self.implied(key, "empty, so the default holds")
+            elif key not in planned:
                 self.unsupported(key, unknown)
 
     def _settle(self, key: str, outcome: Outcome, to: str, note: str) -> None:

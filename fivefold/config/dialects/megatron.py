@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fivefold.config.dialects.draft import Degree, Draft, Role, Rule, implied, number, off, one_of, only, to, unsupported
+from fivefold.config.dialects.draft import (
+    Degree,
+    Draft,
+    Role,
+    Rule,
+    implied,
+    number,
+    off,
+    one_of,
+    only,
+    to,
+    unsupported,
+)
 
 DEGREES: Mapping[str, Degree] = {
     "tensor_model_parallel_size": "tp",

@@ -14,7 +14,7 @@ from fivefold.config.dialects.draft import Entry, Outcome
 
 OUTCOMES: tuple[Outcome, ...] = ("unsupported", "mapped", "implied")
 COLOURS = {"unsupported": "red", "mapped": "green", "implied": "dim"}
-SECRET = re.compile(r"(^|[._-])(api_?key|token|secret|password)s?$", re.IGNORECASE)
+SECRET = re.compile(r"(api_?key|secret|password|(^|[._])token|(hub|hf|auth|access)_token)$", re.IGNORECASE)
 LONGEST_VALUE = 60
 
 

@@ -46,7 +46,8 @@ def convert(draft: Draft) -> None:
 
 
 def _lay_out(draft: Draft) -> None:
-    for role, section in (("actor", TRAIN), ("ref", REF)):
+    sections: Mapping[Role, str] = {"actor": TRAIN, "ref": REF}
+    for role, section in sections.items():
         if draft.keys(section + "*"):
             _lay_out_trainer(draft, role, section)
     if draft.keys(INFER + "*"):
@@ -131,16 +132,16 @@ def _mini_batches(draft: Draft) -> None:
     """An optimizer step takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica."""
     key = TRAIN + "training_args.gradient_accumulation_steps"
     steps = draft.get(key)
-    per_device, prompts = draft.get(TRAIN + "training_args.per_device_train_batch_size", 1), draft.get("rollout_batch_size")
-    plan, group = draft.plans.get("actor"), draft.get("num_return_sequences_in_group")
+    per_device = draft.get(TRAIN + "training_args.per_device_train_batch_size", 1)
+    prompts, group = draft.get("rollout_batch_size"), draft.get("num_return_sequences_in_group")
+    plan = draft.plans.get("actor")
     if plan is None or plan.n_devices is None or not isinstance(steps, int):
         return
     replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
     update = per_device * steps * replicas
     if update < 1 or (prompts * group) % update or prompts % (prompts * group // update):
-        draft.unsupported(
-            key, f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences, groups whole"
-        )
+        responses = f"{prompts} prompts of {group} responses"
+        draft.unsupported(key, f"{responses} do not divide into updates of {update} sequences, groups whole")
         return
     updates = prompts * group // update
     note = f"{prompts}*{group} sequences in updates of {per_device}*{steps}*{replicas} replicas"
@@ -166,7 +167,8 @@ def _advantages(draft: Draft) -> None:
         elif draft.get(key) is not None:
             draft.unsupported(key, "rewards are normalised over the group, the batch, or not at all")
     if draft.get("reward_norm") in levels:
-        draft.mapped("reward_norm", STD if draft.get("reward_scale") is True else MEAN, levels[draft.get("reward_norm")])
+        target = STD if draft.get("reward_scale") is True else MEAN
+        draft.mapped("reward_norm", target, levels[draft.get("reward_norm")])
         if draft.get("reward_shift") is not True:
             draft.recipe.setdefault(STD, levels[draft.get("reward_norm")])
     for key in ("reward_shift", "reward_scale"):

@@ -76,7 +76,9 @@ TRAINING_ARGS: Mapping[str, Rule] = {
     "warmup_steps": off("the warm-up is a share of all steps: set actor.optimizer.warmup_steps_proportion"),
     "num_train_epochs": implied("max_steps says how long training is"),
     "gradient_accumulation_steps": unsupported("updates in a step are counted by actor.ppo_n_minibatches"),
-    "per_device_train_batch_size": unsupported("micro-batches have a token budget; set actor.mb_spec.max_tokens_per_mb"),
+    "per_device_train_batch_size": unsupported(
+        "micro-batches have a token budget; set actor.mb_spec.max_tokens_per_mb"
+    ),
     "*": unsupported("not among the training options that are carried over"),
 }
 
@@ -217,11 +219,17 @@ TOP: Mapping[str, Rule] = {
     "dataset_filter.*": unsupported("rows are not filtered; prepare the file"),
 }
 
+ACTORS_MODEL: Mapping[str, Rule] = {
+    **MODEL_ARGS,
+    "dtype": implied("the actor's"),
+    "model_name_or_path": implied("the actor's"),
+}
+
 RULES: Mapping[str, Rule] = {
     **TOP,
     **for_each((TRAIN, INFER, REF), WORKER),
     **under(INFER + CONFIG, {"*": unsupported(NO_ENGINE_OPTIONS)}),
-    **for_each((INFER, REF), under("model_args.", {**MODEL_ARGS, "dtype": implied("the actor's"), "model_name_or_path": implied("the actor's")})),
+    **for_each((INFER, REF), under("model_args.", ACTORS_MODEL)),
     **under(TRAIN + "model_args.", MODEL_ARGS),
     **for_each((TRAIN + CONFIG, REF + CONFIG), megatron.OVERRIDES),
     **under(TRAIN + "training_args.", TRAINING_ARGS),

@@ -1,10 +1,10 @@
 """What a launch script would pass to its training command, read without running anything.
 
-    export TP=2                                  assignments, arrays, defaults and arithmetic are followed,
-    CMD=(python3 -m trainer actor.tp=\\$TP)       `if` and `case` as far as they test variables,
-    eval "${CMD[@]}" seed=1                      functions where they are called; loops are passed over
+export TP=2                                  assignments, arrays, defaults and arithmetic are followed,
+CMD=(python3 -m trainer actor.tp=\\$TP)       `if` and `case` as far as they test variables,
+eval "${CMD[@]}" seed=1                      functions where they are called; loops are passed over
 
-    -> launches: [["python3", "-m", "trainer", "actor.tp=2", "seed=1"]]
+-> launches: [["python3", "-m", "trainer", "actor.tp=2", "seed=1"]]
 """
 
 from __future__ import annotations

@@ -171,7 +171,8 @@ class Expander:
             return self._unquoted(argument, notes) if is_given else ""
         if is_given or sign[-1] == "?":
             return self._value(name, notes)
-        default = Text(self._unquoted(argument, own := []), tuple(own))
+        own: list[str] = []
+        default = Text(self._unquoted(argument, own), tuple(own))
         notes += default.notes
         if sign[-1] == "=":
             self._variables.texts[name] = default

@@ -106,7 +106,7 @@ class _Lexer:
         return None
 
     def _array_items(self, line: int) -> tuple[Word, ...]:
-        items = []
+        items: list[Word] = []
         while self._skip_blanks():
             if self._text[self._at] == "\n":
                 self._at += 1
@@ -159,7 +159,8 @@ class _Lexer:
         return self._double_quoted()
 
     def _double_quoted(self) -> list[Piece]:
-        line, pieces, text = self._line(), [], ""
+        pieces: list[Piece] = []
+        line, text = self._line(), ""
         while self._at < len(self._text):
             character = self._text[self._at]
             if character == '"':

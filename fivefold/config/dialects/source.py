@@ -1,8 +1,8 @@
 """Reading what another framework is configured by: YAML files, launch scripts and `a.b=c` overrides, as flat keys.
 
-    actor:                          actor.lr      1e-06
-      lr: 1e-6              ->      actor.path    "Qwen/Qwen3-8B"
-      path: ${model}                model         "Qwen/Qwen3-8B"
+actor:                          actor.lr      1e-06
+  lr: 1e-6              ->      actor.path    "Qwen/Qwen3-8B"
+  path: ${model}                model         "Qwen/Qwen3-8B"
 """
 
 from __future__ import annotations

@@ -142,7 +142,9 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "loss_agg_mode": to("actor.loss_aggregation", AGGREGATION),
     "loss_scale_factor": unsupported("a sum over tokens is not divided by a constant"),
     "shuffle": only(
-        True, holds="mini-batches are drawn by the seed", otherwise="mini-batches are always drawn at random, by the seed"
+        True,
+        holds="mini-batches are drawn by the seed",
+        otherwise="mini-batches are always drawn at random, by the seed",
     ),
     "data_loader_seed": implied("the recipe's seed rules"),
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),

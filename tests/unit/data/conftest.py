@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 VOCAB = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), "\n"])}
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.name is defined %}[{{ m.name }}]{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.name is defined %}[{{ m.name }}]{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

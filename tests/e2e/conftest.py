@@ -1,0 +1,35 @@
+"""Runs of the command line, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-c", "from fivefold.cli import app; app()"]
+
+Fivefold = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def fivefold() -> Fivefold:
+    """`fivefold(*arguments)`: the command in a process of its own, in the repository's folder; output as text."""
+
+    def run(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [*COMMAND, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=ROOT,
+            env=environment,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,73 @@
+"""Every recipe loads, and every command that the README and the docs show does what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.layout.check import check_recipe
+from fivefold.layout.shape import load_shape
+from tests.e2e.conftest import ROOT, Fivefold
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+README = ROOT / "README.md"
+# What makes a run of the README's short enough for a test.
+SHORT = ("total_train_steps=2", "valid_dataset.limit=32")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_fits_its_model(path: Path) -> None:
+    keys = yaml.safe_load(path.read_text())
+    recipe = load_recipe(path, [], SFTRecipe if "reward" not in keys else TrainRecipe)
+    if recipe.actor.path.startswith("package:"):
+        check_recipe(recipe, load_shape(ROOT / "fivefold" / "models" / recipe.actor.path.removeprefix("package:")))
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The `fivefold ...` lines of a document's bash blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fivefold ")]
+
+
+def test_the_commands_of_the_readme_work(fivefold: Fivefold, tmp_path: Path) -> None:
+    shown = commands(README)
+    assert [command[0] for command in shown] == ["train", "eval", "generate", "plan"]
+    here = str(tmp_path)
+    train, evaluate, generate, plan = (
+        [word.replace("runs/quickstart/trial-0", f"{here}/quickstart/two-stages") for word in command]
+        for command in shown
+    )
+    outputs = []
+    for command in (
+        [*train, f"cluster.fileroot={here}", *SHORT],
+        [*evaluate, "valid_dataset.limit=32"],
+        generate,
+        plan,
+    ):
+        result = fivefold(*command)
+        assert result.returncode == 0, (command, result.stdout, result.stderr)
+        outputs.append(result.stdout)
+    assert "finished in" in outputs[0]
+    assert '"accuracy"' in outputs[1]
+    assert outputs[2].count("47+35-36=") == 4
+    assert "actor" in outputs[3]
+
+
+def test_the_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z][\w-]*)", README.read_text()):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_links_of_the_documents_lead_somewhere() -> None:
+    for document in [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if not link.startswith("http"):
+                assert (document.parent / link).exists(), f"{document.name}: {link}"

@@ -1,0 +1,132 @@
+"""One short training run, from the command line to the files it leaves; and the promised errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import TrainRecipe
+from fivefold.train import plan_run
+from tests.e2e.conftest import ROOT, Fivefold
+
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+N_STEPS = 14
+
+
+@pytest.fixture(scope="module")
+def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a quickstart that stops early, with a KL term and a reference."""
+    root = tmp_path_factory.mktemp("runs")
+    result = fivefold(
+        "train", str(QUICKSTART), f"cluster.fileroot={root}", f"total_train_steps={N_STEPS}", "valid_dataset.limit=96",
+        "actor.kl_ctl=0.001", "saver.freq_steps=10",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "held-out accuracy before training" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    return root / "quickstart" / "trial-0"
+
+
+@pytest.fixture(scope="module")
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grpo_raises_the_reward(metrics: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in metrics] == list(range(1, N_STEPS + 1))
+    rewards = [row["reward/mean"] for row in metrics]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
+
+
+def test_every_step_says_what_it_did(metrics: list[dict[str, Any]]) -> None:
+    shown = {
+        "reward/mean", "accuracy", "kl_ref", "entropy", "clip_fraction", "grad_norm", "lr", "response_length/mean",
+        "tokens_per_second", "rollout_mismatch", "rollout_mismatch_kl", "seconds/rollout", "seconds/train", "seconds/step",
+        "train/tflops_per_device", "zero_variance_groups", "skipped_updates",
+    }  # fmt: skip
+    for row in metrics:
+        assert shown <= row.keys()
+        assert row["skipped_updates"] == 0
+
+
+def test_rollout_and_trainer_agree_on_the_log_probs(metrics: list[dict[str, Any]]) -> None:
+    # The same float32 weights in two implementations: what remains is rounding, and the second update's step.
+    assert max(row["rollout_mismatch"] for row in metrics) < 0.05
+    assert max(row["rollout_mismatch_kl"] for row in metrics) < 0.01
+
+
+def test_the_learning_rate_warms_up_and_decays(metrics: list[dict[str, Any]]) -> None:
+    rates = [row["lr"] for row in metrics]
+    peak = rates.index(max(rates))
+    assert rates[0] > 0
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] < 0.35 * max(rates)
+
+
+def test_the_weights_load_in_transformers_and_are_not_those_it_began_with(run: Path) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(run / "weights", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run / "weights")
+    first = AutoModelForCausalLM.from_pretrained(ROOT / "fivefold" / "models" / "tiny-moe", dtype=torch.float32)
+    assert tokenizer.decode(tokenizer("1+2=").input_ids) == "1+2="
+    for (name, after), before in zip(trained.state_dict().items(), first.state_dict().values(), strict=True):
+        assert not torch.equal(after, before), name
+
+
+def test_the_run_folder_holds_what_is_promised(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 <= summary["accuracy_before"] < summary["accuracy_after"] <= 1
+    assert {"torch", "megatron-core", "ray", "transformers"} <= summary["versions"].keys()
+    assert summary["seconds"] > 0
+    assert load_recipe(run / "recipe.yaml", [], TrainRecipe).total_train_steps == N_STEPS
+    assert list((run / "tensorboard").iterdir())
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == set(range(1, N_STEPS + 1))
+    assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
+
+
+def test_a_second_run_of_the_same_name_is_refused(run: Path, fivefold: Fivefold) -> None:
+    result = fivefold("train", str(QUICKSTART), f"cluster.fileroot={run.parents[1]}")
+    assert result.returncode == 2
+    assert "--overwrite" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.optimiser.lr=1e-5", "optimizer"),
+        ("actor.optimizer.lr=-1", "actor.optimizer.lr"),
+        ("actor.backend=megatron:t16", "heads"),
+        ("actor.backend=megatron:p3", "layers"),
+        ("actor.backend=megatron:d3e3", "experts"),
+        ("actor.path=package:no-such-model", "tiny-moe"),
+        ("train_dataset.path=nowhere.jsonl", "nowhere.jsonl"),
+        ("train_dataset.max_length=3", "max_length"),
+        ("train_dataset.batch_size=4096", "batch_size"),
+        ("reward.fn=no_such_module:f", "no_such_module"),
+        ("actor.ppo_n_minibatches=5", "multiple"),
+        ("cluster.n_gpus_per_node=1", "sizes differ"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(override: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        plan_run(load_recipe(QUICKSTART, [override], TrainRecipe))
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ValueError, match="no rows"):
+        plan_run(load_recipe(QUICKSTART, [f"train_dataset.path={empty}"], TrainRecipe))
+
+
+def test_prompts_above_the_limit_are_dropped_and_counted() -> None:
+    plan = plan_run(load_recipe(QUICKSTART, ["train_dataset.max_length=9"], TrainRecipe))
+    assert plan.data.n_too_long > 0
+    assert len(plan.data) + plan.data.n_too_long == plan.data.n_rows
+    assert all(len(prompt.token_ids) <= 9 for prompt in plan.data.prompts)
