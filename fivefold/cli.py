@@ -274,6 +274,29 @@ def import_(
         import_recipe(framework, paths, overrides, out, strict=strict, as_json=as_json, overwrite=overwrite)
 
 
+@app.command(epilog=EXIT_CODES)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    no_self_test: Annotated[bool, typer.Option("--no-self-test", help="Start no processes.")] = False,
+) -> None:
+    """Say what this machine has, what is wrong with it and what to do about it.
+
+    Ends with a self-test: two processes train a small model for one step and must get the loss of one process. Exit
+    code 1 if anything is a problem; warnings are none.
+
+    \b
+    Examples:
+      fivefold doctor
+      fivefold doctor --json --no-self-test
+    """
+
+    with _reporting():
+        from fivefold.doctor.examine import doctor
+
+        if not doctor(self_test=not no_self_test, as_json=as_json):
+            raise typer.Exit(FAILED)
+
+
 def _reported(command: Command) -> Command:
     """`command` with its errors turned into messages and exit codes."""
 

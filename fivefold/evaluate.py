@@ -46,7 +46,7 @@ class Evaluator:
     def __init__(
         self, recipe: TrainRecipe, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, reward: NamedReward
     ) -> None:
-        self._prompts = prompts
+        self.prompts = tuple(prompts)
         self._tokenizer = tokenizer
         self._reward = reward
         self._n_samples = recipe.evaluator.n_samples
@@ -62,13 +62,13 @@ class Evaluator:
 
     def run(self, rollout: Rollout) -> Evaluation:
         """Sample every held-out prompt with the weights of now. Random choices are the same at every evaluation."""
-        completions = rollout.generate(self._prompts, self._n_samples, self._sampling, (self._seed, "evaluation"))
-        samples = make_samples(self._prompts, completions, self._tokenizer, self._reward)
+        completions = rollout.generate(self.prompts, self._n_samples, self._sampling, (self._seed, "evaluation"))
+        samples = make_samples(self.prompts, completions, self._tokenizer, self._reward)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),
             response_length=sample_metrics(samples)["response_length/mean"],
-            n_prompts=len(self._prompts),
+            n_prompts=len(self.prompts),
             samples=tuple(samples),
         )
 

@@ -35,7 +35,7 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
         return None
     to = f"{role}.backend"
     try:
-        allocation = _allocation(draft, plan)
+        allocation = _fitting(draft, plan)
     except ValueError as error:
         draft.recipe[to] = f"{plan.backend}:d*"
         for key in plan.keys:
@@ -67,6 +67,19 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
                 draft.mapped(key, "ref.backend", str(own), note)
     for key in plan.keys:
         draft.implied(key, reason)
+
+
+def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
+    """The plan on its devices; with whole experts, if it is only a degree that nobody has written that does not fit."""
+    try:
+        return _allocation(draft, plan)
+    except RuleError as error:
+        degree = _expert_tensor_degree(draft, plan)
+        if "etp" in plan.degrees or degree == 1:
+            raise
+        whole = _allocation(draft, replace(plan, degrees={**plan.degrees, "etp": 1}))
+        draft.notes.append(f"without an expert tensor degree, experts are split t{degree} ways, but {error.rule}: set to 1")
+        return whole
 
 
 def _allocation(draft: Draft, plan: RolePlan) -> RoleAllocation:

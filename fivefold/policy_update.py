@@ -30,11 +30,13 @@ class PolicyUpdate:
         self._actor = actor
         self._reference = reference
         self._timers = timers
-        # Greedy sampling has no temperature; its log-probs are those of the model as it is.
-        self._temperature = 1.0 if recipe.gconfig.greedy else recipe.gconfig.temperature
+        self._temperature = recipe.gconfig.temperature
         self._loss = PolicyLoss.from_config(recipe.actor, self._temperature)
         self._n_updates = self._config.ppo_epochs * self._config.ppo_n_minibatches
-        self._skipped_in_a_row = 0
+        self._guard = SkipGuard()
+        # The KL of a reward is taken at the policy that sampled, as the trainer sees it.
+        needed = self._n_updates > 1 or (self._config.kl_in == "reward" and self._config.kl_ctl > 0)
+        self._recomputes = needed if self._config.recompute_logprob is None else self._config.recompute_logprob
 
     def prepare(self, samples: Sequence[Sample]) -> tuple[Batch, dict[str, float]]:
         """The batch to train on, and the metrics of its rewards and advantages."""
@@ -48,8 +50,7 @@ class PolicyUpdate:
 
     def _with_old_logprobs(self, batch: Batch) -> Batch:
         """Old log-probs by the trainer or the rollout engine; none, where one update leaves them equal to the new."""
-        recompute = self._config.recompute_logprob
-        if self._n_updates > 1 if recompute is None else recompute:
+        if self._recomputes:
             with self._timers.phase("old log-probs"):
                 return batch.with_fields(old_logprobs=self._actor.logprobs(batch, self._temperature))
         if self._n_updates > 1:
@@ -75,12 +76,24 @@ class PolicyUpdate:
             seed = f"{self._seed}-{step}-{epoch}"
             for indices in minibatches(groups, self._config.ppo_n_minibatches, seed):
                 results.append(self._actor.update(batch.select(indices), self._loss))
-                self._check(results[-1], step)
-        return _average(results)
+                self._guard.check(results[-1], step)
+        return average_updates(results)
 
-    def _check(self, result: UpdateResult, step: int) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
-        if self._skipped_in_a_row >= MOST_SKIPPED:
+
+class SkipGuard:
+    """Ends a run whose gradients stay without finite values."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def check(self, result: UpdateResult, step: int) -> None:
+        """Count updates that were skipped in a row.
+
+        Raises:
+            RunFailed: there were `MOST_SKIPPED`.
+        """
+        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
+        if self._in_a_row >= MOST_SKIPPED:
             raise RunFailed(
                 f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}, "
                 f"first in {', '.join(result.non_finite)}. The weights are those before them. "
@@ -88,7 +101,7 @@ class PolicyUpdate:
             )
 
 
-def _average(results: Sequence[UpdateResult]) -> dict[str, float]:
+def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Means over updates; maxima and minima of what is one; the last learning rate; how many updates were skipped."""
     values: dict[str, list[float]] = defaultdict(list)
     for result in results:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fivefold.cluster.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import EngineConfig, TrainRecipe
 from fivefold.layout.placement import Placement
+from fivefold.observe.timers import PhaseTimers
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.types import Batch, Completion, Prompt
 
@@ -48,12 +50,16 @@ class Actor:
         step = result["step"]
         metrics = {**result["metrics"], "grad_norm": step.grad_norm, "lr": step.learning_rate}
         if result["peak_memory_gb"]:
-            metrics["peak_memory_gb"] = result["peak_memory_gb"]
+            metrics["peak_memory_gb/max"] = result["peak_memory_gb"]
         return UpdateResult(metrics, step.skipped, step.non_finite)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
         self._group.call_first("save", folder)
+
+    def release(self) -> None:
+        """Give unused device memory back, for an engine that shares the devices."""
+        self._group.call("release_cache")
 
     def send_weights(self, rollout: Rollout, version: int) -> None:
         """Bring every rollout replica to the weights of now."""
@@ -78,7 +84,7 @@ class Rollout:
 
     def __init__(self, group: WorkerGroup, shares_devices: bool) -> None:
         self._group = group
-        self._shares_devices = shares_devices
+        self.shares_devices = shares_devices
 
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
@@ -99,14 +105,12 @@ class Rollout:
         self._group.feed("update_weights", source.stream("weight_buckets"), version)
 
     def sleep(self) -> None:
-        """Leave the devices to the actor, if it works on the same ones."""
-        if self._shares_devices:
-            self._group.call("sleep")
+        """Leave the devices to the actor."""
+        self._group.call("sleep")
 
     def wake(self) -> None:
         """Take the devices back."""
-        if self._shares_devices:
-            self._group.call("wake")
+        self._group.call("wake")
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,25 @@ class Roles:
     rollout: Rollout
     reference: Reference | None
 
+    @contextmanager
+    def training(self, timers: PhaseTimers) -> Iterator[None]:
+        """Inside, devices that the rollout shares with the actor belong to the actor."""
+        if not self.rollout.shares_devices:
+            yield
+            return
+        with timers.phase("hand-over"):
+            self.rollout.sleep()
+        yield
+        with timers.phase("hand-over"):
+            self.actor.release()
+            self.rollout.wake()
+
 
 def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int) -> Roles:
     """Start the processes of all roles of `recipe`; `path` is the actor's model, folder or hub name."""
     model = engine_config(recipe.actor, path)
     needs_reference = recipe.actor.kl_ctl > 0
-    reference = (
-        model.model_copy(update={"path": resolve_model_path(recipe.ref.path) if recipe.ref.path else path})
-        if needs_reference
-        else None
-    )
+    reference = _reference_config(recipe, model) if needs_reference else None
     beside_actor = "ref" not in placement
     spec = TrainerSpec(
         model=model,
@@ -134,6 +147,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         seed=recipe.seed,
         optimizer=recipe.actor.optimizer,
         total_steps=total_steps,
+        timeout_s=recipe.scheduler.timeout_s,
         reference=reference if beside_actor else None,
     )
     roles = [
@@ -141,12 +155,12 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         rollout_role(recipe, placement, path, load_weights=False),
     ]
     if reference is not None and not beside_actor:
-        own = TrainerSpec(model=reference, layout=placement["ref"].layout, seed=recipe.seed)
+        own = TrainerSpec(reference, placement["ref"].layout, recipe.seed, timeout_s=recipe.scheduler.timeout_s)
         roles.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
     groups = session.launch(*roles)
     return Roles(
         actor=Actor(groups["actor"]),
-        rollout=Rollout(groups["rollout"], shares_devices="actor" in placement.sharers("rollout")),
+        rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
         reference=Reference(groups["actor" if beside_actor else "ref"], beside_actor) if needs_reference else None,
     )
 
@@ -156,6 +170,29 @@ def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
     dtype = recipe.rollout.dtype or recipe.actor.dtype
     args = (path, recipe.tokenizer_path or path, dtype, recipe.rollout.max_batch_size, load_weights)
     return Role("rollout", placement["rollout"].devices, RolloutWorker, args)
+
+
+def check_engines(placement: Placement) -> None:
+    """Refuse roles whose backend can be planned for, but not run yet.
+
+    Raises:
+        ValueError: naming the role.
+    """
+    runs = {"rollout": "transformers"}
+    for placed in placement.roles:
+        backend, own = placed.layout.backend, runs.get(placed.role, "megatron")
+        if backend != own:
+            raise ValueError(
+                f"{placed.role}.backend is {backend}, which can be planned for and imported, but does not run yet: "
+                f"use {own}, for example {placed.role}.backend={own}:d1"
+            )
+
+
+def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:
+    """The actor as it begins, or the model of `ref.path`, whose weights are always read."""
+    if recipe.ref.path is None:
+        return model
+    return model.model_copy(update={"path": resolve_model_path(recipe.ref.path), "init_from_scratch": False})
 
 
 def engine_config(config: EngineConfig, path: str) -> EngineConfig:

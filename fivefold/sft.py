@@ -23,7 +23,9 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
-from fivefold.roles import Actor, engine_config
+from fivefold.overrides import check_overrides
+from fivefold.policy_update import SkipGuard, average_updates
+from fivefold.roles import Actor, check_engines, engine_config
 from fivefold.rollout.hf_model import load_tokenizer
 
 
@@ -37,8 +39,15 @@ def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     began = time.perf_counter()
     path = resolve_model_path(recipe.actor.path)
     shape = load_shape(resolve_model_folder(path))
-    check_recipe(recipe, shape)
     placement = place(recipe)
+    check_engines(placement)
+    check_recipe(recipe, shape)
+    check_overrides(recipe.actor, placement["actor"].layout, shape)
+    if recipe.train_dataset.max_length > shape.max_positions:
+        raise ValueError(
+            f"train_dataset.max_length={recipe.train_dataset.max_length} is above the model's {shape.max_positions} "
+            "positions: lower it"
+        )
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     data = load_sft(recipe.train_dataset, tokenizer)
     valid = load_sft(recipe.valid_dataset, tokenizer) if recipe.valid_dataset else None
@@ -95,6 +104,7 @@ def _loop(
     """The training loop; held-out loss before and after."""
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     tensorboard = run.tensorboard if recipe.stats.tensorboard else None
+    guard = SkipGuard()
     with MetricsLog(run.metrics, tensorboard) as log:
         screen.start(total_steps)
         before = _held_out_nll(actor, valid, timers, screen, "before training")
@@ -102,7 +112,9 @@ def _loop(
         for step in range(1, total_steps + 1):
             batch = sft_batch(sampler.next_batch())
             with timers.phase("train"):
-                metrics = actor.update(batch, SFTLoss()).metrics
+                result = actor.update(batch, SFTLoss())
+            guard.check(result, step)
+            metrics = average_updates([result])
             if recipe.saver.freq_steps is not None and step % recipe.saver.freq_steps == 0:
                 with timers.phase("save"):
                     actor.save(run.weights)

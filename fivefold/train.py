@@ -33,9 +33,10 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
+from fivefold.overrides import check_overrides
 from fivefold.policy_update import PolicyUpdate
 from fivefold.rewards import NamedReward, resolve_reward
-from fivefold.roles import Roles, launch_roles
+from fivefold.roles import Roles, check_engines, launch_roles
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.samples import as_record, make_samples, sample_metrics
@@ -54,6 +55,7 @@ class Plan:
     reward: NamedReward
     data: PromptDataset
     evaluator: Evaluator | None
+    sampling: SamplingParams
     total_steps: int
 
 
@@ -65,22 +67,55 @@ def plan_run(recipe: TrainRecipe) -> Plan:
     """
     path = resolve_model_path(recipe.actor.path)
     shape = load_shape(resolve_model_folder(path))
-    check_recipe(recipe, shape)
+    placement = place(recipe)
+    check_engines(placement)
+    check_recipe(recipe, shape, _reference_shape(recipe, shape))
+    check_overrides(recipe.actor, placement["actor"].layout, shape)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     reward = resolve_reward(recipe.reward)
     data = load_prompts(recipe.train_dataset, tokenizer)
+    evaluator = Evaluator.of(recipe, tokenizer, reward)
+    sampling = SamplingParams.from_config(recipe.gconfig)
+    _check_lengths(shape, data, evaluator, sampling)
     steps_per_epoch = data.sampler(recipe.train_dataset, recipe.seed).batches_per_epoch
     return Plan(
         recipe=recipe,
         path=path,
         shape=shape,
-        placement=place(recipe),
+        placement=placement,
         tokenizer=tokenizer,
         reward=reward,
         data=data,
-        evaluator=Evaluator.of(recipe, tokenizer, reward),
+        evaluator=evaluator,
+        sampling=sampling,
         total_steps=recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch,
     )
+
+
+def _reference_shape(recipe: TrainRecipe, shape: ModelShape) -> ModelShape | None:
+    """Shape of a reference model that is not the actor's."""
+    if recipe.ref.path is None:
+        return None
+    reference = load_shape(resolve_model_folder(resolve_model_path(recipe.ref.path)))
+    if reference.vocab != shape.vocab:
+        raise ValueError(
+            f"ref.path={recipe.ref.path} has {reference.vocab} tokens in its vocabulary, the actor {shape.vocab}: "
+            "a KL divergence needs the same ones"
+        )
+    return reference
+
+
+def _check_lengths(
+    shape: ModelShape, data: PromptDataset, evaluator: Evaluator | None, sampling: SamplingParams
+) -> None:
+    """Refuse prompts whose completions could outgrow the model's positions."""
+    prompts = [*data.prompts, *(evaluator.prompts if evaluator else ())]
+    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
+    if longest > shape.max_positions:
+        raise ValueError(
+            f"the longest prompt and gconfig.max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the "
+            f"model has {shape.max_positions} positions: lower gconfig.max_new_tokens or train_dataset.max_length"
+        )
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
@@ -114,7 +149,6 @@ def _loop(
     """The training loop, with an evaluation before and after."""
     recipe, actor, rollout = plan.recipe, roles.actor, roles.rollout
     sampler = plan.data.sampler(recipe.train_dataset, recipe.seed)
-    sampling = SamplingParams.from_config(recipe.gconfig)
     update = PolicyUpdate(recipe, actor, roles.reference, timers)
     tensorboard = run.tensorboard if recipe.stats.tensorboard else None
     with MetricsLog(run.metrics, tensorboard) as log, JsonLines(run.samples) as generations:
@@ -128,15 +162,14 @@ def _loop(
             prompts = sampler.next_batch()
             with timers.phase("rollout"):
                 completions = rollout.generate(
-                    prompts, recipe.gconfig.n_samples, sampling, (recipe.seed, "train", step)
+                    prompts, recipe.gconfig.n_samples, plan.sampling, (recipe.seed, "train", step)
                 )
             with timers.phase("rewards"):
                 samples = make_samples(prompts, completions, plan.tokenizer, plan.reward)
-            rollout.sleep()
-            batch, metrics = update.prepare(samples)
-            with timers.phase("train"):
-                metrics |= update.run(batch, group_ids(samples), step)
-            rollout.wake()
+            with roles.training(timers):
+                batch, metrics = update.prepare(samples)
+                with timers.phase("train"):
+                    metrics |= update.run(batch, group_ids(samples), step)
             with timers.phase("weight sync"):
                 actor.send_weights(rollout, version=step)
             seconds = timers.take()

@@ -91,6 +91,8 @@ class PolicyLoss:
     entropy_coeff: float
     kl_coeff: float
     kl_estimator: KLEstimator
+    old_is_rollout: bool = False
+    """Whether `old_logprobs` are the rollout engine's (`recompute_logprob: false`)."""
 
     @classmethod
     def from_config(cls, config: ActorConfig, temperature: float) -> PolicyLoss:
@@ -104,6 +106,7 @@ class PolicyLoss:
             entropy_coeff=config.entropy_coeff,
             kl_coeff=config.kl_ctl if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator,
+            old_is_rollout=config.recompute_logprob is False,
         )
 
     @property
@@ -128,7 +131,9 @@ class PolicyLoss:
         metrics = {"policy_loss": surrogate_T.detach().sum(), "entropy": entropy_T.detach().sum()}
         metrics |= self._ratio_metrics(log_ratio_T.detach(), fields["advantages"], trained_T)
         if "rollout_logprobs" in fields:
-            metrics |= mismatch_metrics(old_logprobs_T, fields["rollout_logprobs"], trained_T)
+            # Old log-probs that came from the rollout say nothing; those of now do, exactly on the first update.
+            trainer_T = logprobs_T.detach() if self.old_is_rollout else old_logprobs_T
+            metrics |= mismatch_metrics(trainer_T, fields["rollout_logprobs"], trained_T)
 
         cost_T = surrogate_T
         if self.entropy_gradient:

@@ -7,9 +7,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.cluster.nodes import Node
-
 if TYPE_CHECKING:
+    from fivefold.cluster.nodes import Node
     from fivefold.cluster.session import Role
 
 MAX_THREADS = 16
@@ -43,9 +42,9 @@ def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str
         "CUDA_VISIBLE_DEVICES": node.gpus[device.local] if node.gpus else "",
         "OMP_NUM_THREADS": str(_threads(role, node)),
     }
-    if len(nodes) == 1 and (loopback := _loopback()):
+    if len(nodes) == 1 and (interface := loopback()):
         # Gloo looks up the host's own name, which containers often cannot resolve.
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return environment | dict(role.environment)
 
 
@@ -69,6 +68,7 @@ def _threads(role: Role, node: Node) -> int:
     return max(1, min(MAX_THREADS, node.cores // processes))
 
 
-def _loopback() -> str | None:
+def loopback() -> str | None:
+    """Name of the interface by which this machine reaches itself."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)

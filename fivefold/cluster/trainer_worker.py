@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class TrainerSpec:
     """None: the model is not trained."""
     total_steps: int = 1
     """Optimizer steps of the run."""
+    timeout_s: float = 1800.0
+    """Longest time, in seconds, that a collective may wait for another rank."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
 
@@ -47,7 +50,7 @@ class TrainerWorker:
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # of the one device that this process sees
             backend = "nccl"
-        dist.init_process_group(backend, init_method="env://")
+        dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
         self._engine = MegatronEngine(
             spec.model, spec.layout, seed=spec.seed, optimizer=spec.optimizer, total_steps=spec.total_steps
         )
@@ -67,6 +70,8 @@ class TrainerWorker:
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, Any]:
         """One optimizer step on `batch`. Returns the loss's metrics and what the step did."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         metrics = self._engine.forward_backward(batch, loss)
         step = self._engine.optim_step()
         memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0

@@ -22,14 +22,14 @@ def resolve_model_path(path: str) -> str:
     if path.startswith(PACKAGE_PREFIX):
         return str(_shipped_folder(path))
     if not path.startswith(_LOCAL_PREFIXES):
-        return path
+        return str(Path(path).resolve()) if Path(path).is_dir() else path
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(
             f"model path {path!r}: there is no such folder. Give a Hugging Face model folder, a hub name such as "
             f"'Qwen/Qwen3-0.6B', or {PACKAGE_PREFIX}<name> (ships: {', '.join(shipped_models()) or 'none'})"
         )
-    return str(folder)
+    return str(folder.resolve())
 
 
 def _shipped_folder(path: str) -> Path:

@@ -79,7 +79,7 @@ class MegatronConfig(Section):
     virtual_pipeline_parallel_size: Positive = 1
     """Model chunks on each pipeline stage (interleaved 1F1B); the `v` of a layout says the same."""
     router_dtype: Literal["model", "fp32"] = "fp32"
-    """Dtype of the router's matmul and softmax."""
+    """Dtype of the router's matmul; its softmax is in float32 either way."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to their experts. Both are dropless."""
     logprob_chunk_size: Positive = 1024
@@ -168,8 +168,17 @@ class GenerationConfig(Section):
     """Sample among the k most likely tokens; 0: all."""
     stop_token_ids: list[int] = []
     """Stop after any of these, besides the model's own end-of-sequence tokens."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop after any of these texts."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> GenerationConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: "
+                "lower the first or raise the second"
+            )
+        return self
 
 
 class RolloutConfig(Section):
@@ -217,10 +226,20 @@ class EvaluatorConfig(Section):
     greedy: bool = True
     temperature: Annotated[float, Field(gt=0)] = 1.0
 
+    @model_validator(mode="after")
+    def _check_samples(self) -> EvaluatorConfig:
+        if self.greedy and self.n_samples > 1:
+            raise ValueError(
+                f"evaluator.n_samples={self.n_samples} with greedy=true samples the same completion again and again: "
+                "set n_samples=1 or greedy=false"
+            )
+        return self
+
 
 class SaverConfig(Section):
     freq_steps: Positive | None = None
-    """Also write the weights every so many steps, over the earlier ones; they are written at the end in any case."""
+    """Also write the weights every so many steps, over the earlier ones. Without it an interrupted run leaves none: they
+    are written at the end."""
 
 
 class StatsConfig(Section):
@@ -262,10 +281,26 @@ class TrainRecipe(RunConfig):
 
     @model_validator(mode="after")
     def _check_group(self) -> TrainRecipe:
-        if self.gconfig.n_samples == 1 and self.actor.reward_norm.mean_level == "group":
+        norm = self.actor.reward_norm
+        if self.gconfig.n_samples == 1 and "group" in (norm.mean_level, norm.std_level):
             raise ValueError(
-                "gconfig.n_samples is 1, but actor.reward_norm.mean_level=group subtracts the group's mean, "
-                "which leaves no signal: raise gconfig.n_samples or set actor.reward_norm.mean_level=batch"
+                "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
+                "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
+            )
+        if self.gconfig.greedy:
+            raise ValueError(
+                "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
+                "false (evaluator.greedy is for the held-out prompts)"
+            )
+        if self.actor.kl_in == "loss" and self.actor.kl_ctl > 0 and self.actor.kl_estimator == "k1":
+            raise ValueError(
+                "actor.kl_estimator=k1 has no expected gradient as a loss: use k2 or k3, or actor.kl_in=reward"
+            )
+        cut = self.gconfig.top_p < 1 or self.gconfig.top_k > 0 or self.gconfig.min_new_tokens > 0
+        if self.actor.recompute_logprob is False and cut:
+            raise ValueError(
+                "actor.recompute_logprob=false takes the old log-probs from the rollout, but with top_p, top_k or "
+                "min_new_tokens those are of a distribution that was cut off: let the trainer compute them"
             )
         if self.train_dataset.batch_size % self.actor.ppo_n_minibatches:
             raise ValueError(

@@ -57,6 +57,8 @@ class EpochSampler(Generic[Item]):
         """Epoch of the next batch, from 0."""
         self.position = 0
         """Batches of this epoch already handed out."""
+        self._order: list[int] = []
+        self._ordered_epoch: int | None = None
 
     @property
     def batches_per_epoch(self) -> int:
@@ -70,7 +72,9 @@ class EpochSampler(Generic[Item]):
     def next_batch(self) -> list[Item]:
         """The next `batch_size` items."""
         start = self.position * self._batch_size
-        batch = [self._items[i] for i in self._order()[start : start + self._batch_size]]
+        if self._ordered_epoch != self.epoch:
+            self._order, self._ordered_epoch = self._order_of(self.epoch), self.epoch
+        batch = [self._items[i] for i in self._order[start : start + self._batch_size]]
         self.position += 1
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
@@ -104,9 +108,9 @@ class EpochSampler(Generic[Item]):
             )
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def _order(self) -> list[int]:
+    def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._items)))
         if self._shuffle:
             # A string seed is hashed with SHA-512: neighbouring seeds and epochs give unrelated orders.
-            random.Random(f"{self._seed}-{self.epoch}").shuffle(order)
+            random.Random(f"{self._seed}-{epoch}").shuffle(order)
         return order

@@ -119,7 +119,8 @@ class MegatronEngine:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(batch)`, whatever the layout,
-        the split into micro-batches and the packing.
+        the split into micro-batches and the packing. Only the router's auxiliary loss, if a recipe asks for it, is by its
+        nature one of each micro-batch.
         """
         if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer, so it cannot train: pass its OptimizerConfig")

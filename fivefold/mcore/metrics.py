@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-_REDUCTIONS = {"max": max, "min": min, "sum": lambda a, b: a + b}
+_REDUCTIONS: dict[str, Callable[[float, float], float]] = {"max": max, "min": min, "sum": lambda a, b: a + b}
 
 
 def reduce_metrics(
@@ -36,5 +36,5 @@ def _kind(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _reduction(name: str):  # type: ignore[no-untyped-def]
+def _reduction(name: str) -> Callable[[float, float], float]:
     return _REDUCTIONS.get(_kind(name), _REDUCTIONS["sum"])

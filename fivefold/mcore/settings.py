@@ -45,6 +45,13 @@ _ONE_WAY: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
     "moe_expert_capacity_factor": None,
     "moe_latent_size": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_force_load_balancing": False,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_fusion": False,
+    "moe_input_jitter_eps": None,
     "mtp_num_layers": None,
 }
 
@@ -91,6 +98,17 @@ def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: Mode
         # Each rank weights its z-loss with its own tokens, after Megatron-Core has divided it by the number of ranks.
         fields["moe_z_loss_coeff"] *= layout.tp * layout.cp
     return TransformerConfig(**fields)
+
+
+def check(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> None:
+    """Check a recipe's overrides of Megatron-Core's fields, without a model.
+
+    Raises:
+        ValueError: an override that cannot be.
+    """
+    transformer_config(config, layout, shape)
+    ddp_config(config, layout)
+    optimizer_config(config, OptimizerConfig())
 
 
 def _leave(weight: torch.Tensor) -> None:
@@ -145,7 +163,7 @@ def _moe_fields(config: EngineConfig, shape: ModelShape) -> dict[str, Any]:
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32" if config.megatron.router_dtype == "fp32" else None,
         # Reinforcement learning keeps the router where pre-training left it, unless told otherwise.
-        "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_load_balancing_type": "aux_loss",  # the one kind that packed sequences do not change the meaning of
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": True,
         "moe_permute_fusion": False,
@@ -153,7 +171,7 @@ def _moe_fields(config: EngineConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 # Fields that a recipe may set although Fivefold gives them a value: that value is only a default.
-_FREE = frozenset({"moe_router_load_balancing_type", "moe_aux_loss_coeff", "hidden_dropout", "overlap_grad_reduce"})
+_FREE = frozenset({"moe_aux_loss_coeff", "overlap_grad_reduce"})
 
 # Fields that have a key of their own in the recipe.
 _OWN_KEYS = {

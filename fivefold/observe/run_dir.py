@@ -61,7 +61,8 @@ class RunDir:
     @classmethod
     def of(cls, recipe: RunConfig) -> Self:
         """Where the recipe's run is or would be; nothing is created."""
-        return cls(Path(recipe.cluster.fileroot) / recipe.experiment_name / recipe.trial_name)
+        # Absolute: on a joined cluster, workers have another working folder than the driver.
+        return cls(Path(recipe.cluster.fileroot).expanduser().resolve() / recipe.experiment_name / recipe.trial_name)
 
     @classmethod
     def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:

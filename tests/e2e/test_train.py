@@ -47,8 +47,8 @@ def test_grpo_raises_the_reward(metrics: list[dict[str, Any]]) -> None:
 def test_every_step_says_what_it_did(metrics: list[dict[str, Any]]) -> None:
     shown = {
         "reward/mean", "accuracy", "kl_ref", "entropy", "clip_fraction", "grad_norm", "lr", "response_length/mean",
-        "tokens_per_second", "rollout_mismatch", "rollout_mismatch_kl", "seconds/rollout", "seconds/train", "seconds/step",
-        "train/tflops_per_device", "zero_variance_groups", "skipped_updates",
+        "tokens_per_second", "rollout_mismatch", "rollout_mismatch_kl", "seconds/rollout", "seconds/train",
+        "seconds/step", "train/tflops_per_device", "zero_variance_groups", "skipped_updates",
     }  # fmt: skip
     for row in metrics:
         assert shown <= row.keys()

@@ -169,6 +169,14 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+def test_the_measure_sees_what_backward_passes_allocate() -> None:
+    narrow = torch.ones(1, 30, requires_grad=True)
+    total = narrow.expand(50, 30).sum()
+    with LargestTensor() as largest:
+        total.backward()
+    assert largest.elements == 50 * 30
+
+
 def largest_tensor(problem: Problem) -> int:
     with LargestTensor() as largest:
         sharded(problem, into_main_grad=True)

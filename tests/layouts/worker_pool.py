@@ -24,11 +24,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 PRELOADED = ("torch", "transformers", "fivefold.mcore.engine")
+START_LIMIT_S = 180.0
+"""Seconds for the imports, and for the processes to find one another."""
 GRACE_S = 3.0
 """Once one rank has failed, how long the others may take to report before they count as waiting for it."""
 
@@ -64,13 +67,7 @@ class WorkerPool:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # a process that died is reported with the answers
                 pipe.send_bytes(message)
-        answers = self._collect(time_limit)
-        failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
-        if failures or len(answers) < self.n:
-            stacks = self._stacks([rank for rank in range(self.n) if rank not in answers])
-            self.stop()
-            raise WorkerError(_report(function, failures, stacks, time_limit))
-        return [answers[rank][1] for rank in range(self.n)]
+        return self._answers(f"{function.__module__}.{function.__qualname__}", time_limit)
 
     def stop(self) -> None:
         """End all processes."""
@@ -81,6 +78,12 @@ class WorkerPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
+        # Whatever the machine has, these tests are about processes on its CPUs, one thread each.
+        with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}):
+            self._start_processes()
+        self._answers("start of the processes", START_LIMIT_S)
+
+    def _start_processes(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._starts += 1
@@ -94,6 +97,16 @@ class WorkerPool:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+    def _answers(self, task: str, time_limit: float) -> list[Any]:
+        """What each rank has to say about `task`, by rank; WorkerError unless all succeeded."""
+        answers = self._collect(time_limit)
+        failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        if failures or len(answers) < self.n:
+            stacks = self._stacks([rank for rank in range(self.n) if rank not in answers])
+            self.stop()
+            raise WorkerError(_report(task, failures, stacks, time_limit))
+        return [answers[rank][1] for rank in range(self.n)]
 
     def _collect(self, time_limit: float) -> dict[int, tuple[bool, Any]]:
         """(succeeded, result or traceback) of each rank that answered."""
@@ -125,8 +138,8 @@ class WorkerPool:
         return {rank: self._stack_file(rank).read_text() for rank in hung if self._stack_file(rank).exists()}
 
 
-def _report(function: Callable[..., Any], failures: dict[int, str], stacks: dict[int, str], time_limit: float) -> str:
-    lines = [f"{function.__module__}.{function.__qualname__} failed"]
+def _report(task: str, failures: dict[int, str], stacks: dict[int, str], time_limit: float) -> str:
+    lines = [f"{task} failed"]
     lines += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
     limit = "while another had failed" if failures else f"within {time_limit:.0f} s"
     lines += [f"--- rank {rank} did not answer {limit}; it stood at:\n{text}" for rank, text in sorted(stacks.items())]
@@ -175,6 +188,7 @@ def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file
         except (RuntimeError, dist.DistError):
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
             return
+        pipe.send_bytes(pickle.dumps((True, None)))
         while True:
             try:
                 message = pipe.recv_bytes()

@@ -38,6 +38,11 @@ def convert(draft: Draft) -> None:
     _engines(draft)
     _evaluation(draft)
     draft.apply(RULES)
+    if "train_dataset.path" in draft.recipe:
+        draft.notes.append(
+            "AReaL knows its data sets' columns by their names; set prompt_key and answer_key of train_dataset and "
+            "valid_dataset, unless they have the columns prompt and reward_model"
+        )
 
 
 # Layout

@@ -41,6 +41,8 @@ OVERRIDES: Mapping[str, Rule] = {
     "moe_router_load_balancing_type": to(
         "actor.megatron.transformer.moe_router_load_balancing_type", one_of(aux_loss="aux_loss", none="none")
     ),
+    "recompute_granularity": implied("only training with Megatron recomputes"),
+    "moe_layer_recompute": implied("only training with Megatron recomputes"),
     "recompute_modules": unsupported("`selective` recomputes the MLP and MoE activations"),
     "recompute_method": only("uniform", holds="whole layers, one by one", otherwise=CHECKPOINT),
     "recompute_num_layers": only(1, holds="whole layers, one by one", otherwise=CHECKPOINT),
@@ -78,6 +80,7 @@ OVERRIDES: Mapping[str, Rule] = {
     "bias_dropout_fusion": implied(KERNELS),
     "gradient_accumulation_fusion": implied(KERNELS),
     "cross_entropy_loss_fusion": implied(KERNELS),
+    "bf16": implied("actor.dtype says it"),
     "cuda_graph*": off("CUDA graphs are not captured in training"),
     "fp8*": off("training runs in bfloat16 or float32"),
     "*": unsupported("not among the Megatron-Core options that are carried over; see actor.megatron.transformer"),

@@ -12,6 +12,7 @@ from fivefold.config.dialects.meanings import ESTIMATOR, advantages, rollout_eng
 from fivefold.config.dialects.roll_rules import CONFIG, INFER, REF, RULES, TRAIN
 
 STRATEGY = "strategy_args.strategy_name"
+ANSWERS = "ground_truth"
 MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 
 DEFAULTS: Mapping[str, Any] = {
@@ -40,6 +41,9 @@ def convert(draft: Draft) -> None:
     _evaluation(draft)
     _rewards(draft)
     draft.apply(RULES)
+    if "train_dataset.path" in draft.recipe and "train_dataset.answer_key" not in draft.recipe:
+        draft.recipe["train_dataset.answer_key"] = ANSWERS
+        draft.notes.append(f"train_dataset.answer_key={ANSWERS}: the column where ROLL's rows hold the answer")
 
 
 # Layout
@@ -229,11 +233,16 @@ def _evaluation(draft: Draft) -> None:
     temperature = draft.get(own + "temperature")
     if temperature is None:
         return
-    draft.mapped(own + "temperature", "evaluator.temperature", number(temperature), "sampled: evaluator.greedy=false")
-    draft.recipe.setdefault("evaluator.greedy", False)
-    for name in ("top_p", "top_k"):
-        if draft.get(own + name) == draft.get(INFER + "generating_args." + name):
-            draft.implied(own + name, "as in training")
+    is_greedy = temperature == 0 or draft.get(own + "do_sample") is False
+    draft.recipe["evaluator.greedy"] = is_greedy
+    draft.mapped(own + "do_sample", "evaluator.greedy", is_greedy)
+    if not is_greedy:
+        note = "sampled: evaluator.greedy=false"
+        draft.mapped(own + "temperature", "evaluator.temperature", number(temperature), note)
+    for name in ("temperature", "top_p", "top_k"):
+        as_trained = draft.get(own + name) == draft.get(INFER + "generating_args." + name)
+        if is_greedy or as_trained:
+            draft.implied(own + name, "evaluation is greedy" if is_greedy else "as in training")
         draft.unsupported(own + name, f"evaluation takes {name} from gconfig")
 
 

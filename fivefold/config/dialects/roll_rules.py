@@ -74,6 +74,9 @@ TRAINING_ARGS: Mapping[str, Rule] = {
     "lr_scheduler_type": to("actor.optimizer.lr_scheduler_type", SCHEDULE),
     "warmup_ratio": to("actor.optimizer.warmup_steps_proportion", number),
     "warmup_steps": off("the warm-up is a share of all steps: set actor.optimizer.warmup_steps_proportion"),
+    "seed": implied("the recipe's seed rules"),
+    "data_seed": implied("the recipe's seed rules"),
+    "dataloader_num_workers": implied("data are read before the first step"),
     "num_train_epochs": implied("max_steps says how long training is"),
     "gradient_accumulation_steps": unsupported("updates in a step are counted by actor.ppo_n_minibatches"),
     "per_device_train_batch_size": unsupported(
@@ -86,6 +89,10 @@ DATA_ARGS: Mapping[str, Rule] = {
     "file_name": one_path("train_dataset.path"),
     "messages": to("train_dataset.prompt_key", text),
     "prompt": to("train_dataset.prompt_key", text),
+    "response": to("train_dataset.answer_key", text),
+    "enable_thinking": unsupported("a chat template is applied as it stands"),
+    "tag": implied("rewards are told the row's data_source"),
+    "rollout_dataloader_*": implied("data are read before the first step"),
     "template": implied("the tokenizer's own chat template is applied"),
     "dataset_dir": implied("paths are read as they stand"),
     "dataset_type": implied("JSONL and parquet files are told by their suffix"),
@@ -103,6 +110,7 @@ VALIDATION_DATA: Mapping[str, Rule] = {
     "file_name": one_path("valid_dataset.path"),
     "messages": to("valid_dataset.prompt_key", text),
     "prompt": to("valid_dataset.prompt_key", text),
+    "response": to("valid_dataset.answer_key", text),
 }
 
 GENERATING_ARGS: Mapping[str, Rule] = {
@@ -115,6 +123,18 @@ GENERATING_ARGS: Mapping[str, Rule] = {
     "max_new_tokens": to("gconfig.max_new_tokens", whole),
     "*": unsupported("not among the sampling options that are carried over"),
 }
+
+FSDP: Mapping[str, Rule] = {
+    "enable_mix_precision": implied("weights are bfloat16, master weights float32"),
+    "fsdp_size": implied("shards over all devices"),
+    "reshard_after_forward": implied("the engine decides what to keep"),
+    "wrap_policy.*": implied("each layer is a unit of its own"),
+    "offload_policy": off(NO_OFFLOAD),
+    "use_batched_model_update": implied("weights come from the actor, in buckets"),
+    "param_dtype": implied("actor.dtype says it"),
+    "reduce_dtype": implied("gradients are reduced in float32"),
+}
+"""Strategy options of fsdp2_train."""
 
 WORKER: Mapping[str, Rule] = {
     "infer_batch_size": implied(ONE_BUDGET),
@@ -199,6 +219,7 @@ TOP: Mapping[str, Rule] = {
     "max_additional_running_prompts": implied("only is_use_additional_prompts reads it"),
     "enable_reference": implied("a reference is loaded if actor.kl_ctl is above 0"),
     "enable_old_logprobs_recompute": implied("old log-probabilities are computed where they can differ"),
+    "offload_backend": implied("nothing is offloaded"),
     "is_offload_*": off(NO_OFFLOAD),
     "model_update_buffer_size_mb": implied("weights come from the actor, in buckets"),
     "profiler_*": off(NO_PROFILER),
@@ -207,6 +228,11 @@ TOP: Mapping[str, Rule] = {
     "system_envs.*": unsupported("set environment variables in the shell that starts the run"),
     "hydra.*": implied("says how the launcher starts, not what it trains"),
     "defaults": unsupported("files that `defaults` names are not read; give them before this one"),
+    **dict.fromkeys(
+        ("enable_think", "action_sep", "use_turn_scores", "max_actions_per_traj", "reward_normalization.*", "render_*"),
+        unsupported(NO_AGENTS),
+    ),
+    "enable_response_mask": implied("only responses are trained"),
     "critic.*": implied(NO_CRITIC),
     "reward.*": unsupported(NO_REWARD_MODEL),
     "reward_model.*": unsupported(NO_REWARD_MODEL),
@@ -236,5 +262,6 @@ RULES: Mapping[str, Rule] = {
     **under(TRAIN + "data_args.", DATA_ARGS),
     **under(INFER + "generating_args.", GENERATING_ARGS),
     **under("validation.data_args.", VALIDATION_DATA),
+    **under(TRAIN + CONFIG, FSDP),
     TRAIN + CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
 }

@@ -4,7 +4,7 @@ export TP=2                                  assignments, arrays, defaults and a
 CMD=(python3 -m trainer actor.tp=\\$TP)       `if` and `case` as far as they test variables,
 eval "${CMD[@]}" seed=1                      functions where they are called; loops are passed over
 
--> launches: [["python3", "-m", "trainer", "actor.tp=2", "seed=1"]]
+-> launches: [["-m", "trainer", "actor.tp=2", "seed=1"]]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fivefold.config.dialects.shell_expand import Expander, Text, Variables
 from fivefold.config.dialects.shell_words import REDIRECTIONS, Piece, Token, Word, tokenize
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|uv|accelerate)|.*\.py")
+LAUNCHER = re.compile(r"([^=]*/)?(python[\d.]*|torchrun|accelerate)|[^=]*\.py")
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
 DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 MOST_CALLS = 8
@@ -32,7 +32,7 @@ class Script:
     """What came out of a script."""
 
     launches: list[list[Text]] = field(default_factory=list)
-    """The words of each command that starts a program with `key=value` arguments."""
+    """The arguments of each program that is started with `key=value` among them."""
     notes: list[str] = field(default_factory=list)
     """Decisions that the script leaves to commands, which are not run."""
     exported: list[str] = field(default_factory=list)
@@ -50,15 +50,20 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
     reader.run(tokenize(text))
     if not reader.script.launches:
         # Manuals print the command as an array and leave out the line that runs it.
-        for items in [items for items in variables.arrays.values() if _is_launch(items)]:
+        for items in [items for items in variables.arrays.values() if _arguments(items)]:
             reader.evaluate(items)
     reader.script.exported = [name for name in dict.fromkeys(reader.exported) if name not in variables.read]
     return reader.script
 
 
-def _is_launch(words: Sequence[Text]) -> bool:
+def _arguments(words: Sequence[Text]) -> list[Text]:
+    """What a program is handed, if there are `key=value` arguments; else nothing."""
     programs = [place for place, word in enumerate(words) if LAUNCHER.fullmatch(word.text)]
-    return bool(programs) and any(OVERRIDE.match(word.text) for word in words[programs[0] + 1 :])
+    overrides = [place for place, word in enumerate(words) if programs and OVERRIDE.match(word.text)]
+    first = next((place for place in overrides if place > programs[0]), None)
+    if first is None:
+        return []
+    return list(words[max(place for place in programs if place < first) + 1 :])
 
 
 class _Reader:
@@ -329,8 +334,8 @@ class _Reader:
                 return True
             case [Text(text="false")]:
                 return False
-        if _is_launch(texts):
-            self.script.launches.append(texts)
+        if arguments := _arguments(texts):
+            self.script.launches.append(arguments)
         return None
 
     def _call(self, name: str) -> Status:

@@ -26,12 +26,12 @@ DEEPEST = 20
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 with the numbers of YAML 1.2: `1e-6` is one."""
+    """YAML 1.1 with numbers as in YAML 1.2: `1e-6` is one, `0.99_1.01` is none."""
 
 
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d+)([eE][-+]?\d+)|[-+]?\d[\d_]*\.[\d_]*|[-+]?\.\d+|[-+]?\.(inf|Inf|INF)"),
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
 

@@ -105,6 +105,7 @@ def _kl(draft: Draft, algorithm: str) -> None:
     """
     if draft.writes(TREE + ACTOR + "use_kl_loss") and not draft.keys("algorithm.kl_*"):
         verl_tree.kl(draft, TREE)
+        draft.implied("algorithm.kl_loss_fn_args.kl_coef", "the trainer's own file says it")
         return
     loss, penalty = "algorithm.kl_loss_fn", "algorithm.kl_penalty_fn"
     term = draft.get(loss, "none" if algorithm == "dapo" else "k2")

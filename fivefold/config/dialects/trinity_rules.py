@@ -113,6 +113,7 @@ ALGORITHM: Mapping[str, Rule] = {
 TASKSET: Mapping[str, Rule] = {
     "name": implied("a data set is known by its path"),
     "storage_type": only("file", holds="a file, a folder or a hub name", otherwise="data are files, or hub names"),
+    "subset_name": off("only a data set of the hub has subsets"),
     "format.chat_template": off("the tokenizer's own chat template is applied"),
     "format.system_prompt*": unsupported("write the system prompt into the prompt's chat messages"),
     "format.prompt_type": only("messages", "plaintext", holds="told by the column", otherwise="texts or messages"),
@@ -229,6 +230,7 @@ TREE_RULES: Mapping[str, Rule] = {
     **under(MODEL, {**MODEL_RULES, "path": implied("model.model_path rules")}),
     **under(ACTOR, {**ACTOR_RULES, "ppo_mini_batch_size": implied("buffer.train_batch_size rules")}),
     **under(ACTOR, dict.fromkeys(("use_kl_loss", "kl_loss_*", "clip_ratio*"), implied("the algorithm section rules"))),
+    **under(ACTOR, dict.fromkeys(("alg_type", "tau", "opmd_baseline", "use_uid"), implied("only OPMD reads it"))),
     ACTOR + "clip_ratio_c": to("actor.c_clip", number),
     **under(REF, ENGINE),
     "actor_rollout_ref.rollout.*": implied("the explorer generates, not the trainer"),

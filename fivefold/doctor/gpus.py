@@ -1,0 +1,191 @@
+"""The GPUs as the driver lists them, and the links between them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from fivefold.doctor.finding import Finding, gib
+
+MIB = 2**20
+SMI_TIMEOUT_S = 20.0
+BUSY = 0.1
+"""Share of a GPU's memory above which somebody else counts as using it."""
+FIELDS = "name,memory.total,memory.used,compute_cap,driver_version"
+COMPILERS = ("cc", "gcc", "clang")
+TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of the driver's list."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    used: int
+    """Bytes that programs hold now."""
+    capability: tuple[int, int]
+    driver: str
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What nvidia-smi and torch say."""
+
+    listed: tuple[Gpu, ...] = ()
+    links: Mapping[Pair, str] | None = None
+    """Kind of link of each pair, in nvidia-smi's words (`NV18`, `PIX`, `SYS`); None: unknown."""
+    unreachable: tuple[Pair, ...] = ()
+    """Pairs of visible devices of which one cannot read the other's memory."""
+    error: str | None = None
+    """Why nvidia-smi does not answer, where there is one."""
+
+
+def look_at_gpus() -> Gpus:
+    """Asks nvidia-smi; without it there are no GPUs. `unreachable` is for torch to say: see `unreachable_pairs`."""
+    if shutil.which("nvidia-smi") is None:
+        return Gpus()
+    try:
+        listed = parse_gpus(_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"))
+    except (subprocess.SubprocessError, ValueError) as error:
+        output = error.stdout if isinstance(error, subprocess.CalledProcessError) else None
+        return Gpus(error=" ".join(str(output or error).split()))
+    return Gpus(listed, _links(len(listed)))
+
+
+def _links(n: int) -> Mapping[Pair, str] | None:
+    if n < 2:
+        return {}
+    try:
+        return parse_links(_smi("topo", "-m"), n)
+    except (subprocess.SubprocessError, ValueError):
+        return None
+
+
+def unreachable_pairs(n_devices: int) -> tuple[Pair, ...]:
+    """Pairs of torch's devices without direct access to each other's memory."""
+    if n_devices < 2:
+        return ()
+    import torch
+
+    pairs = combinations(range(n_devices), 2)
+    return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """The lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`.
+
+    Raises:
+        ValueError: lines of another form.
+    """
+    gpus = []
+    for line in filter(None, text.splitlines()):
+        name, memory, used, capability, driver = (cell.strip() for cell in line.split(","))
+        major, minor = capability.split(".")
+        gpus.append(Gpu(name, int(memory) * MIB, int(used) * MIB, (int(major), int(minor)), driver))
+    return tuple(gpus)
+
+
+def parse_links(text: str, n: int) -> dict[Pair, str]:
+    """The matrix of `nvidia-smi topo -m` for `n` GPUs, as its upper triangle.
+
+    Raises:
+        ValueError: no such matrix.
+    """
+    rows = [line.split() for line in TERMINAL_CODE.sub("", text).splitlines()]
+    matrix = {row[0]: row[1 : n + 1] for row in rows if len(row) > n and row[0].startswith("GPU") and "X" in row}
+    try:
+        return {(i, j): matrix[f"GPU{i}"][j] for i, j in combinations(range(n), 2)}
+    except (KeyError, IndexError):
+        raise ValueError(f"no matrix of {n} GPUs in {text!r}; expected the output of `nvidia-smi topo -m`") from None
+
+
+def check_gpus(gpus: Gpus) -> list[Finding]:
+    """What there is, who else uses it, how it is connected."""
+    if gpus.error is not None:
+        fix = "start the container with --gpus all, or reinstall the driver"
+        return [Finding("GPUs", "problem", f"nvidia-smi fails: {gpus.error}", fix)]
+    if not gpus.listed:
+        return [Finding("GPUs", "ok", "none", "train in CPU processes")]
+    findings = [_kinds(gpus.listed), _memory(gpus.listed)]
+    if len(gpus.listed) > 1:
+        findings.append(_connection(gpus))
+    return findings
+
+
+def _kinds(gpus: tuple[Gpu, ...]) -> Finding:
+    counts = {gpu.name: sum(other.name == gpu.name for other in gpus) for gpu in gpus}
+    found = ", ".join(f"{count} x {name}" for name, count in counts.items()) + f", driver {gpus[0].driver}"
+    if len(counts) == 1:
+        return Finding("GPUs", "ok", found, "fivefold plan finds a layout for them")
+    fix = "the slowest sets the pace of all: choose equal ones with CUDA_VISIBLE_DEVICES"
+    return Finding("GPUs", "warning", found, fix)
+
+
+def _memory(gpus: tuple[Gpu, ...]) -> Finding:
+    busy = [index for index, gpu in enumerate(gpus) if gpu.used > BUSY * gpu.memory]
+    if not busy:
+        return Finding(
+            "GPU memory", "ok", f"{gib(min(gpu.memory for gpu in gpus))} each, free", "all of it can be used"
+        )
+    held = gib(max(gpus[index].used for index in busy))
+    found = f"up to {held} in use on GPU {', '.join(map(str, busy))}"
+    return Finding("GPU memory", "warning", found, "end the programs that nvidia-smi shows, or hide these GPUs")
+
+
+def _connection(gpus: Gpus) -> Finding:
+    if gpus.unreachable:
+        pairs = ", ".join(f"{i}-{j}" for i, j in gpus.unreachable[:4]) + (" ..." if len(gpus.unreachable) > 4 else "")
+        found = f"no direct access between {len(gpus.unreachable)} pairs ({pairs})"
+        fix = "data goes through host memory: prefer p and d to t, c and e; on your own host, switch PCIe ACS off"
+        return Finding("GPU links", "warning", found, fix)
+    if gpus.links is None:
+        return Finding(
+            "GPU links", "ok", "direct access; nvidia-smi topo shows no matrix", "try t, c and e on neighbours"
+        )
+    nvlink = [pair for pair, link in gpus.links.items() if link.startswith("NV")]
+    if len(nvlink) == len(gpus.links):
+        kinds = ", ".join(sorted(set(gpus.links.values())))
+        return Finding("GPU links", "ok", f"NVLink between all ({kinds})", "t, c and e can span all of them")
+    kinds = ", ".join(sorted({link for link in gpus.links.values() if not link.startswith("NV")}))
+    if nvlink:
+        pairs = ", ".join(f"{i}-{j}" for i, j in nvlink[:6]) + (" ..." if len(nvlink) > 6 else "")
+        fix = "keep t, c and e within linked GPUs (CUDA_VISIBLE_DEVICES orders them), p and d across"
+        return Finding("GPU links", "warning", f"NVLink between {pairs} only, else {kinds}", fix)
+    return Finding("GPU links", "warning", f"no NVLink ({kinds})", "PCIe is slow for t, c and e: prefer p and d")
+
+
+def check_kernels(n_devices: int, *, compiler: bool, headers: bool) -> list[Finding]:
+    """Triton, which torch brings along on CUDA, builds a piece of C for every kernel that it launches."""
+    if n_devices == 0:
+        return []
+    if not compiler:
+        return [Finding("Triton", "problem", "no C compiler, which its kernels need", "apt-get install gcc, or set CC")]
+    if not headers:
+        fix = "install your Python's development package (python3-dev)"
+        return [Finding("Triton", "problem", "no Python.h, which its kernels need", fix)]
+    return [Finding("Triton", "ok", "C compiler and Python.h are here", "fused kernels are compiled at first use")]
+
+
+def has_compiler() -> bool:
+    """A C compiler where Triton looks for one."""
+    return "CC" in os.environ or any(shutil.which(name) for name in COMPILERS)
+
+
+def has_headers() -> bool:
+    """Python's own C headers."""
+    return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+
+
+def _smi(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout

@@ -1,0 +1,129 @@
+"""Names, ports and proxies: what the processes of a run need to find one another."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from fivefold.doctor.finding import NOTHING_TO_DO, Finding
+
+RAY_PORT = 6379
+"""Where the head of a Ray cluster listens unless it is told otherwise."""
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FEW_PORTS = 1000
+INFINIBAND = Path("/sys/class/infiniband")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+CONNECT_TIMEOUT_S = 2.0
+
+
+def check_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """All of it, as it is now."""
+    name = socket.gethostname()
+    return [
+        check_loopback(),
+        check_host_name(name, resolves(name)),
+        check_ray_address(environment.get("RAY_ADDRESS"), listening=_listens(RAY_PORT)),
+        *check_proxies(environment),
+        check_addresses(_addresses(), _adapters(), _port_range()),
+    ]
+
+
+def check_loopback() -> Finding:
+    """Whether two processes of this machine can open a port and connect to it."""
+    name = "ports"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return Finding(name, "problem", f"127.0.0.1: {error}", "bring the loopback up: ip link set lo up")
+    return Finding(name, "ok", "free ones on 127.0.0.1 connect", NOTHING_TO_DO)
+
+
+def resolves(name: str) -> bool:
+    """Whether `name` has an address."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def check_host_name(name: str, resolvable: bool) -> Finding:
+    """Gloo looks its own host's name up unless it is told an interface."""
+    if resolvable:
+        return Finding("host name", "ok", f"{name} has an address", NOTHING_TO_DO)
+    fix = f"runs on one machine work; for several nodes add '<address> {name}' to /etc/hosts"
+    return Finding("host name", "warning", f"{name} has no address", fix)
+
+
+def check_ray_address(address: str | None, *, listening: bool) -> Finding:
+    """Whether a Ray cluster is here to be joined."""
+    join = "scheduler.type=ray joins it"
+    if address is not None:
+        return Finding("Ray cluster", "ok", f"RAY_ADDRESS={address}", join)
+    if listening:
+        return Finding("Ray cluster", "ok", f"something listens on port {RAY_PORT}", join)
+    return Finding("Ray cluster", "ok", "none here", "for several nodes: ray start --head")
+
+
+def check_proxies(environment: Mapping[str, str]) -> list[Finding]:
+    """A proxy that also catches the processes' talk with one another keeps Ray from starting."""
+    values = {name.lower(): value for name, value in environment.items() if value}
+    proxies = [name for name in PROXIES if name in values]
+    if not proxies:
+        return []
+    exempt = {entry.strip() for entry in values.get("no_proxy", "").split(",")}
+    if exempt & {"*", "127.0.0.1", "localhost"}:
+        return [Finding("proxy", "ok", f"{', '.join(proxies)}; not for this machine", NOTHING_TO_DO)]
+    fix = "Ray may not start: export no_proxy=localhost,127.0.0.1 (and the nodes' addresses)"
+    return [Finding("proxy", "warning", f"{', '.join(proxies)} also for this machine", fix)]
+
+
+def check_addresses(addresses: tuple[str, ...], adapters: tuple[str, ...], ports: tuple[int, int] | None) -> Finding:
+    """What other nodes would reach this one by.
+
+    Args:
+        addresses: IPv4 addresses besides the loopback's.
+        adapters: RDMA adapters.
+        ports: first and last that the system hands out; None: unknown.
+    """
+    name = "other nodes"
+    if not addresses:
+        return Finding(name, "ok", "no address but the loopback's", "keep cluster.n_nodes=1")
+    rdma = f"; RDMA: {', '.join(adapters[:4])}" + (" ..." if len(adapters) > 4 else "") if adapters else "; no RDMA"
+    found = ", ".join(addresses[:3]) + (" ..." if len(addresses) > 3 else "") + rdma
+    if ports is not None and ports[1] - ports[0] < FEW_PORTS:
+        fix = f"widen {PORT_RANGE}: {ports[0]} to {ports[1]} is too few for Ray and NCCL"
+        return Finding(name, "warning", found, fix)
+    span = "all ports" if ports is None else f"ports {RAY_PORT} and {ports[0]}-{ports[1]}"
+    return Finding(name, "ok", found, f"leave open: {span}")
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(CONNECT_TIMEOUT_S)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _addresses() -> tuple[str, ...]:
+    found = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family is socket.AF_INET
+    ]
+    return tuple(address for address in found if not address.startswith("127."))
+
+
+def _adapters() -> tuple[str, ...]:
+    return tuple(sorted(path.name for path in INFINIBAND.iterdir())) if INFINIBAND.is_dir() else ()
+
+
+def _port_range() -> tuple[int, int] | None:
+    if not PORT_RANGE.is_file():
+        return None
+    first, last = PORT_RANGE.read_text().split()
+    return int(first), int(last)

@@ -1,0 +1,120 @@
+"""One process of the self-test: trains the shipped model for a step and writes down the losses.
+
+Run by `self_test` as `python -m fivefold.doctor.self_test_process <JSON of a Seat>`. What it does, it writes to its
+progress file, an object a line: {"phase": ...} as each phase begins, {"losses": [before, after]} at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+if TYPE_CHECKING:
+    from fivefold.types import Batch
+
+MODEL = "package:tiny-moe"
+SEED = 1
+LENGTHS = (7, 13, 22, 5, 31, 9, 17, 3)
+PROMPT_SHARE = 3
+"""The first third of each sequence is prompt."""
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process's place in its world."""
+
+    layout: str
+    rank: int
+    world_size: int
+    device: Literal["cpu", "cuda"]
+    store: str
+    """File through which the processes meet."""
+    progress: str
+    """File that it reports to."""
+    timeout_s: float
+    """Of each collective."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+def main(seat: Seat) -> None:
+    """The whole life of the process."""
+    with Path(seat.progress).open("w", encoding="utf-8", buffering=1) as progress:
+        progress.write('{"phase": "import"}\n')
+        import torch.distributed as dist
+
+        import fivefold.mcore.engine  # noqa: F401  (so that a failure to import counts as one)
+
+        progress.write('{"phase": "join"}\n')
+        _join(seat)
+        progress.write('{"phase": "train"}\n')
+        losses = _losses(seat.layout)
+        progress.write(json.dumps({"losses": losses}) + "\n")
+        dist.destroy_process_group()
+
+
+def _join(seat: Seat) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if seat.device == "cuda":
+        torch.cuda.set_device(seat.rank)
+    dist.init_process_group(
+        "nccl" if seat.device == "cuda" else "gloo",
+        init_method=f"file://{seat.store}",
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=timedelta(seconds=seat.timeout_s),
+    )
+    # The first collective is what opens the connections.
+    ranks = torch.zeros(seat.world_size, device=seat.device)
+    ranks[seat.rank] = 1
+    dist.all_reduce(ranks)
+    if not bool((ranks == 1).all()):
+        raise RuntimeError(f"all_reduce over {seat.world_size} processes gave {ranks.tolist()}; each rank adds one 1")
+
+
+def _losses(layout_text: str) -> tuple[float, float]:
+    """The loss of one batch before and after an update by it."""
+    from fivefold.algorithms.loss import SFTLoss
+    from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
+    from fivefold.layout.allocation import parse_backend
+    from fivefold.mcore.engine import MegatronEngine
+
+    config = EngineConfig(
+        path=MODEL, backend=layout_text, dtype="float32", mb_spec=MicroBatchConfig(max_tokens_per_mb=64)
+    )
+    optimizer = OptimizerConfig(lr=LEARNING_RATE)
+    engine = MegatronEngine(config, parse_backend(layout_text), seed=SEED, optimizer=optimizer)
+    batch = _batch(engine.shape.vocab)
+    before = engine.forward_backward(batch, SFTLoss())["loss"]
+    engine.optim_step()
+    return before, engine.forward_backward(batch, SFTLoss())["loss"]
+
+
+def _batch(vocab: int) -> Batch:
+    """Random tokens, the same in every process."""
+    import torch
+
+    from fivefold.types import Batch
+
+    tokens = torch.randint(0, vocab, (sum(LENGTHS),), generator=torch.Generator().manual_seed(SEED))
+    prompts = [length // PROMPT_SHARE + 1 for length in LENGTHS]
+    positions = [(at, prompt) for length, prompt in zip(LENGTHS, prompts, strict=True) for at in range(length)]
+    mask = torch.tensor([float(at >= prompt) for at, prompt in positions])
+    return Batch(LENGTHS, tokens, mask)
+
+
+if __name__ == "__main__":
+    main(Seat.from_json(sys.argv[1]))

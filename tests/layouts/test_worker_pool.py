@@ -1,0 +1,73 @@
+"""The worker processes themselves: what a failing or hanging rank does to a test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from worker_pool import WorkerError, WorkerPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pool.stop()
+
+
+def sum_of_ranks() -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return int(total)
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def hang_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(1000)
+
+
+def die_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_the_processes_stay_from_call_to_call(pool: WorkerPool) -> None:
+    pids = pool.run(os.getpid)
+    assert len(set(pids)) == 2
+    assert pool.run(sum_of_ranks) == [1, 1]
+    assert pool.run(os.getpid) == pids
+
+
+def test_a_failure_is_told_with_its_traceback_and_where_the_others_wait(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as error:
+        pool.run(fail_on_rank_1)
+    report = str(error.value)
+    assert "rank 1 raised" in report
+    assert "KeyError: 'the reason'" in report
+    assert "rank 0 did not answer while another had failed" in report
+    assert "in fail_on_rank_1" in report.split("rank 0 did not answer")[1]
+    assert pool.run(sum_of_ranks) == [1, 1], "fresh processes take over"
+
+
+def test_a_hang_ends_at_the_time_limit_and_says_where(pool: WorkerPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)rank 0 did not answer within 2 s.*in hang_on_rank_0") as error:
+        pool.run(hang_on_rank_0, time_limit=2.0)
+    assert "rank 1" not in str(error.value)
+    assert time.monotonic() - start < 10
+
+
+def test_a_process_that_dies_is_missed(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="rank 0 raised:\nthe process died"):
+        pool.run(die_on_rank_0)

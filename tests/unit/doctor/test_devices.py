@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from fivefold.doctor.finding import Finding
+from fivefold.doctor.gpus import Gpu, Gpus, check_gpus, check_kernels, parse_gpus, parse_links
+from fivefold.doctor.torch_build import TorchBuild, check_torch
+
+H100 = Gpu("NVIDIA H100", 80 * 2**30, 0, (9, 0), "580.65")
+BUILD = TorchBuild(cuda="13.0", n_devices=2, architectures=("sm_80", "sm_90", "compute_120"), nccl="2.28", gloo=True)
+TOPOLOGY = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tSYS\tPIX\t0-31\t0
+GPU1\tNV18\t X \tSYS\tSYS\tSYS\t0-31\t0
+GPU2\tSYS\tSYS\t X \tNV18\tSYS\t32-63\t1
+GPU3\tSYS\tSYS\tNV18\t X \tSYS\t32-63\t1
+NIC0\tPIX\tSYS\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+def links_of(gpus: Gpus) -> Finding:
+    return next(finding for finding in check_gpus(gpus) if finding.name == "GPU links")
+
+
+def test_nvidia_smi_is_read() -> None:
+    text = "NVIDIA H100 80GB HBM3, 81559, 4, 9.0, 580.65.06\nNVIDIA A100, 40960, 39000, 8.0, 580.65.06\n"
+    first, second = parse_gpus(text)
+    assert first == Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, (9, 0), "580.65.06")
+    statuses = {finding.name: finding.status for finding in check_gpus(Gpus((first, second)))}
+    assert statuses == {"GPUs": "warning", "GPU memory": "warning", "GPU links": "ok"}
+    with pytest.raises(ValueError, match="values"):
+        parse_gpus("No devices were found")
+
+
+def test_links_are_read_and_the_pairs_named() -> None:
+    links = parse_links(TOPOLOGY, 4)
+    assert links[0, 1] == links[2, 3] == "NV18"
+    assert {links[pair] for pair in [(0, 2), (0, 3), (1, 2), (1, 3)]} == {"SYS"}
+    finding = links_of(Gpus((H100,) * 4, links))
+    assert finding.status == "warning"
+    assert "0-1, 2-3" in finding.found
+    with pytest.raises(ValueError, match="no matrix of 8"):
+        parse_links(TOPOLOGY, 8)
+
+
+def test_links_from_best_to_worst() -> None:
+    two = (H100, H100)
+    assert links_of(Gpus(two, {(0, 1): "NV18"})).status == "ok"
+    assert links_of(Gpus(two, {(0, 1): "PHB"})).status == "warning"
+    assert "0-1" in links_of(Gpus(two, {(0, 1): "PHB"}, unreachable=((0, 1),))).found
+
+
+def test_a_driver_that_does_not_answer_is_a_problem() -> None:
+    assert check_gpus(Gpus(error="couldn't communicate with the driver"))[0].status == "problem"
+
+
+@pytest.mark.parametrize(
+    ("build", "gpus", "visible", "status"),
+    [
+        (BUILD, (H100, H100), None, "ok"),
+        (TorchBuild(gloo=True), (), None, "ok"),
+        (TorchBuild(gloo=True), (H100,), None, "problem"),
+        (TorchBuild(cuda="13.0", gloo=True), (), None, "ok"),
+        (TorchBuild(cuda="13.0", gloo=True), (H100,), None, "problem"),
+        (TorchBuild(cuda="13.0", gloo=True), (H100,), "", "warning"),
+        (BUILD, (Gpu("V100", 1, 0, (7, 0), "580"),), None, "problem"),
+        (BUILD, (Gpu("A10", 1, 0, (8, 6), "580"),), None, "ok"),
+        (BUILD, (Gpu("newer", 1, 0, (12, 1), "580"),), None, "ok"),
+        (BUILD, (Gpu("between", 1, 0, (10, 0), "580"),), None, "problem"),
+        (
+            TorchBuild(cuda="12.6", n_devices=1, architectures=("sm_75",), gloo=True),
+            (Gpu("T4", 1, 0, (7, 5), "580"),),
+            None,
+            "warning",
+        ),
+    ],
+)
+def test_torch_and_the_gpus(build: TorchBuild, gpus: tuple[Gpu, ...], visible: str | None, status: str) -> None:
+    cuda = next(finding for finding in check_torch(build, gpus, visible) if finding.name == "CUDA")
+    assert cuda.status == status
+    assert cuda.advice
+
+
+def test_torch_that_cannot_be_imported() -> None:
+    (finding,) = check_torch(TorchBuild(error="OSError: libcudart.so.13"), (H100,), None)
+    assert finding.status == "problem"
+    assert "libcudart" in finding.found
+
+
+def test_triton_needs_a_compiler_and_headers_on_gpus_only() -> None:
+    assert check_kernels(0, compiler=False, headers=False) == []
+    assert [
+        check_kernels(1, compiler=a, headers=b)[0].status for a, b in [(True, True), (False, True), (True, False)]
+    ] == [
+        "ok",
+        "problem",
+        "problem",
+    ]

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.doctor.finding import GIB
+from fivefold.doctor.machine import Place, check_cores, check_machine, check_memory, check_place, check_shared_memory
+from fivefold.doctor.network import check_addresses, check_host_name, check_loopback, check_network, check_proxies
+
+
+@pytest.mark.parametrize(
+    ("free", "writable", "status"),
+    [(500 * GIB, True, "ok"), (10 * GIB, True, "warning"), (GIB // 2, True, "problem"), (500 * GIB, False, "problem")],
+)
+def test_room_for_outputs(free: int, writable: bool, status: str) -> None:
+    finding = check_place(Place("outputs", Path("/data"), free, writable, "cluster.fileroot=FOLDER"))
+    assert finding.status == status
+    assert "cluster.fileroot" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("free", "n_gpus", "status"),
+    [(64 * 2**20, 0, "warning"), (64 * 2**20, 8, "problem"), (16 * GIB, 8, "ok"), (None, 0, "warning")],
+)
+def test_shared_memory_of_a_container(free: int | None, n_gpus: int, status: str) -> None:
+    assert check_shared_memory(free, n_gpus).status == status
+
+
+def test_cores_and_memory() -> None:
+    assert [check_cores(8, 3.0).status, check_cores(8, 40.0).status, check_cores(0.5, 0.0).status] == [
+        "ok",
+        "warning",
+        "warning",
+    ]
+    assert [check_memory(64 * GIB).status, check_memory(GIB).status] == ["ok", "warning"]
+
+
+def test_a_proxy_must_leave_this_machine_out() -> None:
+    assert check_proxies({}) == []
+    assert check_proxies({"HTTPS_PROXY": "http://proxy:3128"})[0].status == "warning"
+    assert check_proxies({"https_proxy": "http://proxy:3128", "NO_PROXY": "localhost, 10.0.0.1"})[0].status == "ok"
+
+
+def test_addresses_and_names() -> None:
+    assert check_loopback().status == "ok"
+    assert check_host_name("node-7", False).status == "warning"
+    assert "cluster.n_nodes=1" in check_addresses((), (), None).advice
+    assert "mlx5_0" in check_addresses(("10.0.0.7",), ("mlx5_0",), (32768, 60999)).found
+    assert check_addresses(("10.0.0.7",), (), (60000, 60100)).status == "warning"
+
+
+def test_every_line_about_this_machine_says_what_to_do() -> None:
+    findings = check_machine(0) + check_network({})
+    assert len(findings) > 8
+    assert all(finding.found and finding.advice for finding in findings)
