@@ -78,7 +78,8 @@ def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
         if "etp" in plan.degrees or degree == 1:
             raise
         whole = _allocation(draft, replace(plan, degrees={**plan.degrees, "etp": 1}))
-        draft.notes.append(f"without an expert tensor degree, experts are split t{degree} ways, but {error.rule}: set to 1")
+        split = f"experts are split t{degree} ways"
+        draft.notes.append(f"without an expert tensor degree, {split}, but {error.rule}: set to 1")
         return whole
 
 
@@ -132,6 +133,7 @@ def _read_device_lists(draft: Draft) -> None:
         try:
             lists[role] = parse_devices(str(plan.devices))
         except AllocationError as error:
+            del plan.keys[plan.devices_key]
             draft.unsupported(plan.devices_key, str(error))
             continue
         plan.n_devices = len(lists[role])

@@ -41,6 +41,8 @@ DIALECTS: Mapping[Framework, Dialect] = {
 }
 MISSING = "???"
 NEEDED = ("actor.path", "train_dataset.path")
+YIELDING = ("actor.kl_estimator", "actor.recompute_logprob", "gconfig.greedy", "actor.ppo_n_minibatches")
+"""Of two keys that contradict each other, the one that is taken back."""
 SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
 
 
@@ -106,6 +108,7 @@ def convert(
     draft = Draft(resolve(source.values, environment), dialect.defaults, source.caveats)
     dialect.convert(draft)
     lay_out(draft)
+    dialect.after_layout(draft)
     draft.finish(f"no key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
     to_give = _complete(draft, documents)
@@ -163,7 +166,10 @@ def _take_back(draft: Draft, error: ValidationError) -> bool:
         location = ".".join(str(part) for part in detail["loc"])
         # A missing key makes its whole section useless.
         section = location.rpartition(".")[0] + "." if detail["type"] == "missing" else location
-        for key in [key for key in draft.recipe if key == location or (section and key.startswith(section))]:
+        keys = [key for key in draft.recipe if key == location or (section and key.startswith(section))]
+        if not location:
+            keys = [key for key in YIELDING if key in problem and key in draft.recipe][:1]
+        for key in keys:
             draft.demote(key, problem)
             found = True
     return found

@@ -238,7 +238,7 @@ class EvaluatorConfig(Section):
 
 class SaverConfig(Section):
     freq_steps: Positive | None = None
-    """Also write the weights every so many steps, over the earlier ones. Without it an interrupted run leaves none: they
+    """Also write the weights every so many steps, over the earlier ones. Else an interrupted run leaves none: they
     are written at the end."""
 
 

@@ -88,12 +88,16 @@ def _join(seat: Seat) -> None:
 def _losses(layout_text: str) -> tuple[float, float]:
     """The loss of one batch before and after an update by it."""
     from fivefold.algorithms.loss import SFTLoss
+    from fivefold.config.paths import resolve_model_path
     from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
     from fivefold.layout.allocation import parse_backend
     from fivefold.mcore.engine import MegatronEngine
 
     config = EngineConfig(
-        path=MODEL, backend=layout_text, dtype="float32", mb_spec=MicroBatchConfig(max_tokens_per_mb=64)
+        path=resolve_model_path(MODEL),
+        backend=layout_text,
+        dtype="float32",
+        mb_spec=MicroBatchConfig(max_tokens_per_mb=64),
     )
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     engine = MegatronEngine(config, parse_backend(layout_text), seed=SEED, optimizer=optimizer)

@@ -9,10 +9,10 @@ own groups, and what is returned is global and the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from fivefold.layout.check import check_layout
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.shape import load_shape
 from fivefold.mcore import compat, settings
+from fivefold.mcore.checkpoint import load_state, save_state
 from fivefold.mcore.logprobs import linear_logprobs
 from fivefold.mcore.metrics import reduce_metrics
 from fivefold.mcore.micro_batches import MicroBatch, MicroBatchPlanner, attention_equals_rest_at
@@ -38,6 +39,9 @@ from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_gro
 from fivefold.mcore.random_weights import RandomWeights
 from fivefold.mcore.rope import cos_sin, inverse_frequencies
 from fivefold.types import Batch, StepResult
+
+Offloadable = Literal["params", "grads", "optimizer"]
+OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
 
 LossStep = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs [T], entropies [T]) on the last stage -> (scalar to differentiate, what to hand back)."""
@@ -119,11 +123,10 @@ class MegatronEngine:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(batch)`, whatever the layout,
-        the split into micro-batches and the packing. Only the router's auxiliary loss, if a recipe asks for it, is by its
-        nature one of each micro-batch.
+        the split into micro-batches and the packing. Only the router's auxiliary loss, if a recipe asks for it, is by
+        its nature one of each micro-batch.
         """
-        if self.optimizer is None:
-            raise ValueError("this engine was built without an optimizer, so it cannot train: pass its OptimizerConfig")
+        self._trained("train")
         for chunk in self._chunks:
             chunk.train()
         # Auxiliary losses are sums over tokens; Megatron's scale, shared by both kinds, makes them a mean.
@@ -139,9 +142,7 @@ class MegatronEngine:
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and forget the gradient."""
-        if self.optimizer is None:
-            raise ValueError("this engine was built without an optimizer, so it cannot train: pass its OptimizerConfig")
-        return self.optimizer.step()
+        return self._trained("train").step()
 
     @torch.no_grad()
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +172,49 @@ class MegatronEngine:
             for _ in weights:
                 pass
         dist.barrier()
+
+    def save(self, folder: str | Path) -> None:
+        """Write master weights, moments and the place in the schedule, for `load` on this layout or any other."""
+        save_state(Path(folder), self._trained("save"), self.parameters, self._bridge, self._shards, self._folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on where `save` was called: on the same layout the same bits follow.
+
+        Raises:
+            ValueError: the folder holds no whole training state, or that of another model.
+        """
+        load_state(Path(folder), self._trained("load"), self.parameters, self._bridge, self._shards)
+
+    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
+        """Move parameters, gradient buffers and optimizer state to host memory, each if named; gradients are forgotten.
+
+        On CPU processes nothing moves. `onload` the same before the next verb that needs them.
+        """
+        optimizer = self._trained("offload")
+        if self._device.type == "cpu":
+            return
+        for buffer in self._gradient_buffers():
+            buffer.offload_to_cpu(move_params="params" in what, move_grads="grads" in what)
+        if "optimizer" in what:
+            optimizer.megatron.offload_to_cpu()
+
+    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
+        """Move back to the device what `offload` took away."""
+        optimizer = self._trained("onload")
+        if self._device.type == "cpu":
+            return
+        for buffer in self._gradient_buffers():
+            buffer.reload_from_cpu(move_params="params" in what, move_grads="grads" in what)
+        if "optimizer" in what:
+            optimizer.megatron.restore_from_cpu()
+
+    def _gradient_buffers(self) -> list[Any]:
+        return [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def _trained(self, verb: str) -> Optimizer:
+        if self.optimizer is None:
+            raise ValueError(f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig")
+        return self.optimizer
 
     def _run(
         self, batch: Batch, step: LossStep, *, temperature: float, entropy_gradient: bool, backward: bool

@@ -45,10 +45,11 @@ class Optimizer:
         total_steps: int,
     ) -> None:
         self._config = config
-        self._chunks = chunks
+        self.chunks = chunks
         self._parameters = parameters
         self._total_steps = total_steps
-        self._step = 0
+        self.steps = 0
+        """Steps made, skipped ones included."""
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             megatron_config,
             chunks,
@@ -63,10 +64,10 @@ class Optimizer:
 
     def step(self) -> StepResult:
         """Clip, update and advance the schedule. A gradient that is not finite is dropped; the schedule advances."""
-        rate = learning_rate(self._step, self._config, self._total_steps)
+        rate = learning_rate(self.steps, self._config, self._total_steps)
         for group in self.megatron.param_groups:
             group["lr"] = rate
-        self._step += 1
+        self.steps += 1
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
@@ -81,7 +82,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget all accumulated gradients."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 

@@ -18,19 +18,20 @@ from tiny_models import DENSE, MOE
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import OptimizerConfig
 
-DENSE_LAYOUTS = ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p2t2c2", "megatron:p4t2")
-MOE_LAYOUTS = (
-    "megatron:d1",
-    "megatron:d2e2",
-    "megatron:p2v2",
-    "megatron:(attn:t2|ffn:t2)",
-    "megatron:(attn:d2t2|ffn:t2e2)",
-    "megatron:(attn:t2p2v2|ffn:e2)",
-    "megatron:(attn:c4|ffn:e4)",
-    "megatron:(attn:p2t2c2|ffn:e4)",
-    "megatron:(attn:d2t4|ffn:t2e2)",
-)
-CASES = [(layout, DENSE) for layout in DENSE_LAYOUTS] + [(layout, MOE) for layout in MOE_LAYOUTS]
+LAYOUTS = {
+    DENSE: ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p4t2"),
+    MOE: (
+        "megatron:d1",
+        "megatron:p2v2",
+        "megatron:(attn:t2|ffn:t2)",
+        "megatron:(attn:d2t2|ffn:t2e2)",
+        "megatron:(attn:t2p2v2|ffn:e2)",
+        "megatron:(attn:c4|ffn:e4)",
+        "megatron:(attn:p2t2c2|ffn:e4)",
+        "megatron:(attn:d2t4|ffn:t2e2)",
+    ),
+}
+FILES = {"float32": "", "bfloat16": "-bf16"}
 OPTIMIZER = OptimizerConfig()
 
 
@@ -48,16 +49,25 @@ def names_that_differ(case: Case, folder: Path) -> list[str]:
     return differ + sorted(wanted)
 
 
-@pytest.mark.parametrize("suffix", ["", "-bf16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("layout", "names"), CASES)
+@pytest.mark.parametrize("dtype", FILES)
+@pytest.mark.parametrize(
+    ("layout", "names"), [pytest.param(layout, names, id=layout) for names in LAYOUTS for layout in LAYOUTS[names]]
+)
 def test_export_gives_back_the_files_tensors_bit_for_bit(
-    workers: Workers, models: Path, layout: str, names: tuple[str, ...], dtype: str, suffix: str
+    workers: Workers, models: Path, layout: str, names: tuple[str, ...], dtype: str
 ) -> None:
     case = Case(layout, dtype=dtype)
     for name in names:
-        differ = workers(case.world_size).run(names_that_differ, case, models / f"{name}{suffix}")
+        differ = workers(case.world_size).run(names_that_differ, case, models / f"{name}{FILES[dtype]}")
         assert differ == [[]] * case.world_size, name
+
+
+@pytest.mark.parametrize(("dtype", "files"), [("float32", "-bf16"), ("bfloat16", "")])
+def test_export_gives_files_of_another_dtype_converted_once(
+    workers: Workers, models: Path, dtype: str, files: str
+) -> None:
+    case = Case("megatron:(attn:d2t2|ffn:t2e2)", dtype=dtype)
+    assert workers(4).run(names_that_differ, case, models / f"qwen2_moe{files}") == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"])

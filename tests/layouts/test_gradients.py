@@ -23,18 +23,15 @@ TOLERANCE = 1e-4
 
 DENSE_LAYOUTS = (
     "megatron:d1",
-    "megatron:d2",
     "megatron:t2",
     "megatron:c2",
     "megatron:p2v2",
-    "megatron:p4",
     "megatron:t4",
     "megatron:c2d2",
     "megatron:p2t2c2",
 )
 MOE_LAYOUTS = (
     "megatron:d1",
-    "megatron:d2e2",
     "megatron:p2v2",
     "megatron:(attn:t2|ffn:e2)",
     "megatron:(attn:c2|ffn:t2)",

@@ -17,7 +17,7 @@ from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, sft_batch
 from fivefold.types import Batch
 
-N_SAMPLES, BATCH_SIZE = 18, 6
+N_SAMPLES, BATCH_SIZE = 12, 6
 LAYOUTS = (
     "megatron:d2",
     "megatron:p2v2",

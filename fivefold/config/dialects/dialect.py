@@ -18,6 +18,10 @@ def merged(documents: Sequence[Document]) -> Document:
     return whole
 
 
+def no_more(draft: Draft) -> None:
+    """For dialects in which nothing depends on the layout."""
+
+
 @dataclass(frozen=True)
 class Dialect:
     """A framework's way to say things."""
@@ -28,5 +32,7 @@ class Dialect:
     """Gives every key that it knows an entry, or a place in a role's plan."""
     defaults: Mapping[str, Any]
     """What holds for keys that are left out, where Fivefold's own default is another."""
+    after_layout: Callable[[Draft], None] = no_more
+    """Gives the keys in `Draft.awaiting` their entries, with the role plans' devices known."""
     merge: Callable[[Sequence[Document]], Document] = merged
     """Brings the files and overrides together."""

@@ -78,6 +78,8 @@ class Draft:
         self.plans: dict[Role, RolePlan] = {}
         self.is_shared: bool | None = None
         """Whether rollout and actor take turns on the same devices; None: not said."""
+        self.awaiting: set[str] = set()
+        """Keys whose entries depend on the layout: `Dialect.after_layout` gives them."""
         self.notes: list[str] = []
 
     @property
@@ -148,9 +150,9 @@ class Draft:
     def apply(self, rules: Mapping[str, Rule]) -> None:
         """Gives each key without an entry the one that its rule says; the most specific pattern wins."""
         patterns = sorted((pattern for pattern in rules if "*" in pattern), key=len, reverse=True)
-        planned = {key for plan in self.plans.values() for key in plan.keys}
+        later = self.awaiting.union(*(plan.keys for plan in self.plans.values()))
         for key in [*self._values, *self._defaults]:
-            if not self.is_open(key) or key in planned:
+            if not self.is_open(key) or key in later:
                 continue
             pattern = key if key in rules else next((one for one in patterns if fnmatchcase(key, one)), None)
             if pattern is not None:

@@ -87,7 +87,8 @@ def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> 
     except Unfit as error:
         draft.unsupported(key, str(error))
         return
-    note = f"{count} sequences of at most {length} tokens; shorter ones are packed more to a micro-batch"
+    sequences = "1 sequence" if count == 1 else f"{count} sequences"
+    note = f"{sequences} of at most {length} tokens; of shorter ones, a micro-batch holds more"
     draft.mapped(key, "actor.mb_spec.max_tokens_per_mb", count * length, note)
 
 

@@ -29,6 +29,7 @@ DEGREES: Mapping[str, Degree] = {
 KERNELS = "Fivefold chooses its kernels itself"
 EQUAL_STAGES = "pipeline stages hold equally many layers"
 DROPLESS = "no token is ever dropped"
+AS_ACTOR = "the reference runs with the actor's options"
 CHECKPOINT = "recomputation is switched by actor.megatron.recompute: none, selective or full"
 
 OVERRIDES: Mapping[str, Rule] = {

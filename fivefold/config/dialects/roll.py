@@ -12,6 +12,11 @@ from fivefold.config.dialects.meanings import ESTIMATOR, advantages, rollout_eng
 from fivefold.config.dialects.roll_rules import CONFIG, INFER, REF, RULES, TRAIN
 
 STRATEGY = "strategy_args.strategy_name"
+PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
+ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
+WARMUP = TRAIN + "training_args.warmup_steps"
+HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
+"""Of a reward's keys, those that say where it runs."""
 ANSWERS = "ground_truth"
 MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 
@@ -37,7 +42,7 @@ def convert(draft: Draft) -> None:
     _kl(draft)
     _clipping(draft)
     _micro_batches(draft)
-    _mini_batches(draft)
+    draft.awaiting |= {ACCUMULATION, WARMUP}
     _evaluation(draft)
     _rewards(draft)
     draft.apply(RULES)
@@ -60,9 +65,16 @@ def _lay_out(draft: Draft) -> None:
     megatron.recompute(draft, TRAIN + CONFIG, switch, is_on=draft.get(switch, False) is False)
 
 
+def _plan(draft: Draft, devices_key: str) -> RolePlan:
+    plan = RolePlan(devices=draft.get(devices_key), devices_key=devices_key)
+    if draft.writes(devices_key):
+        plan.keys[devices_key] = ""
+    return plan
+
+
 def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
     key = section + "device_mapping"
-    plan = draft.plans[role] = RolePlan(devices=draft.get(key), devices_key=key)
+    plan = draft.plans[role] = _plan(draft, key)
     strategy = str(draft.get(section + STRATEGY, "deepspeed_train"))
     if strategy.startswith("megatron"):
         megatron.degrees(draft, role, section + CONFIG)
@@ -81,7 +93,8 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
 
 def _lay_out_rollout(draft: Draft) -> None:
     key = INFER + "device_mapping"
-    plan = draft.plans["rollout"] = RolePlan("vllm", devices=draft.get(key), devices_key=key)
+    plan = draft.plans["rollout"] = _plan(draft, key)
+    plan.backend = "vllm"
     if draft.writes(INFER + STRATEGY):
         rollout_engine(draft, INFER + STRATEGY)
     tensor = [INFER + CONFIG + name for name in ("tensor_parallel_size", "tp_size")]
@@ -119,40 +132,42 @@ def _sequence_length(draft: Draft) -> int | None:
 def _micro_batches(draft: Draft) -> None:
     """A token budget (dynamic batches or packing), or a number of sequences."""
     budget = "actor.mb_spec.max_tokens_per_mb"
-    sequences = TRAIN + "training_args.per_device_train_batch_size"
     packed = TRAIN + "sequence_packing_args.max_packed_sequence_length_train"
     dynamic = TRAIN + "max_tokens_per_microbatch_in_train"
     for switch, key in ((TRAIN + "use_sequence_packing", packed), (TRAIN + "use_dynamic_batching_in_train", dynamic)):
         if draft.get(switch) is True and draft.get(key):
             draft.mapped(key, budget, whole(draft.get(key)))
-            draft.implied(sequences, f"{key} rules")
+            draft.implied(PER_DEVICE, f"{key} rules")
         draft.implied(switch, "sequences are always packed, under a token budget")
         draft.implied(key, f"{switch} is off")
-    if draft.is_open(sequences):
-        token_budget(draft, sequences, draft.get(sequences), _sequence_length(draft))
+    if draft.is_open(PER_DEVICE):
+        token_budget(draft, PER_DEVICE, draft.get(PER_DEVICE), _sequence_length(draft))
 
 
-def _mini_batches(draft: Draft) -> None:
+def count_updates(draft: Draft) -> None:
     """An optimizer step takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica."""
-    key = TRAIN + "training_args.gradient_accumulation_steps"
-    steps = draft.get(key)
-    per_device = draft.get(TRAIN + "training_args.per_device_train_batch_size", 1)
-    prompts, group = draft.get("rollout_batch_size"), draft.get("num_return_sequences_in_group")
-    plan = draft.plans.get("actor")
-    if plan is None or plan.n_devices is None or not isinstance(steps, int):
-        return
-    replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
-    update = per_device * steps * replicas
-    if update < 1 or (prompts * group) % update or prompts % (prompts * group // update):
-        responses = f"{prompts} prompts of {group} responses"
-        draft.unsupported(key, f"{responses} do not divide into updates of {update} sequences, groups whole")
-        return
-    updates = prompts * group // update
+    steps, plan = draft.get(ACCUMULATION), draft.plans.get("actor")
+    per_device = draft.get(PER_DEVICE, 1)
+    updates = None
+    if plan is not None and plan.n_devices is not None and isinstance(steps, int) and isinstance(per_device, int):
+        replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
+        updates = _updates(draft, per_device, steps, replicas)
+    draft.unsupported(ACCUMULATION, "updates in a step are counted by actor.ppo_n_minibatches")
+    if draft.writes(WARMUP):
+        total = updates and whole(draft.get("max_steps")) * updates * whole(draft.get("ppo_epochs", 1))
+        warmup(draft, WARMUP, total)
+
+
+def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | None:
+    prompts, group = whole(draft.get("rollout_batch_size")), whole(draft.get("num_return_sequences_in_group"))
+    update, responses = per_device * steps * replicas, prompts * group
+    if update < 1 or responses % update or prompts % (responses // update):
+        text = f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences, groups whole"
+        draft.unsupported(ACCUMULATION, text)
+        return None
     note = f"{prompts}*{group} sequences in updates of {per_device}*{steps}*{replicas} replicas"
-    draft.mapped(key, "actor.ppo_n_minibatches", updates, note)
-    warm = TRAIN + "training_args.warmup_steps"
-    if draft.writes(warm):
-        warmup(draft, warm, whole(draft.get("max_steps")) * updates * draft.get("ppo_epochs", 1))
+    draft.mapped(ACCUMULATION, "actor.ppo_n_minibatches", responses // update, note)
+    return responses // update
 
 
 # Algorithm
@@ -253,11 +268,12 @@ def _rewards(draft: Draft) -> None:
         worker = f"rewards.{name}.worker_cls"
         if "MathRule" not in str(draft.get(worker, "")):
             for key in draft.keys(f"rewards.{name}.*"):
-                draft.unsupported(key, "write this reward as reward.fn=module:function")
+                if not key.startswith(tuple(f"rewards.{name}.{part}" for part in HOSTING)):
+                    draft.unsupported(key, "write this reward as reward.fn=module:function")
         elif len(names) == 1:
             draft.mapped(worker, "reward.fn", "math")
         else:
             draft.unsupported(worker, "there is one reward function; let yours choose by data_source")
 
 
-DIALECT = Dialect("ROLL", convert, DEFAULTS)
+DIALECT = Dialect("ROLL", convert, DEFAULTS, after_layout=count_updates)

@@ -73,12 +73,10 @@ TRAINING_ARGS: Mapping[str, Rule] = {
     "adam_epsilon": to("actor.optimizer.eps", number),
     "lr_scheduler_type": to("actor.optimizer.lr_scheduler_type", SCHEDULE),
     "warmup_ratio": to("actor.optimizer.warmup_steps_proportion", number),
-    "warmup_steps": off("the warm-up is a share of all steps: set actor.optimizer.warmup_steps_proportion"),
     "seed": implied("the recipe's seed rules"),
     "data_seed": implied("the recipe's seed rules"),
     "dataloader_num_workers": implied("data are read before the first step"),
     "num_train_epochs": implied("max_steps says how long training is"),
-    "gradient_accumulation_steps": unsupported("updates in a step are counted by actor.ppo_n_minibatches"),
     "per_device_train_batch_size": unsupported(
         "micro-batches have a token budget; set actor.mb_spec.max_tokens_per_mb"
     ),
@@ -245,6 +243,13 @@ TOP: Mapping[str, Rule] = {
     "dataset_filter.*": unsupported("rows are not filtered; prepare the file"),
 }
 
+ENGINE_OPTIONS: Mapping[str, Rule] = {
+    "max_num_seqs": to("rollout.max_batch_size", whole),
+    "load_format": implied("weights come from the actor"),
+    "sleep_level": implied("roles that share devices take turns on their memory"),
+    "*": unsupported(NO_ENGINE_OPTIONS),
+}
+
 ACTORS_MODEL: Mapping[str, Rule] = {
     **MODEL_ARGS,
     "dtype": implied("the actor's"),
@@ -254,10 +259,11 @@ ACTORS_MODEL: Mapping[str, Rule] = {
 RULES: Mapping[str, Rule] = {
     **TOP,
     **for_each((TRAIN, INFER, REF), WORKER),
-    **under(INFER + CONFIG, {"*": unsupported(NO_ENGINE_OPTIONS)}),
+    **under(INFER + CONFIG, ENGINE_OPTIONS),
     **for_each((INFER, REF), under("model_args.", ACTORS_MODEL)),
     **under(TRAIN + "model_args.", MODEL_ARGS),
-    **for_each((TRAIN + CONFIG, REF + CONFIG), megatron.OVERRIDES),
+    **under(TRAIN + CONFIG, megatron.OVERRIDES),
+    **under(REF + CONFIG, {"*": implied(megatron.AS_ACTOR)}),
     **under(TRAIN + "training_args.", TRAINING_ARGS),
     **under(TRAIN + "data_args.", DATA_ARGS),
     **under(INFER + "generating_args.", GENERATING_ARGS),

@@ -47,8 +47,9 @@ class Document:
     notes: list[str] = field(default_factory=list)
 
     def update(self, other: Document) -> None:
-        """Takes over the keys of `other`, over its own."""
-        self.values |= other.values
+        """Takes over the keys of `other`, over its own; a value there replaces a whole section here."""
+        sections = tuple(f"{key}." for key in other.values)
+        self.values = {key: value for key, value in self.values.items() if not key.startswith(sections)} | other.values
         self.caveats = {key: note for key, note in self.caveats.items() if key not in other.values} | other.caveats
         self.notes += other.notes
 
@@ -122,7 +123,7 @@ def _flags_joined(words: Sequence[Text]) -> Iterator[Text]:
         has_value = rest and not rest[0].text.startswith("-") and not OVERRIDE.match(rest[0].text)
         if word.text.startswith("--") and "=" not in word.text and has_value:
             yield Text(f"{word.text}={rest[0].text}", rest.pop(0).notes)
-        elif word.text.startswith("--") or OVERRIDE.match(word.text):
+        elif word.text.startswith(("--", "~")) or OVERRIDE.match(word.text):
             yield word
 
 

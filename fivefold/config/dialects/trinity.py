@@ -279,4 +279,4 @@ def _files(draft: Draft) -> None:
     draft.unsupported(key, "that file was not read: give it after this one")
 
 
-DIALECT = Dialect("Trinity-RFT", convert, DEFAULTS, merge)
+DIALECT = Dialect("Trinity-RFT", convert, DEFAULTS, merge=merge)

@@ -35,7 +35,7 @@ from fivefold.config.dialects.meanings import (
     top_k,
     trackers,
 )
-from fivefold.config.dialects.verl_rules import ACTOR, ACTOR_RULES, ENGINE, MODEL, MODEL_RULES, REF, STATES
+from fivefold.config.dialects.verl_rules import ACTOR, ACTOR_RULES, MODEL, MODEL_RULES, REF, REFERENCE_RULES, STATES
 
 TREE = "trainer.trainer_config."
 """Where verl's key tree stands."""
@@ -232,7 +232,7 @@ TREE_RULES: Mapping[str, Rule] = {
     **under(ACTOR, dict.fromkeys(("use_kl_loss", "kl_loss_*", "clip_ratio*"), implied("the algorithm section rules"))),
     **under(ACTOR, dict.fromkeys(("alg_type", "tau", "opmd_baseline", "use_uid"), implied("only OPMD reads it"))),
     ACTOR + "clip_ratio_c": to("actor.c_clip", number),
-    **under(REF, ENGINE),
+    **under(REF, REFERENCE_RULES),
     "actor_rollout_ref.rollout.*": implied("the explorer generates, not the trainer"),
     "actor_rollout_ref.hybrid_engine": implied("the explorer generates, not the trainer"),
     "critic.*": unsupported(NO_CRITIC),

@@ -61,12 +61,8 @@ ENGINE: Mapping[str, Rule] = {
     **under("megatron.", STATES),
     **under("fsdp_config.", STATES),
     **STATES,
-    **under(OVERRIDE, megatron.OVERRIDES),
-    **under("megatron.override_ddp_config.", megatron.DDP),
     "megatron.sequence_parallel": implied("on with t > 1; it changes memory, not results"),
     "megatron.use_distributed_optimizer": megatron.OVERRIDES["use_distributed_optimizer"],
-    "megatron.param_dtype": to("actor.dtype", DTYPE),
-    "megatron.dtype": to("actor.dtype", DTYPE),
     "megatron.seed": implied("the recipe's seed rules"),
     "megatron.use_mbridge": implied(OWN_BRIDGE),
     "megatron.vanilla_mbridge": implied(OWN_BRIDGE),
@@ -82,7 +78,6 @@ ENGINE: Mapping[str, Rule] = {
     "fsdp_config.forward_prefetch": implied("the engine decides what to prefetch"),
     "fsdp_config.reshard_after_forward": implied("the engine decides what to keep"),
     "fsdp_config.model_dtype": implied("master weights are float32"),
-    "fsdp_config.dtype": to("actor.dtype", DTYPE),
     "fsdp_config.use_torch_compile": implied(megatron.KERNELS),
     "fsdp_config.entropy_*": implied("log-probabilities and entropy are always computed in chunks"),
     "fsdp_config.*": unsupported("not among the FSDP options that are carried over"),
@@ -135,6 +130,11 @@ OPTIMIZER: Mapping[str, Rule] = {
 
 ACTOR_RULES: Mapping[str, Rule] = {
     **ENGINE,
+    **under(OVERRIDE, megatron.OVERRIDES),
+    **under("megatron.override_ddp_config.", megatron.DDP),
+    "megatron.param_dtype": to("actor.dtype", DTYPE),
+    "megatron.dtype": to("actor.dtype", DTYPE),
+    "fsdp_config.dtype": to("actor.dtype", DTYPE),
     **under("optim.", OPTIMIZER),
     "grad_clip": to("actor.optimizer.gradient_clipping", number),
     "entropy_coeff": to("actor.entropy_coeff", number),
@@ -163,6 +163,21 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "freeze_vision_tower": off(NO_MULTIMODAL),
     "use_rollout_log_probs": off("old log-probabilities are the trainer's"),
     "calculate_sum_pi_squared": off("only an optimal baseline reads it"),
+}
+
+REFERENCE_RULES: Mapping[str, Rule] = {
+    **ENGINE,
+    **dict.fromkeys(
+        (
+            OVERRIDE + "*",
+            "megatron.override_ddp_config.*",
+            "megatron.param_dtype",
+            "megatron.dtype",
+            "fsdp_config.dtype",
+        ),
+        implied(megatron.AS_ACTOR),
+    ),
+    "*": unsupported("not among the reference's options that are carried over"),
 }
 
 ROLLOUT_RULES: Mapping[str, Rule] = {
@@ -361,8 +376,7 @@ RULES: Mapping[str, Rule] = {
     **under("data.", DATA_RULES),
     **under(MODEL, MODEL_RULES),
     **under(ACTOR, ACTOR_RULES),
-    **under(REF, ENGINE),
-    REF + "*": unsupported("not among the reference's options that are carried over"),
+    **under(REF, REFERENCE_RULES),
     **under(ROLLOUT, ROLLOUT_RULES),
     "actor_rollout_ref.hybrid_engine": only(True, holds="rollout and actor share devices", otherwise=SYNCHRONOUS),
     "actor_rollout_ref.nccl_timeout": implied("scheduler.timeout_s bounds every phase"),

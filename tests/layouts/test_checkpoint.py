@@ -1,0 +1,75 @@
+"""A training state that was saved on one layout goes on, to the bit, on the same one, and within rounding on another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Workers
+from hf_reference import Tensors
+from megatron_cases import Case, whole
+from ragged import uneven_batch
+from safetensors.torch import load_file
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema import OptimizerConfig
+
+# A schedule, so that the place in it matters; a large eps, so that Adam does not blow rounding up.
+OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3)
+
+
+def train_saving(case: Case, model: Path, folder: Path) -> tuple[Tensors, float]:
+    """In a worker: two steps, save, two more steps. The weights then, and the last rate."""
+    engine = case.engine(model, OPTIMIZER)
+    for step in range(4):
+        engine.forward_backward(uneven_batch(), SFTLoss())
+        rate = engine.optim_step().learning_rate
+        if step == 1:
+            engine.save(folder)
+    return whole(engine.export_weights()), rate
+
+
+def go_on(case: Case, model: Path, folder: Path) -> tuple[Tensors, float]:
+    """In a worker: load, two steps. The weights then, and the last rate."""
+    engine = case.engine(model, OPTIMIZER)
+    engine.load(folder)
+    for _ in range(2):
+        engine.forward_backward(uneven_batch(), SFTLoss())
+        rate = engine.optim_step().learning_rate
+    return whole(engine.export_weights()), rate
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:p2t2|ffn:p2e2)", "megatron:p2v2"])
+def test_the_same_layout_goes_on_to_the_bit(
+    workers: Workers, models: Path, tmp_path: Path, layout: str, dtype: str
+) -> None:
+    case, model = Case(layout, dtype=dtype), models / "qwen3_moe"
+    run = workers(case.world_size)
+    (unbroken, rate), *_ = run.run(train_saving, case, model, tmp_path)
+    (resumed, resumed_rate), *_ = run.run(go_on, case, model, tmp_path)
+    assert resumed_rate == rate
+    assert resumed.keys() == unbroken.keys()
+    assert [name for name in unbroken if not torch.equal(resumed[name], unbroken[name])] == []
+
+
+def test_another_layout_goes_on_within_rounding(workers: Workers, models: Path, tmp_path: Path) -> None:
+    model = models / "qwen3_moe"
+    (unbroken, _), *_ = workers(2).run(train_saving, Case("megatron:d2"), model, tmp_path)
+    (resumed, _), *_ = workers(4).run(go_on, Case("megatron:(attn:p2t2|ffn:p2e2)"), model, tmp_path)
+    for name, tensor in unbroken.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_tied_embeddings_have_one_state(workers: Workers, models: Path, tmp_path: Path) -> None:
+    case, model = Case("megatron:p2"), models / "qwen2"
+    (unbroken, _), *_ = workers(2).run(train_saving, case, model, tmp_path)
+    (resumed, _), *_ = workers(2).run(go_on, case, model, tmp_path)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in unbroken.items())
+    assert "lm_head.weight" not in load_file(tmp_path / "exp_avg" / "model.safetensors")
+
+
+def test_a_state_that_is_not_whole_is_refused(workers: Workers, models: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"state\.json"):
+        workers(1).run(go_on, Case("megatron:d1"), models / "qwen3_moe", tmp_path)
