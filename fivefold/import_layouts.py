@@ -13,6 +13,7 @@ from fivefold.layout.plan_shape import find_shape
 
 MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
 DEFAULT_GPUS_PER_NODE = 8
+ANY_ROLLOUT = "transformers:d*"
 
 
 def lay_out(draft: Draft) -> None:
@@ -24,6 +25,9 @@ def lay_out(draft: Draft) -> None:
     _read_device_lists(draft)
     actor = _settle(draft, "actor")
     _settle(draft, "rollout")
+    if actor is not None and "rollout" not in draft.plans:
+        draft.recipe |= {"rollout.backend": ANY_ROLLOUT, "rollout.colocate": True}
+        draft.notes.append(f"rollout.backend={ANY_ROLLOUT}, on the actor's devices: the source lays out no rollout")
     if draft.is_shared is not None and {"actor", "rollout"} <= set(draft.plans):
         draft.recipe.setdefault("rollout.colocate", draft.is_shared)
     _settle_reference(draft, actor)
@@ -146,13 +150,14 @@ def _read_device_lists(draft: Draft) -> None:
     if {"actor", "rollout"} <= set(lists):
         _share(draft, set(lists["actor"]), set(lists["rollout"]))
     if {"actor", "ref"} <= set(lists) and set(lists["actor"]) != set(lists["ref"]):
-        _on_the_actors(draft, "ref", "the reference runs on the actor's devices")
+        _on_the_actors(draft, "ref", "the reference runs in the actor's processes, on the actor's devices")
 
 
 def _share(draft: Draft, actor: set[int], rollout: set[int]) -> None:
     draft.is_shared = bool(actor & rollout)
     if draft.is_shared and actor != rollout:
-        _on_the_actors(draft, "rollout", "rollout and actor share all of their devices or none")
+        reason = "rollout and actor share all of their devices or none; the rollout is laid out on the actor's"
+        _on_the_actors(draft, "rollout", reason)
     elif not draft.is_shared and min(actor) < min(rollout):
         draft.notes.append("on the cluster, the rollout's devices come first, then the actor's")
 
@@ -160,7 +165,7 @@ def _share(draft: Draft, actor: set[int], rollout: set[int]) -> None:
 def _on_the_actors(draft: Draft, role: Role, reason: str) -> None:
     plan, actor = draft.plans[role], draft.plans["actor"]
     plan.keys.pop(plan.devices_key)
-    draft.unsupported(plan.devices_key, f"{reason}; it is laid out on those")
+    draft.unsupported(plan.devices_key, reason)
     plan.n_devices = actor.n_devices
 
 

@@ -100,7 +100,7 @@ def warmup(draft: Draft, key: str, total_steps: int | None) -> None:
     elif total_steps is None:
         draft.unsupported(
             key,
-            "the warm-up is a share of all steps, whose number depends on the data: "
+            "the warm-up is a share of all steps, whose number is not known here: "
             "set actor.optimizer.warmup_steps_proportion",
         )
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.config.dialects import megatron
 from fivefold.config.dialects.dialect import Dialect
 from fivefold.config.dialects.draft import Draft, Role, RolePlan, number, whole
-from fivefold.config.dialects.meanings import ESTIMATOR, advantages, rollout_engine, token_budget, warmup
+from fivefold.config.dialects.meanings import ESTIMATOR, NO_CRITIC, advantages, rollout_engine, token_budget, warmup
 from fivefold.config.dialects.roll_rules import CONFIG, INFER, REF, RULES, TRAIN
 
 STRATEGY = "strategy_args.strategy_name"
@@ -81,7 +81,11 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
         plan.keys[section + STRATEGY] = ""
     elif strategy.startswith(("fsdp2", "deepspeed")):
         plan.backend = "fsdp"
-        plan.keys[section + STRATEGY] = "sharded by FSDP in its place" if strategy.startswith("deepspeed") else ""
+        plan.keys[section + STRATEGY] = ""
+        if strategy.startswith("deepspeed"):
+            plan.keys[section + STRATEGY] = "sharded by FSDP in its place"
+            for option in draft.keys(section + CONFIG + "*"):
+                draft.unsupported(option, "options of DeepSpeed are not read: FSDP shards the model in its place")
         if draft.writes(section + "model_args.ulysses_size"):
             draft.lay_out(section + "model_args.ulysses_size", role, "cp")
     else:
@@ -178,6 +182,9 @@ def _advantages(draft: Draft) -> None:
     estimator, n_samples = str(draft.get("adv_estimator")), draft.get("num_return_sequences_in_group")
     if estimator != "reinforce":
         advantages(draft, "adv_estimator", estimator, divides_by_std=True, n_samples=n_samples)
+    if estimator in ("gae", "ppo"):
+        for key in (*draft.keys("critic.*"), "gamma", "lambd", "value_clip", "whiten_advantages"):
+            draft.unsupported(key, NO_CRITIC)
     draft.implied("adv_estimator", "rewards are the advantages, once they are normalised")
     levels = {"batch": "batch", "group": "group"}
     for key, target in (("norm_mean_type", MEAN), ("norm_std_type", STD)):

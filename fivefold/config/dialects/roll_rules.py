@@ -191,6 +191,7 @@ TOP: Mapping[str, Rule] = {
     "entropy_loss_coef": to("actor.entropy_coeff", number),
     "loss_agg_mode": to("actor.loss_aggregation", AGGREGATION),
     "reward_clip": to("actor.reward_clip", number, "clipped before rewards are normalised, not after"),
+    "target_kl": unsupported("the weight of the KL term is fixed"),
     "value_clip": implied(NO_CRITIC),
     "lambd": implied(NO_CRITIC),
     "gamma": implied(NO_CRITIC),
