@@ -152,11 +152,23 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
             if not _take_back(draft, error):
                 raise RecipeError("the converted recipe", problems_of(error, TrainRecipe)) from error
             continue
-        try:
-            place(checked)
-        except RecipeError as error:
-            draft.notes += [f"the layout does not fit: {problem}" for problem in error.problems]
+        draft.notes += _layout_notes(checked)
         return _nested(draft.recipe)
+
+
+def _layout_notes(recipe: TrainRecipe) -> list[str]:
+    """What is wrong with the layout, and which roles have backends that can be planned for, but do not run yet."""
+    try:
+        placement = place(recipe)
+    except RecipeError as error:
+        return [f"the layout does not fit: {problem}" for problem in error.problems]
+    notes = []
+    for placed in placement.roles:
+        role, backend, size = placed.role, placed.layout.backend, placed.layout.world_size
+        runs = "transformers" if role == "rollout" else "megatron"
+        if backend != runs:
+            notes.append(f"{backend} is planned for, but does not run yet: to train, lay {role} out as {runs}:d{size}")
+    return notes
 
 
 def _take_back(draft: Draft, error: ValidationError) -> bool:

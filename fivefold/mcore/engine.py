@@ -213,7 +213,9 @@ class MegatronEngine:
 
     def _trained(self, verb: str) -> Optimizer:
         if self.optimizer is None:
-            raise ValueError(f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig")
+            raise ValueError(
+                f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig"
+            )
         return self.optimizer
 
     def _run(

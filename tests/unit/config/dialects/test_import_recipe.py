@@ -1,0 +1,201 @@
+"""The command: every key accounted for, a recipe that loads, and a report for people and programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from dialect_conversion import ENVIRONMENT, FIXTURES, convert_fixture, convert_text, keys_of, leaves
+from rich.console import Console
+
+from fivefold.config.load import load_recipe
+from fivefold.config.problems import known_keys
+from fivefold.config.schema import TrainRecipe
+from fivefold.import_recipe import DIALECTS, Framework, import_recipe, split_arguments
+from fivefold.layout.placement import place
+
+SOURCES: list[tuple[Framework, str]] = [
+    (framework, path.name) for framework in DIALECTS for path in sorted(FIXTURES.glob(f"{framework}_*"))
+]
+OPEN_SECTIONS = ("actor.megatron.transformer.", "actor.megatron.ddp.", "actor.megatron.optimizer.")
+
+
+def run(framework: Framework, fixture: str, folder: Path, *overrides: str, strict: bool = False) -> Path:
+    output = folder / "recipe.yaml"
+    import_recipe(framework, [FIXTURES / fixture], overrides, output, strict=strict, environment=ENVIRONMENT)
+    return output
+
+
+def test_every_framework_has_dense_and_moe_fixtures() -> None:
+    assert {framework for framework, _ in SOURCES} == set(DIALECTS)
+    assert len(SOURCES) == len(list(FIXTURES.iterdir()))
+
+
+@pytest.mark.parametrize(("framework", "fixture"), SOURCES)
+def test_every_key_ends_in_one_entry(framework: Framework, fixture: str) -> None:
+    conversion = convert_fixture(framework, fixture)
+    entries = [entry for entry in conversion.report.entries if not entry.is_default]
+    assert sorted(entry.key for entry in entries) == sorted(keys_of(fixture))
+    known = set(known_keys(TrainRecipe))
+    for entry in entries:
+        if entry.outcome == "mapped":
+            assert entry.to in known or entry.to.startswith(OPEN_SECTIONS), entry
+            assert conversion.recipe[entry.to] == entry.result, entry
+        else:
+            assert entry.note, entry
+            assert not entry.to, entry
+
+
+@pytest.mark.parametrize(("framework", "fixture"), SOURCES)
+def test_the_recipe_loads_and_is_laid_out_on_its_cluster(framework: Framework, fixture: str, tmp_path: Path) -> None:
+    recipe_file = run(framework, fixture, tmp_path)
+    written = dict(leaves(yaml.safe_load(recipe_file.read_text(encoding="utf-8"))))
+    to_give = [key for key, value in written.items() if value == "???"]
+    assert to_give == (["actor.path", "train_dataset.path"] if fixture == "roll_megatron.yaml" else [])
+    recipe = load_recipe(recipe_file, [f"{key}=given" for key in to_give], TrainRecipe)
+    placement = place(recipe)
+    assert {"actor", "rollout"} <= {placed.role for placed in placement.roles}
+
+
+def test_comments_hold_the_report(tmp_path: Path) -> None:
+    text = run("verl", "verl_grpo_megatron.sh", tmp_path).read_text(encoding="utf-8")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert "verl_grpo_megatron.sh" in comments[0]
+    for key in keys_of("verl_grpo_megatron.sh"):
+        assert sum(line.startswith(f"#   {key}=") for line in comments) == 1, key
+    assert "#   actor_rollout_ref.rollout.n=5 -> gconfig.n_samples=5" in comments
+
+
+def test_json_holds_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "recipe.yaml"
+    files = [FIXTURES / "siirl_megatron.sh"]
+    report = import_recipe("siirl", files, ["trainer.nnodes=2"], output, as_json=True, environment=ENVIRONMENT)
+    captured = capsys.readouterr()
+    printed = json.loads(captured.out)
+    assert printed["recipe"] == str(output)
+    assert printed["counts"] == {name: len(report.of(name)) for name in ("mapped", "implied", "unsupported")}  # type: ignore[arg-type]
+    entries = {entry["key"]: entry for entry in printed["entries"]}
+    assert keys_of("siirl_megatron.sh") <= set(entries)
+    assert entries["trainer.nnodes"]["to"] == "cluster.n_nodes"
+    assert entries["trainer.nnodes"]["result"] == 2
+    assert "trainer.nnodes" in captured.err
+
+
+def test_the_table_shows_every_key() -> None:
+    conversion = convert_fixture("trinity", "trinity_ppo_megatron.yaml")
+    console = Console(width=400, record=True, quiet=True)
+    with console.capture() as capture:
+        console.quiet = False
+        console.print(conversion.report.table())
+    table = capture.get()
+    assert all(key in table for key in (entry.key for entry in conversion.report.entries))
+
+
+def test_strict_refuses_what_is_unsupported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)--strict.*critic\.optim\.lr: there is no critic") as caught:
+        run("verl", "verl_ppo_fsdp.sh", tmp_path, strict=True)
+    assert "algorithm.adv_estimator" in str(caught.value)
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_strict_accepts_what_is_mapped_or_implied(tmp_path: Path) -> None:
+    assert run("areal", "areal_moe_megatron.yaml", tmp_path, "rollout.backend=sglang:d4", strict=True).exists()
+
+
+def test_recipes_are_not_overwritten_unless_told(tmp_path: Path) -> None:
+    output = run("areal", "areal_ppo.yaml", tmp_path)
+    before = output.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="--overwrite"):
+        run("roll", "roll_grpo_moe.yaml", tmp_path)
+    assert output.read_text(encoding="utf-8") == before
+    files = [FIXTURES / "roll_grpo_moe.yaml"]
+    import_recipe("roll", files, [], output, overwrite=True, environment=ENVIRONMENT)
+    assert output.read_text(encoding="utf-8") != before
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to import"):
+        import_recipe("verl", [], [], tmp_path / "recipe.yaml")
+
+
+def test_arguments_are_files_or_overrides(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b.yaml"
+    odd.write_text("a: 1\n", encoding="utf-8")
+    files, overrides = split_arguments(["run.sh", "a.b=c", "+d=e", str(odd), "x/y=z.yaml"])
+    assert files == [Path("run.sh"), odd]
+    assert overrides == ["a.b=c", "+d=e", "x/y=z.yaml"]
+
+
+def test_secrets_are_not_repeated(tmp_path: Path) -> None:
+    text = run("areal", "areal_grpo_fsdp.yaml", tmp_path).read_text(encoding="utf-8")
+    assert "stats_logger.wandb.api_key=***" in text
+    assert "not-for-everybody" not in text
+    report = convert_fixture("areal", "areal_grpo_fsdp.yaml").report
+    assert "not-for-everybody" not in json.dumps(report.as_dict())
+    assert convert_fixture("areal", "areal_grpo_fsdp.yaml")["actor.mb_spec.max_tokens_per_mb"].result == 9216
+
+
+def test_unknown_keys_are_unsupported_and_empty_ones_imply_the_default(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, "pretrain: some/model\nbrand_new: 3\nbrand_empty: ~\n")
+    assert conversion["brand_new"].outcome == "unsupported"
+    assert conversion["brand_empty"].outcome == "implied"
+    assert "no key of ROLL" in conversion["brand_new"].note
+
+
+def test_values_that_are_left_to_be_given_are_unsupported(tmp_path: Path) -> None:
+    conversion = convert_text("verl", tmp_path, "actor_rollout_ref: {model: {path: '???'}}\n")
+    assert conversion["actor_rollout_ref.model.path"].outcome == "unsupported"
+    assert conversion.recipe["actor.path"] == "???"
+    assert "actor.path" in conversion.report.to_give
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "key", "kept"),
+    [
+        # Out of range.
+        ("verl", "python3 -m t actor_rollout_ref.rollout.top_p=1.5", "actor_rollout_ref.rollout.top_p", {}),
+        # Of another type.
+        ("areal", "actor: {eps_clip: wide}", "actor.eps_clip", {}),
+        # Two keys that contradict one another: k1 is no loss, and the rollout's log-probs are of a cut distribution.
+        (
+            "verl",
+            "python3 -m t actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl",
+            "actor_rollout_ref.actor.kl_loss_type",
+            {"actor.kl_in": "loss"},
+        ),
+        (
+            "areal",
+            "actor: {recompute_logprob: false}\ngconfig: {top_p: 0.9}",
+            "actor.recompute_logprob",
+            {"gconfig.top_p": 0.9},
+        ),
+        ("areal", "gconfig: {greedy: true}", "gconfig.greedy", {}),
+        (
+            "areal",
+            "actor: {ppo_n_minibatches: 3}\ntrain_dataset: {batch_size: 8}",
+            "actor.ppo_n_minibatches",
+            {"train_dataset.batch_size": 8},
+        ),
+        # One response cannot be sampled more than once.
+        ("areal", "eval_gconfig: {greedy: true, n_samples: 4}", "eval_gconfig.n_samples", {}),
+    ],
+)
+def test_values_that_the_recipe_refuses_are_taken_back(
+    framework: Framework, text: str, key: str, kept: dict[str, object], tmp_path: Path
+) -> None:
+    conversion = convert_text(framework, tmp_path, text)
+    assert conversion[key].outcome == "unsupported"
+    assert conversion.recipe.items() >= kept.items()
+
+
+def test_values_that_the_script_does_not_know_are_unsupported_or_carry_a_note(tmp_path: Path) -> None:
+    text = "python3 -m t data.train_files=$DATA trainer.experiment_name=run-$(date) trainer.nnodes=$NODES"
+    conversion = convert_text("verl", tmp_path, text)
+    assert conversion["data.train_files"].outcome == "unsupported"
+    assert "DATA=" in conversion["data.train_files"].note
+    assert conversion["trainer.experiment_name"].outcome == "mapped"
+    assert "not run" in conversion["trainer.experiment_name"].note
+    assert conversion["trainer.nnodes"].outcome == "unsupported"
+    assert conversion.report.to_give == ("actor.path", "train_dataset.path")

@@ -1,0 +1,198 @@
+"""verl, and siiRL with its key tree: launch scripts and trainers' YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dialect_conversion import ENVIRONMENT, convert_fixture, convert_text
+
+from fivefold.import_recipe import Framework
+
+ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
+MEGATRON = ACTOR + "megatron."
+
+
+def test_a_script_with_escaped_variables_in_an_array() -> None:
+    conversion = convert_fixture("siirl", "siirl_megatron.sh")
+    expected = {
+        "experiment_name": "siirl_sums_grpo",
+        "trial_name": "small_megatron",
+        "cluster.fileroot": "/home/someone/ckpts/small_grpo_sums_1nodes",
+        "actor.path": "/home/someone/models/Qwen3-8B",
+        "actor.backend": "megatron:d2p2t2",  # 8 / (t2 * p2)
+        "rollout.backend": "vllm:d4t2",
+        "rollout.colocate": True,
+        "train_dataset.batch_size": 96,
+        "actor.ppo_n_minibatches": 96 // 24,
+        "actor.mb_spec.max_tokens_per_mb": 4 * (1024 + 2048),
+        "actor.optimizer.gradient_clipping": 0.5,
+        "actor.c_clip": 3.0,  # siiRL's default
+        "stats.tensorboard": True,
+        "saver.freq_steps": 30,
+    }
+    assert conversion.recipe.items() >= expected.items()
+    assert "evaluator.freq_steps" not in conversion.recipe
+    assert conversion.unsupported() == {
+        MEGATRON + "param_offload",
+        ROLLOUT + "gpu_memory_utilization",
+        "trainer.resume_mode",
+    }
+
+
+def test_the_environment_and_overrides_scale_a_script() -> None:
+    environment = {**ENVIRONMENT, "PET_NNODES": "3"}
+    recipe = convert_fixture("siirl", "siirl_megatron.sh", environment=environment).recipe
+    assert recipe["train_dataset.batch_size"] == 3 * 96
+    assert recipe["actor.backend"] == "megatron:d6p2t2"
+    recipe = convert_fixture("siirl", "siirl_megatron.sh", overrides=["trainer.n_gpus_per_node=4"]).recipe
+    assert recipe["actor.backend"] == "megatron:d1p2t2"
+
+
+def test_siirl_keeps_experts_whole_unless_told() -> None:
+    conversion = convert_fixture("siirl", "siirl_moe.sh")
+    expected = {
+        "actor.backend": "megatron:d2p2t4e4",
+        "rollout.backend": "vllm:d4t4",
+        "actor.mb_spec.max_tokens_per_mb": 1536 * 6,
+        "actor.ppo_n_minibatches": 4,
+        "actor.reward_norm.std_level": "none",
+        "actor.reward_scaling": 5 / 4,  # leave-one-out of 5
+    }
+    assert conversion.recipe.items() >= expected.items()
+    assert {ACTOR + "use_cpgd_loss", "dag.workflow_path", "algorithm.workflow_type"} <= conversion.unsupported()
+
+
+def test_verl_splits_experts_as_attention_unless_told() -> None:
+    """64 devices, p4: stages of 16 ranks. Experts over e2 * t2 leave 4 expert replicas."""
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh")
+    assert conversion.recipe["actor.backend"] == "megatron:(attn:d4p4t2c2|ffn:d4p4t2e2)"
+    environment = {**ENVIRONMENT, "ACTOR_ETP": "1"}
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh", environment=environment)
+    assert conversion.recipe["actor.backend"] == "megatron:d4p4t2c2e2"
+    assert conversion[MEGATRON + "expert_tensor_parallel_size"].outcome == "mapped"
+
+
+def test_verl_falls_back_to_whole_experts_where_split_ones_do_not_fit() -> None:
+    """16 devices, p4, c2: stages of 4 ranks, where e4 leaves no room for t2."""
+    environment = {**ENVIRONMENT, "NNODES": "2", "ACTOR_EP": "4"}
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh", environment=environment)
+    assert conversion.recipe["actor.backend"] == "megatron:d1p4t2c2e4"
+    assert any("expert tensor degree" in note for note in conversion.report.notes)
+
+
+def test_moe_options_and_algorithm() -> None:
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh")
+    expected = {
+        "actor.megatron.router_dtype": "fp32",
+        "actor.megatron.recompute": "selective",
+        "actor.mb_spec.max_tokens_per_mb": 2 * 8192,  # of each of 2 context shards
+        "actor.eps_clip": 0.2,
+        "actor.eps_clip_higher": 0.28,
+        "actor.c_clip": 10.0,
+        "actor.loss_aggregation": "sequence_mean",
+        "actor.ppo_n_minibatches": 256 // 64,
+        "actor.optimizer.warmup_steps_proportion": 10 / 100,
+        "gconfig.n_samples": 16,
+        "total_train_steps": 100,
+        "cluster.n_nodes": 8,
+    }
+    assert conversion.recipe.items() >= expected.items()
+    assert ACTOR + "megatron.override_transformer_config.recompute_modules" in conversion.unsupported()
+
+
+def test_a_dense_model_with_a_reference_of_its_own_layout() -> None:
+    conversion = convert_fixture("verl", "verl_grpo_megatron.sh")
+    expected = {
+        "experiment_name": "sums_grpo",
+        "trial_name": "7b-megatron",
+        "actor.backend": "megatron:d2p2t2",
+        "ref.backend": "megatron:d2t4",
+        "rollout.backend": "sglang:d2t4",
+        "actor.ppo_n_minibatches": 512 // 128,
+        "actor.mb_spec.max_tokens_per_mb": 4 * 2048,
+        "actor.kl_in": "loss",
+        "actor.kl_ctl": 0.001,
+        "actor.kl_estimator": "k3",
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "none",
+        "actor.optimizer.lr_scheduler_type": "cosine",
+        "evaluator.greedy": False,
+        "evaluator.temperature": 0.6,
+        "evaluator.n_samples": 4,
+        "train_dataset.path": "/home/someone/data/sums/train.parquet",
+    }
+    assert conversion.recipe.items() >= expected.items()
+    assert conversion.unsupported() == {"trainer.logger", ROLLOUT + "gpu_memory_utilization"}
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in conversion.report.notes)
+
+
+def test_ppo_with_a_critic() -> None:
+    conversion = convert_fixture("verl", "verl_ppo_fsdp.sh")
+    expected = {
+        "actor.backend": "fsdp:d8",
+        "actor.kl_in": "reward",
+        "actor.kl_ctl": 0.01,
+        "actor.kl_estimator": "k1",
+        "gconfig.n_samples": 1,
+        "actor.reward_norm.mean_level": "batch",
+    }
+    assert conversion.recipe.items() >= expected.items()
+    assert conversion.unsupported() == {
+        "algorithm.adv_estimator",
+        "critic.optim.lr",
+        "critic.model.path",
+        "critic.ppo_micro_batch_size_per_gpu",
+        ACTOR + "fsdp_config.optimizer_offload",
+    }
+
+
+def test_a_trainers_yaml() -> None:
+    conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
+    expected = {
+        "train_dataset.path": "/other.parquet",
+        "train_dataset.prompt_key": "question",
+        "actor.backend": "fsdp:d4c2",
+        "actor.ppo_n_minibatches": 1,
+        "actor.mb_spec.max_tokens_per_mb": 2 * 2048,
+        "actor.reward_norm.mean_level": "batch",
+        "actor.reward_norm.std_level": "batch",
+        "actor.optimizer.warmup_steps_proportion": 0.05,
+        "gconfig.top_k": 0,
+    }
+    assert conversion.recipe.items() >= expected.items()
+    assert "ref.backend" not in conversion.recipe
+    assert conversion["critic.strategy"].outcome == "implied"
+
+
+@pytest.mark.parametrize("framework", ["verl", "siirl"])
+@pytest.mark.parametrize(
+    ("words", "key", "note"),
+    [
+        ("data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=30", ACTOR + "ppo_mini_batch_size", "100"),
+        ("trainer.nnodes=1 trainer.n_gpus_per_node=6 actor_rollout_ref.actor.strategy=megatron "
+         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", MEGATRON + "tensor_model_parallel_size", "6 devices"),
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator", "remax"),
+        ("actor_rollout_ref.rollout.name=trtllm", ROLLOUT + "name", "trtllm"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=5", ACTOR + "optim.lr_warmup_steps", "share of all steps"),
+        ("'data.train_files=[a.parquet, b.parquet]'", "data.train_files", "2 files"),
+        ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank", "LoRA"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", ACTOR + "policy_loss.loss_mode", "clipped"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted_says_why(
+    framework: Framework, words: str, key: str, note: str, tmp_path: Path
+) -> None:
+    conversion = convert_text(framework, tmp_path, f"python3 -m t {words}\n")
+    assert key in conversion.unsupported()
+    assert note in conversion[key].note
+
+
+def test_the_references_options_do_not_change_the_actor(tmp_path: Path) -> None:
+    override = "megatron.override_transformer_config.moe_router_dtype"
+    words = f"actor_rollout_ref.ref.{override}=fp32 +actor_rollout_ref.ref.megatron.param_dtype=float32"
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {words}")
+    assert conversion.unsupported() == set()
+    assert "actor.dtype" not in conversion.recipe
+    assert "actor.megatron.router_dtype" not in conversion.recipe
