@@ -4,8 +4,8 @@
     <folder>/state.json                     how many steps the optimizer and its schedule have made
 
 The distributed optimizer holds a slice of each of these on every data-parallel rank. The gradient buffers have the
-parameters' shapes and are free between steps: slices are laid into them and summed over the ranks, and the weight bridge
-takes what is then whole. Loading goes the same way back, on any other layout.
+parameters' shapes and are free between steps: slices are laid into them and summed over the ranks, and the weight
+bridge takes what is then whole. Loading goes the same way back, on any other layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training state that was saved on one layout goes on, to the bit, on the same one, and within rounding on another."""
+"""A saved training state goes on to the bit on the same layout, and within rounding on another."""
 
 from __future__ import annotations
 

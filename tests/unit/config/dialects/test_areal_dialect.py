@@ -70,7 +70,7 @@ def test_command_lines_are_recipes_overrides_as_they_stand(layout: list[str], tm
 def test_bridges_of_others_are_refused_natively(tmp_path: Path) -> None:
     base = tmp_path / "recipe.yaml"
     base.write_text("experiment_name: b\nactor: {path: m}\ntrain_dataset: {path: d.parquet}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match="actor.megatron.bridge_type"):
+    with pytest.raises(RecipeError, match=r"actor\.megatron\.bridge_type"):
         load_recipe(base, ["actor.megatron.bridge_type=mbridge"], TrainRecipe)
 
 

@@ -77,7 +77,10 @@ def test_lists_of_devices_say_who_shares(rollout: str, colocate: bool, backend: 
     [
         ([f"{TRAIN}device_mapping=range(0,16"], {TRAIN + "device_mapping"}),
         # 12 devices hold no whole replicas of p2 * c4.
-        ([f"{TRAIN}device_mapping='list(range(0,12))'"], {TRAIN + "device_mapping", TRAIN + CONFIG + "context_parallel_size"}),
+        (
+            [f"{TRAIN}device_mapping='list(range(0,12))'"],
+            {TRAIN + "device_mapping", TRAIN + CONFIG + "context_parallel_size"},
+        ),
         ([f"{TRAIN}{CONFIG}expert_model_parallel_size=3"], {TRAIN + CONFIG + "expert_model_parallel_size"}),
         ([f"{TRAIN}{CONFIG}tensor_model_parallel_size=two"], {TRAIN + CONFIG + "tensor_model_parallel_size"}),
     ],

@@ -145,7 +145,13 @@ def test_environment_variables_for_the_program_are_listed() -> None:
 
 @pytest.mark.parametrize(
     ("script", "line"),
-    [("A=1\npython3 -m t a='x\n", 2), ("\n\nif true; then A=1\n", 3), ("L=(a\nb\n", 1), ("A=${B\n", 1), ("f() {\n a\n", 1)],
+    [
+        ("A=1\npython3 -m t a='x\n", 2),
+        ("\n\nif true; then A=1\n", 3),
+        ("L=(a\nb\n", 1),
+        ("A=${B\n", 1),
+        ("f() {\n a\n", 1),
+    ],
 )
 def test_scripts_that_are_not_closed_are_refused_with_the_line(script: str, line: int) -> None:
     with pytest.raises(ValueError, match=rf"line {line}\b"):
