@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tiny_models import save_models
-from worker_pool import WorkerPool
-
-Workers = Callable[[int], WorkerPool]
+from worker_pool import WorkerPool, Workers
 
 
 @pytest.fixture(scope="session")

@@ -21,10 +21,10 @@ import megatron_cases
 import pytest
 import ragged
 from compare import assert_close, difference
-from conftest import Workers
 from hf_reference import Step, Tensors
 from megatron_cases import Case, Run
 from safetensors.torch import load_file
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import PolicyLoss, SFTLoss
 from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig

@@ -13,13 +13,13 @@ import megatron_cases
 import pytest
 import torch
 from compare import assert_close
-from conftest import Workers
 from hf_reference import Tensors
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron_cases import Case, lay_out, whole
 from ragged import uneven_batch
 from safetensors.torch import load_file
 from tiny_models import VOCAB
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig

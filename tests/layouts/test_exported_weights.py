@@ -9,11 +9,11 @@ import hf_reference
 import megatron_cases
 import pytest
 import torch
-from conftest import Workers
 from megatron_cases import Case
 from ragged import uneven_batch
 from safetensors.torch import load_file
 from tiny_models import DENSE, MOE
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import OptimizerConfig

@@ -11,11 +11,11 @@ import megatron_cases
 import pytest
 import torch
 from compare import assert_close
-from conftest import Workers
 from hf_reference import Tensors
 from megatron_cases import Case
 from ragged import uneven_batch
 from tiny_models import DENSE, MOE
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Workers
 from megatron_cases import Case
 from torch.utils._python_dispatch import TorchDispatchMode
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import PolicyLoss
 from fivefold.bridge.mapping import padded_vocab

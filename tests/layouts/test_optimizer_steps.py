@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Workers
 from hf_reference import Tensors
 from megatron_cases import Case, whole
 from ragged import uneven_batch
 from safetensors.torch import load_file
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import OptimizerConfig

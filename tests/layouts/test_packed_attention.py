@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Workers
 from ragged import LENGTHS, uneven_batch
+from worker_pool import Workers
 
 from fivefold.mcore.attention import PackedCoreAttention
 from fivefold.mcore.sequence import LocalSequences, localize, padded_tokens

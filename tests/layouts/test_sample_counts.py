@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Workers
 from megatron_cases import Case
 from tiny_models import VOCAB
+from worker_pool import Workers
 
 from fivefold.algorithms.loss import LossInputs
 from fivefold.config.schema import MicroBatchConfig, OptimizerConfig

@@ -138,6 +138,10 @@ class WorkerPool:
         return {rank: self._stack_file(rank).read_text() for rank in hung if self._stack_file(rank).exists()}
 
 
+Workers = Callable[[int], WorkerPool]
+"""The pool of so many processes."""
+
+
 def _report(task: str, failures: dict[int, str], stacks: dict[int, str], time_limit: float) -> str:
     lines = [f"{task} failed"]
     lines += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
