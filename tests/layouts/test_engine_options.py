@@ -113,7 +113,7 @@ def transformer_config(folder: Path, **overrides: Any) -> Any:
         ("moe_aux_loss_coef", 0.1, "no such field; did you mean moe_aux_loss_coeff?"),
         ("zzz", 1, "TransformerConfig has no such field"),
         ("moe_aux_loss_coeff", "0.1", "takes .*float.*, not str"),
-        ("hidden_dropout", True, "takes .*float.*, not bool"),
+        ("moe_aux_loss_coeff", True, "takes .*float.*, not bool"),
         ("moe_z_loss_coeff", [1.0], "not list"),
         ("num_layers", 3, r"Fivefold sets this field itself \(to 4\); drop the override"),
         ("calculate_per_token_loss", False, "Fivefold sets this field itself"),
