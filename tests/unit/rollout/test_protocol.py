@@ -24,7 +24,7 @@ def test_sampling_params_carry_every_option_of_the_recipe() -> None:
 def test_contradictions_are_errors() -> None:
     with pytest.raises(ValueError, match="min_new_tokens=9 is above max_new_tokens=8"):
         SamplingParams.from_config(GenerationConfig(max_new_tokens=8, min_new_tokens=9))
-    with pytest.raises(ValueError, match="empty text"):
+    with pytest.raises(ValueError, match="at least 1 character"):
         SamplingParams.from_config(GenerationConfig(stop=["a", ""]))
 
 
