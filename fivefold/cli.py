@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 import typer
 
 from fivefold import __version__
-from fivefold.cluster.interrupt import INTERRUPTED, interruptible
+from fivefold.cluster.interrupt import INTERRUPTED, interruptible, keep_exit_statuses
 from fivefold.observe.errors import RunFailed
 from fivefold.plan import plan
 
@@ -67,6 +67,7 @@ def main(
     ] = False,
 ) -> None:
     """Reinforcement learning for large language models on Megatron-Core."""
+    keep_exit_statuses()
 
 
 @app.command(epilog=EXIT_CODES)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends the run in order, the second at once."""
+"""Signals: Ctrl-C and SIGTERM, of which the first ends the run in order and the second at once, and SIGCHLD."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import psutil
 
 INTERRUPTED = 130
 """Exit code: 128 + SIGINT, as shells have it."""
+
+
+def keep_exit_statuses() -> None:
+    """Undo an ignored SIGCHLD, which this process may have inherited from a service manager or a container's first
+    process: with it the kernel forgets how a child ended, and every child seems to have ended with status 0."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager

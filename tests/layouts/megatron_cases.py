@@ -61,7 +61,7 @@ class Case:
 
     layout: str
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    micro_batches: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=80))
+    micro_batches: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=50))
     dtype: str = "float32"
     init_from_scratch: bool = False
 

@@ -78,15 +78,15 @@ DEFAULT = MegatronConfig()
 WAYS: dict[str, tuple[MegatronConfig, MicroBatchConfig]] = {
     "one sequence at a time": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=1)),
     "all packed together": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=100_000)),
-    "at least 7 micro-batches": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=7)),
-    "all-gather dispatcher": (MegatronConfig(token_dispatcher="allgather"), MicroBatchConfig(max_tokens_per_mb=48)),
-    "selective recomputation": (MegatronConfig(recompute="selective"), MicroBatchConfig(max_tokens_per_mb=48)),
-    "full recomputation": (MegatronConfig(recompute="full"), MicroBatchConfig(max_tokens_per_mb=48)),
+    "at least 5 micro-batches": (DEFAULT, MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=5)),
+    "all-gather dispatcher": (MegatronConfig(token_dispatcher="allgather"), MicroBatchConfig(max_tokens_per_mb=50)),
+    "selective recomputation": (MegatronConfig(recompute="selective"), MicroBatchConfig(max_tokens_per_mb=50)),
+    "full recomputation": (MegatronConfig(recompute="full"), MicroBatchConfig(max_tokens_per_mb=50)),
     "recomputed all-gather": (
         MegatronConfig(recompute="full", token_dispatcher="allgather"),
-        MicroBatchConfig(max_tokens_per_mb=64),
+        MicroBatchConfig(max_tokens_per_mb=50),
     ),
-    "log-probs in small chunks": (MegatronConfig(logprob_chunk_size=5), MicroBatchConfig(max_tokens_per_mb=48)),
+    "log-probs in small chunks": (MegatronConfig(logprob_chunk_size=5), MicroBatchConfig(max_tokens_per_mb=50)),
 }
 WAYS_LAYOUTS = (
     "megatron:d1",

@@ -19,8 +19,8 @@ from fivefold.config.schema import OptimizerConfig
 from fivefold.mcore.optimizer import learning_rate
 from fivefold.types import Batch, StepResult
 
-LAYOUTS = ("megatron:d1", "megatron:d2", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")
-DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2", "megatron:t2p2")
+LAYOUTS = ("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")
+DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2")
 
 
 @pytest.mark.parametrize(

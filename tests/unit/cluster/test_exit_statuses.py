@@ -1,0 +1,25 @@
+"""How a child ended is known even to a process that was started with SIGCHLD ignored."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+STARTS_ONE = "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode)"
+KEEPS = "from fivefold.cluster.interrupt import keep_exit_statuses; keep_exit_statuses();"
+
+
+def status_seen(code: str) -> str:
+    command = [sys.executable, "-c", IGNORES, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_inherited_ignored_sigchld_is_undone() -> None:
+    assert status_seen(STARTS_ONE) == "0", "the kernel keeps statuses of an ignored SIGCHLD: this test shows nothing"
+    assert status_seen(KEEPS + STARTS_ONE) == "3"
+
+
+def test_the_tests_themselves_see_statuses() -> None:
+    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
