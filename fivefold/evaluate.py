@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
+from fivefold.config.problems import RecipeError
 from fivefold.config.schema import TrainRecipe
-from fivefold.data.prompts import load_prompts
-from fivefold.layout.check import check_recipe
-from fivefold.layout.placement import place
-from fivefold.layout.shape import load_shape
+from fivefold.data.prompts import PromptDataset, load_prompts
+from fivefold.layout.allocation import Allocation
+from fivefold.layout.check import layout_problems
+from fivefold.layout.placement import Placement, place_allocation
+from fivefold.layout.recipe import recipe_allocation
+from fivefold.layout.shape import ModelShape, load_shape
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards import NamedReward, resolve_reward
-from fivefold.roles import Rollout, rollout_role
+from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
+from fivefold.roles import Rollout, check_engines, rollout_role
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.samples import accuracy, make_samples, sample_metrics
@@ -44,13 +48,13 @@ class Evaluator:
     """Held-out prompts, and how they are sampled and judged."""
 
     def __init__(
-        self, recipe: TrainRecipe, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, reward: NamedReward
+        self, recipe: TrainRecipe, data: PromptDataset, tokenizer: PreTrainedTokenizerBase, reward: NamedReward
     ) -> None:
-        self.prompts = tuple(prompts)
+        self.data = data
+        self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
         self._tokenizer = tokenizer
         self._reward = reward
         self._n_samples = recipe.evaluator.n_samples
-        self._sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
         self._seed = recipe.seed
 
     @classmethod
@@ -58,18 +62,39 @@ class Evaluator:
         """None where the recipe has no `valid_dataset`."""
         if recipe.valid_dataset is None:
             return None
-        return cls(recipe, load_prompts(recipe.valid_dataset, tokenizer).prompts, tokenizer, reward)
+        data = load_prompts(recipe.valid_dataset, tokenizer)
+        check_ground_truths(reward, data.prompts)
+        return cls(recipe, data, tokenizer, reward)
 
     def run(self, rollout: Rollout) -> Evaluation:
         """Sample every held-out prompt with the weights of now. Random choices are the same at every evaluation."""
-        completions = rollout.generate(self.prompts, self._n_samples, self._sampling, (self._seed, "evaluation"))
-        samples = make_samples(self.prompts, completions, self._tokenizer, self._reward)
+        prompts = self.data.prompts
+        completions = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
+        samples = make_samples(prompts, completions, self._tokenizer, self._reward)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),
             response_length=sample_metrics(samples)["response_length/mean"],
-            n_prompts=len(self.prompts),
+            n_prompts=len(prompts),
             samples=tuple(samples),
+        )
+
+
+def check_requests(shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse what the model cannot be asked.
+
+    Raises:
+        ValueError: completions that could outgrow the model's positions, or stop tokens outside its vocabulary.
+    """
+    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
+    if longest > shape.max_positions:
+        raise ValueError(
+            f"the longest prompt and gconfig.max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the "
+            f"model has {shape.max_positions} positions: lower gconfig.max_new_tokens or the data set's max_length"
+        )
+    if strays := [token for token in sampling.stop_token_ids if token >= shape.vocab]:
+        raise ValueError(
+            f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
         )
 
 
@@ -77,27 +102,40 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     """Accuracy of `model` (none: the recipe's actor) on the recipe's held-out prompts, by its rollout engine alone.
 
     Raises:
-        ValueError: the recipe has no `valid_dataset`, or cannot run here.
+        ValueError: the recipe has no `valid_dataset`, or its rollout cannot run here.
     """
     path = resolve_model_path(model or recipe.actor.path)
-    check_recipe(recipe, load_shape(resolve_model_folder(path)))
+    shape = load_shape(resolve_model_folder(path))
+    placement = _place_rollout(recipe, shape)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
-    evaluator = Evaluator.of(recipe, tokenizer, resolve_reward(recipe.reward))
+    evaluator = Evaluator.of(recipe, tokenizer, resolve_reward(recipe.reward, recipe.scheduler.timeout_s))
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
+    check_requests(shape, evaluator.data.prompts, evaluator.sampling)
     timers = PhaseTimers()
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        Session.open(recipe.scheduler, recipe.cluster, Path(logs), timers) as session,
-    ):
-        role = rollout_role(recipe, place(recipe), path, load_weights=True)
+    # It outlives a failure, whose message names a file in it.
+    logs = Path(tempfile.mkdtemp(prefix="fivefold-evaluation-"))
+    with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
+        role = rollout_role(recipe, placement, path, load_weights=True)
         rollout = Rollout(session.launch(role)["rollout"], shares_devices=False)
         with timers.phase("evaluation"):
             result = evaluator.run(rollout)
+    shutil.rmtree(logs)
     return {
         "model": path,
         "accuracy": result.accuracy,
         "reward": result.reward,
         "response_length": result.response_length,
         "n_prompts": result.n_prompts,
+        "n_too_long": evaluator.data.n_too_long,
     }
+
+
+def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:
+    """The rollout's replicas as if the cluster were theirs alone: the actor may need more than is here."""
+    roles = [role for group in recipe_allocation(recipe).groups for role in group if role.role == "rollout"]
+    placement = place_allocation(Allocation((tuple(roles),)), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
+    check_engines(placement)
+    if problems := list(layout_problems(placement["rollout"].layout, shape)):
+        raise RecipeError(recipe.experiment_name, [f"rollout: {line}" for line in problems])
+    return placement

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects.draft import Draft, Role, RolePlan
+from fivefold.config.dialects.meanings import WHOLE_WEIGHTS
 from fivefold.layout.allocation import AllocationError, RoleAllocation, RuleError, parse, parse_role
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.plan_shape import find_shape
@@ -31,6 +32,8 @@ def lay_out(draft: Draft) -> None:
     if draft.is_shared is not None and {"actor", "rollout"} <= set(draft.plans):
         draft.recipe.setdefault("rollout.colocate", draft.is_shared)
     _settle_reference(draft, actor)
+    if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
+        draft.notes.append(WHOLE_WEIGHTS)
 
 
 def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
@@ -144,7 +147,7 @@ def _read_device_lists(draft: Draft) -> None:
         plan.keys[plan.devices_key] = f"{plan.n_devices} devices"
     if not lists:
         return
-    per_node = draft.recipe.get("cluster.n_gpus_per_node", DEFAULT_GPUS_PER_NODE)
+    per_node = draft.recipe.get("cluster.n_gpus_per_node") or DEFAULT_GPUS_PER_NODE
     last = max(device for devices in lists.values() for device in devices)
     draft.recipe.setdefault("cluster.n_nodes", last // per_node + 1)
     if {"actor", "rollout"} <= set(lists):

@@ -41,8 +41,19 @@ DIALECTS: Mapping[Framework, Dialect] = {
 }
 MISSING = "???"
 NEEDED = ("actor.path", "train_dataset.path")
-YIELDING = ("actor.kl_estimator", "actor.recompute_logprob", "gconfig.greedy", "actor.ppo_n_minibatches")
+YIELDING = (
+    "actor.kl_estimator",
+    "actor.recompute_logprob",
+    "gconfig.greedy",
+    "actor.ppo_n_minibatches",
+    "actor.optimizer.min_lr_ratio",
+    "evaluator.temperature",
+    "evaluator.n_samples",
+    "gconfig.min_new_tokens",
+    "scheduler.address",
+)
 """Of two keys that contradict each other, the one that is taken back."""
+LEVELS = ("actor.reward_norm.mean_level", "actor.reward_norm.std_level")
 SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
 
 
@@ -132,14 +143,28 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         for name in SAME_COLUMNS:
             if (value := recipe.get(f"train_dataset.{name}")) is not None:
                 recipe.setdefault(f"valid_dataset.{name}", value)
-    if recipe.get("gconfig.n_samples") == 1 and recipe.get("actor.reward_norm.mean_level", "group") == "group":
-        recipe["actor.reward_norm.mean_level"] = recipe["actor.reward_norm.std_level"] = "batch"
+    grouped = [key for key in LEVELS if recipe.get(key, "group") == "group"]
+    if recipe.get("gconfig.n_samples") == 1 and grouped:
+        recipe |= dict.fromkeys(grouped, "batch")
         draft.notes.append(
             "one response a prompt leaves no signal within its group, so rewards are normalised over the batch"
         )
+    _drop_what_has_no_effect(draft)
     missing = [key for key in NEEDED if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return missing
+
+
+def _drop_what_has_no_effect(draft: Draft) -> None:
+    """Takes back what the recipe refuses beside a key that switches it off."""
+    recipe = draft.recipe
+    if "valid_dataset.path" not in recipe:
+        for key in [key for key in recipe if key.startswith(("evaluator.", "valid_dataset."))]:
+            draft.demote(key, "without held-out prompts, nothing is evaluated", "implied")
+    if recipe.get("evaluator.greedy", True):
+        draft.demote("evaluator.temperature", "evaluation is greedy", "implied")
+    if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
+        draft.demote("actor.optimizer.min_lr_ratio", "the rate is constant", "implied")
 
 
 def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
@@ -157,18 +182,17 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
 
 
 def _layout_notes(recipe: TrainRecipe) -> list[str]:
-    """What is wrong with the layout, and which roles have backends that can be planned for, but do not run yet."""
+    """What is wrong with the layout, and whether the rollout's backend does not run yet."""
     try:
         placement = place(recipe)
     except RecipeError as error:
         return [f"the layout does not fit: {problem}" for problem in error.problems]
-    notes = []
-    for placed in placement.roles:
-        role, backend, size = placed.role, placed.layout.backend, placed.layout.world_size
-        runs = "transformers" if role == "rollout" else "megatron"
-        if backend != runs:
-            notes.append(f"{backend} is planned for, but does not run yet: to train, lay {role} out as {runs}:d{size}")
-    return notes
+    return [
+        f"{placed.layout.backend} can be planned for, but does not run yet: "
+        f"to train, lay rollout out as transformers:d{placed.layout.world_size}"
+        for placed in placement.roles
+        if placed.role == "rollout" and placed.layout.backend != "transformers"
+    ]
 
 
 def _take_back(draft: Draft, error: ValidationError) -> bool:
@@ -176,15 +200,22 @@ def _take_back(draft: Draft, error: ValidationError) -> bool:
     found = False
     for detail, problem in zip(error.errors(include_url=False), problems_of(error, TrainRecipe), strict=True):
         location = ".".join(str(part) for part in detail["loc"])
-        # A missing key makes its whole section useless.
-        section = location.rpartition(".")[0] + "." if detail["type"] == "missing" else location
-        keys = [key for key in draft.recipe if key == location or (section and key.startswith(section))]
-        if not location:
-            keys = [key for key in YIELDING if key in problem and key in draft.recipe][:1]
-        for key in keys:
+        for key in _at_fault(draft.recipe, location, detail["type"], problem):
             draft.demote(key, problem)
             found = True
     return found
+
+
+def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str) -> list[str]:
+    """The recipe's keys that an error at `location` is about."""
+    if kind == "missing":  # which makes its whole section useless
+        return [key for key in recipe if key.startswith(location.rpartition(".")[0] + ".")]
+    # The location may be that of an item in a list.
+    if keys := [key for key in recipe if f"{location}.".startswith(f"{key}.")]:
+        return keys
+    section = f"{location}." if location else ""
+    inside = [key for key in YIELDING if key in recipe and key.startswith(section)]
+    return [key for key in inside if key.removeprefix(section) in problem][:1]
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

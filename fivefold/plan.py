@@ -15,36 +15,23 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.config.load import RecipeError, load_recipe
-from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
-from fivefold.layout.allocation import Allocation, RoleAllocation, parse_role
-from fivefold.layout.blueprint import Blueprint, Question, draw_up
-from fivefold.layout.gpus import find_gpu
-from fivefold.layout.plan_shape import find_shape
-from fivefold.layout.recipe import recipe_allocation
+from fivefold.layout.allocation import Allocation, parse_role
+from fivefold.layout.blueprint import Blueprint, draw_up
+from fivefold.layout.question import Question
+from fivefold.layout.question_sources import (
+    DEFAULT_MICRO_TOKENS,
+    DEFAULT_SEQUENCE_LENGTH,
+    DEFAULT_SEQUENCES,
+    Changes,
+    load_any_recipe,
+    question_of_model,
+    question_of_recipe,
+)
 from fivefold.layout.search import Cluster, Found, layout_text, search
-from fivefold.layout.workload import RECOMPUTE, Recompute, Workload
+from fivefold.layout.workload import RECOMPUTE, Recompute
 
 DEFAULT_GPU = "h100-80g"
-DEFAULT_SEQUENCE_LENGTH = 4096
-DEFAULT_SEQUENCES = 256
-DEFAULT_MICRO_TOKENS = 8192
-DEFAULT_GENERATION_BATCH = 256
 DOES_NOT_FIT = 1
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What the command line says of the work; None: what the recipe says, or the default."""
-
-    sequence_length: int | None = None
-    sequences: int | None = None
-    micro_tokens: int | None = None
-    recompute: Recompute | None = None
-
-    def applied(self, work: Workload) -> Workload:
-        """`work` with these changes."""
-        return replace(work, **{name: value for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -85,106 +72,28 @@ def plan_model(
     gpu: str = DEFAULT_GPU,
     actor: str | None = None,
     rollout: str | None = None,
+    devices: Sequence[str] = (),
     changes: Changes | None = None,
     searching: bool = False,
 ) -> Plan:
     """The plan of a model on a cluster. Without a layout for the actor, the best one is searched for.
 
-    Roles share devices if there are too few for both.
+    Roles share devices if there are too few for both, or as `devices` says: `actor=0-31`, `rollout=[0, 2, 4]`.
 
     Raises:
         ValueError: an unknown model or GPU, a layout that cannot be read or placed.
     """
-    if n_gpus < 1 or gpus_per_node < 1:
-        raise ValueError(f"--gpus {n_gpus} --gpus-per-node {gpus_per_node}: both must be at least 1")
-    per_node = min(gpus_per_node, n_gpus)
-    if n_gpus % per_node:
-        raise ValueError(f"--gpus {n_gpus} is not a whole number of nodes of {per_node}; give --gpus-per-node")
-    default = Workload(DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES, DEFAULT_MICRO_TOKENS)
-    work = (changes or Changes()).applied(default)
-    roles = _roles(actor, rollout, n_gpus)
-    question = Question(
-        shape=find_shape(model),
-        gpu=find_gpu(gpu),
-        allocation=roles,
-        n_nodes=n_gpus // per_node,
-        gpus_per_node=per_node,
-        work=work,
-        generation_batch=DEFAULT_GENERATION_BATCH,
-        generated=work.sequences,
-        keeps_reference=False,
-    )
+    question = question_of_model(
+        model, n_gpus, gpus_per_node=gpus_per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices,
+        changes=changes or Changes(),
+    )  # fmt: skip
     return _answer(question, searching=searching or actor is None)
-
-
-def _roles(actor: str | None, rollout: str | None, n_gpus: int) -> Allocation:
-    """Both roles, side by side if there are devices for both, else in turn. A missing actor takes what is left."""
-    generator = None if rollout is None else replace(parse_role(rollout), name="rollout")
-    trainer = (
-        RoleAllocation("megatron", name="actor", dp=None) if actor is None else replace(parse_role(actor), name="actor")
-    )
-    if generator is None:
-        return Allocation(((trainer,),))
-    least = [role.replica_size if role.n_devices is None else role.n_devices for role in (trainer, generator)]
-    if sum(least) <= n_gpus:
-        return Allocation(((generator,), (trainer,)))
-    return Allocation(((generator, trainer),))
-
-
-def load_any_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """A recipe of either kind; of two lists of problems, the shorter one is that of the kind that was meant."""
-    try:
-        return load_recipe(path, overrides, TrainRecipe)
-    except RecipeError as error:
-        try:
-            return load_recipe(path, overrides, SFTRecipe)
-        except RecipeError as other:
-            raise min(error, other, key=lambda each: len(each.problems)) from None
-
-
-def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
-    """What a recipe asks for: its roles on its cluster, every sequence at its longest.
-
-    Raises:
-        ValueError: roles that contradict one another, a model whose shape is not known.
-    """
-    actor = recipe.actor
-    length, sequences = recipe.train_dataset.max_length, recipe.train_dataset.batch_size
-    keeps_reference, batch, generated = False, 1, sequences
-    allocation = recipe_allocation(recipe)
-    if isinstance(recipe, TrainRecipe):
-        length += recipe.gconfig.max_new_tokens
-        generated = sequences * recipe.gconfig.n_samples
-        sequences = generated // recipe.actor.ppo_n_minibatches
-        batch = recipe.rollout.max_batch_size
-        keeps_reference = recipe.actor.kl_ctl > 0 and all(role.role != "ref" for role in allocation.roles)
-    work = Workload(
-        sequence_length=length,
-        sequences=sequences,
-        micro_tokens=actor.mb_spec.max_tokens_per_mb,
-        recompute=actor.megatron.recompute,
-        element_bytes=2 if actor.dtype == "bfloat16" else 4,
-        logprob_chunk=actor.megatron.logprob_chunk_size,
-    )
-    return Question(
-        shape=find_shape(actor.path),
-        gpu=find_gpu(gpu),
-        allocation=allocation,
-        n_nodes=recipe.cluster.n_nodes,
-        gpus_per_node=recipe.cluster.n_gpus_per_node,
-        work=changes.applied(work),
-        generation_batch=batch,
-        generated=generated,
-        keeps_reference=keeps_reference,
-    )
 
 
 def _answer(question: Question, *, searching: bool) -> Plan:
     if not searching:
         return Plan(draw_up(question), None)
-    actor = question.allocation.resolve(question.n_nodes * question.gpus_per_node or None)["actor"]
-    cluster = Cluster(question.gpu, actor.world_size, min(question.gpus_per_node or actor.world_size, actor.world_size))
-    found = search(question.shape, cluster, question.work, has_reference=question.keeps_reference)
+    found = search(question.shape, Cluster.of(question), question.work, reference=question.kept_reference)
     if not found.best:
         return Plan(None, found)
     best = found.best[0]
@@ -196,70 +105,95 @@ def _answer(question: Question, *, searching: bool) -> Plan:
     return Plan(draw_up(chosen), found)
 
 
+RecipePath = Annotated[
+    Path | None, typer.Argument(metavar="[RECIPE]", help="The recipe, a YAML file; or --model.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to set, such as actor.backend=megatron:d4t2."),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        help="Without a recipe: a model such as Qwen3-30B-A3B, its folder, or a config.json.", show_default=False
+    ),
+]
+Gpus = Annotated[int | None, typer.Option(help="With --model: GPUs in all.", show_default=False)]
+GpusPerNode = Annotated[int, typer.Option(help="With --model: GPUs of a node.")]
+GpuKind = Annotated[str, typer.Option(help="Kind of GPU, such as h100-80g or h200-141g.")]
+ActorBackend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BACKEND", help="With --model: the trainer's layout.  [default: the best]", show_default=False
+    ),
+]
+RolloutBackend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BACKEND", help="With --model: the layout that generates.  [default: none]", show_default=False
+    ),
+]
+DeviceLists = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=LIST",
+        help="With --model, once a role: its GPUs, such as actor=0-31 or 'rollout=[0, 2, 4]'.",
+        show_default=False,
+    ),
+]
+Search = Annotated[bool, typer.Option("--search", help="Rank all layouts of the trainer, and plan the best.")]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Tokens of a sequence.  [default: the recipe's longest, or {DEFAULT_SEQUENCE_LENGTH}]",
+        show_default=False,
+    ),
+]
+Sequences = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Sequences of an optimizer step.  [default: the recipe's, or {DEFAULT_SEQUENCES}]",
+        show_default=False,
+    ),
+]
+MicroTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Tokens of a micro-batch.  [default: the recipe's, or {DEFAULT_MICRO_TOKENS}]",
+        show_default=False,
+    ),
+]
+RecomputeMode = Annotated[
+    str | None, typer.Option(help=f"{', '.join(RECOMPUTE)}.  [default: the recipe's, or none]", show_default=False)
+]
+AllRanks = Annotated[bool, typer.Option("--ranks", help="List the place of every rank.")]
+SvgFile = Annotated[Path | None, typer.Option(help="Write a picture here.", show_default=False)]
+HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with the picture here.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
+
+
 def plan(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="The recipe, a YAML file; or --model.", show_default=False)
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to set, such as actor.backend=megatron:d4t2."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Without a recipe: a model such as Qwen3-30B-A3B, its folder, or a config.json.", show_default=False
-        ),
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(help="With --model: GPUs in all.", show_default=False)] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="With --model: GPUs of a node.")] = 8,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU, such as h100-80g or h200-141g.")] = DEFAULT_GPU,
-    actor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BACKEND", help="With --model: the trainer's layout.  [default: the best]", show_default=False
-        ),
-    ] = None,
-    rollout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BACKEND", help="With --model: the layout that generates.  [default: none]", show_default=False
-        ),
-    ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Rank all layouts of the trainer, and plan the best.")
-    ] = False,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Tokens of a sequence.  [default: the recipe's longest, or {DEFAULT_SEQUENCE_LENGTH}]",
-            show_default=False,
-        ),
-    ] = None,
-    sequences: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Sequences of an optimizer step.  [default: the recipe's, or {DEFAULT_SEQUENCES}]",
-            show_default=False,
-        ),
-    ] = None,
-    micro_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Tokens of a micro-batch.  [default: the recipe's, or {DEFAULT_MICRO_TOKENS}]",
-            show_default=False,
-        ),
-    ] = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(RECOMPUTE)}.  [default: the recipe's, or none]", show_default=False),
-    ] = None,
-    ranks: Annotated[bool, typer.Option("--ranks", help="List the place of every rank.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here.", show_default=False)] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the picture here.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    recipe: RecipePath = None,
+    overrides: Overrides = None,
+    model: ModelName = None,
+    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = 8,
+    gpu: GpuKind = DEFAULT_GPU,
+    actor: ActorBackend = None,
+    rollout: RolloutBackend = None,
+    devices: DeviceLists = None,
+    search: Search = False,
+    sequence_length: SequenceLength = None,
+    sequences: Sequences = None,
+    micro_tokens: MicroTokens = None,
+    recompute: RecomputeMode = None,
+    ranks: AllRanks = False,
+    svg: SvgFile = None,
+    html: HtmlFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say which rank does what, what fits and what it costs, before a GPU is taken.
 
@@ -274,16 +208,16 @@ def plan(
     """
     changes = Changes(sequence_length, sequences, micro_tokens, _recompute(recompute))
     if recipe is not None and model is None:
-        _refuse_with_recipe(gpus=gpus, actor=actor, rollout=rollout)
+        _refuse_with_recipe(gpus=gpus, actor=actor, rollout=rollout, devices=devices)
         answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
     elif recipe is None and model is not None and gpus is not None:
         answer = plan_model(
-            model, gpus, gpus_per_node=gpus_per_node, gpu=gpu, actor=actor, rollout=rollout, changes=changes,
-            searching=search,
+            model, gpus, gpus_per_node=gpus_per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices or (),
+            changes=changes, searching=search,
         )  # fmt: skip
     else:
         raise ValueError("give either a recipe, or --model with --gpus")
-    show(answer, all_ranks=ranks, as_json=as_json, gpu=gpu)
+    show(answer, all_ranks=ranks, as_json=as_json)
     _write_pictures(answer, svg, html)
     if not answer.fits:
         raise typer.Exit(DOES_NOT_FIT)
@@ -298,18 +232,19 @@ def _recompute(text: str | None) -> Recompute | None:
     return None
 
 
-def _refuse_with_recipe(*, gpus: int | None, actor: str | None, rollout: str | None) -> None:
+def _refuse_with_recipe(**options: object) -> None:
     keys = {
-        "--gpus": "cluster.n_nodes and cluster.n_gpus_per_node",
-        "--actor": "actor.backend",
-        "--rollout": "rollout.backend",
+        "gpus": "cluster.n_nodes and cluster.n_gpus_per_node",
+        "actor": "actor.backend",
+        "rollout": "rollout.backend",
+        "devices": "actor.device_mapping and rollout.device_mapping",
     }
-    for option, value in zip(keys, (gpus, actor, rollout), strict=True):
-        if value is not None:
-            raise ValueError(f"{option} belongs to --model; with a recipe set {keys[option]}")
+    for option, value in options.items():
+        if value:
+            raise ValueError(f"--{option} belongs to --model; with a recipe set {keys[option]}")
 
 
-def show(answer: Plan, *, all_ranks: bool, as_json: bool, gpu: str) -> None:
+def show(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:
     """Print the plan: tables, or one JSON object."""
     from rich.console import Console
 
@@ -319,12 +254,12 @@ def show(answer: Plan, *, all_ranks: bool, as_json: bool, gpu: str) -> None:
     if as_json:
         values: dict[str, Any] = plan_as_json(answer.blueprint) if answer.blueprint else {"fits": False}
         if answer.found:
-            values["search"] = found_as_json(answer.found, find_gpu(gpu))
+            values["search"] = found_as_json(answer.found)
         typer.echo(json.dumps(values))
         return
     console = Console(highlight=False)
     if answer.found:
-        print_search(console, answer.found, find_gpu(gpu))
+        print_search(console, answer.found)
         console.print()
     if answer.blueprint:
         print_plan(console, answer.blueprint, all_ranks=all_ranks)

@@ -8,11 +8,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.layout.blueprint import Blueprint, RolloutPlan, TrainerPlan, gb
+from fivefold.layout.blueprint import Blueprint
 from fivefold.layout.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
 from fivefold.layout.gpus import Gpu
+from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.rank_table import RANK_COLUMNS, rank_rows
+from fivefold.layout.role_plans import RolloutPlan, TrainerPlan, gb
 from fivefold.layout.search import Found, reasons
+from fivefold.layout.stages import stages
 from fivefold.layout.timing import StepTime
 
 BAR_WIDTH = 48
@@ -30,6 +33,11 @@ def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> No
     for trainer in blueprint.trainers:
         _heading(console, f"Ranks of {trainer.placed.role}")
         console.print(_ranks(blueprint, trainer, all_ranks=all_ranks))
+        if trainer.placed.layout.vpp > 1:
+            console.print()
+            console.print(_virtual_stages(trainer, blueprint.question.shape))
+    if blueprint.question.gpus_per_node > 0:
+        _print_groups(console, blueprint)
     _print_memory(console, blueprint)
     for trainer in blueprint.trainers:
         if trainer.time is not None and blueprint.question.gpus_per_node > 0:
@@ -40,10 +48,22 @@ def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> No
     for line in blueprint.problems:
         console.print(Text.assemble(("cannot run  ", "bold red"), line))
     if blueprint.fits and blueprint.question.gpus_per_node > 0:
-        console.print(Text("It fits.", style="bold green"))
+        console.print(Text(f"It fits. {_tightest(blueprint)}", style="bold green"))
 
 
-def print_search(console: Console, found: Found, gpu: Gpu) -> None:
+def _tightest(blueprint: Blueprint) -> str:
+    """Which rank of the trainers comes nearest to the limit."""
+    trainer = max(blueprint.trainers, key=lambda each: each.binding.total + each.beside, default=None)
+    if trainer is None:
+        return ""
+    room, needed = blueprint.question.gpu.memory, trainer.binding.total + trainer.beside
+    return (
+        f"Of the trainers' ranks, rank {trainer.binding_rank} of {trainer.placed.role} (stage "
+        f"{trainer.binding.stage}) needs the most: {gb(needed)} of {gb(room)} GB."
+    )
+
+
+def print_search(console: Console, found: Found) -> None:
     """The ranking, with reasons."""
     if not found.best:
         console.print(Text(f"None of {found.n_tried} layouts fits.", style="bold red"))
@@ -63,7 +83,7 @@ def print_search(console: Console, found: Found, gpu: Gpu) -> None:
             gb(candidate.binding.total),
             f"{time.total:.2f}",
             f"{time.mfu:.0%}",
-            "; ".join(reasons(candidate, found.best[0], gpu)),
+            "; ".join(reasons(candidate, found.best[0])),
         )
     console.print(table)
 
@@ -83,7 +103,7 @@ def _title(blueprint: Blueprint) -> RenderableType:
     where = "CPU processes" if question.gpus_per_node == 0 else f"x {question.gpus_per_node} {question.gpu.name}"
     lines = [
         Text.assemble((shape.name, "bold"), f"  {shape.n_parameters / 1e9:.1f}B parameters{active}"),
-        Text(f"{question.allocation}  on {question.n_nodes} node{'s' if question.n_nodes > 1 else ''} {where}"),
+        Text(f"{question.text}  on {question.n_nodes} node{'s' if question.n_nodes > 1 else ''} {where}"),
         Text(
             f"{work.sequences} sequences of {work.sequence_length} tokens a step, micro-batches of "
             f"{work.tokens_per_micro_batch} tokens, recompute {work.recompute}"
@@ -106,6 +126,45 @@ def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Ta
     return table
 
 
+def _virtual_stages(trainer: TrainerPlan, shape: PlanShape) -> Table:
+    """The layers of each virtual stage: a row a stage, in the order in which a micro-batch meets the columns."""
+    table = _table()
+    table.add_column("layers of stage", justify="right")
+    for virtual in range(trainer.placed.layout.vpp):
+        table.add_column(f"v{virtual}", justify="right")
+    for stage in stages(trainer.placed.layout, shape):
+        table.add_row(str(stage.index), *stage.spans)
+    return table
+
+
+def _print_groups(console: Console, blueprint: Blueprint) -> None:
+    """Which groups of ranks stay inside a node."""
+    plans: tuple[TrainerPlan | RolloutPlan, ...] = (*blueprint.trainers, *blueprint.rollouts)
+    rows = [(plan.placed.role, spread) for plan in plans for spread in plan.spreads]
+    if not rows:
+        return
+    _heading(console, "Groups of ranks, and the nodes they are on")
+    table = _table()
+    for name in ("role", "groups", "of ranks", "inside a node", "ranks on one node"):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role, spread in rows:
+        inside = "all" if spread.n_inside == spread.n_groups else f"{spread.n_inside} of {spread.n_groups}"
+        table.add_row(
+            f"{role} {spread.dimension}", str(spread.n_groups), str(spread.size), inside, str(spread.ranks_per_node)
+        )
+    console.print(table)
+
+
+def _print_modes(console: Console, blueprint: Blueprint) -> None:
+    """What each recompute mode would need."""
+    for trainer in blueprint.trainers:
+        modes = [
+            f"{mode} {gb(stage.total)} (activations {gb(stage.activations)})" for mode, stage in trainer.modes.items()
+        ]
+        if modes:
+            console.print(Text(f"{trainer.placed.role} by recompute mode: {', '.join(modes)}", style="dim"))
+
+
 def _print_memory(console: Console, blueprint: Blueprint) -> None:
     gpu, on_gpus = blueprint.question.gpu, blueprint.question.gpus_per_node > 0
     rows = [*_trainer_rows(blueprint), *_rollout_rows(blueprint)]
@@ -120,6 +179,7 @@ def _print_memory(console: Console, blueprint: Blueprint) -> None:
     kinds = [kind for kind in MEMORY_COLOURS if any(parts.get(kind, 0) > 0 for _, parts in rows)]
     width = max(len(name) for name, _ in rows) + sum(len(kind) + 2 for kind in kinds)
     console.print(_kinds_across(rows, kinds) if width <= console.width else _kinds_down(rows, kinds))
+    _print_modes(console, blueprint)
 
 
 def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
@@ -151,7 +211,7 @@ def _trainer_rows(blueprint: Blueprint) -> Iterator[Row]:
             mark = " *" if stage is trainer.binding and n_stages > 1 else ""
             is_shown = n_stages <= MOST_STAGES or stage.stage in (0, n_stages - 1) or stage is trainer.binding
             if is_shown:
-                yield f"{trainer.placed.role} stage {stage.stage}{mark}", trainer_parts(stage)
+                yield f"{trainer.placed.role} stage {stage.stage}{mark}", trainer_parts(stage, trainer.beside)
 
 
 def _rollout_rows(blueprint: Blueprint) -> Iterator[Row]:

@@ -53,7 +53,7 @@ class PolicyUpdate:
         if self._recomputes:
             with self._timers.phase("old log-probs"):
                 return batch.with_fields(old_logprobs=self._actor.logprobs(batch, self._temperature))
-        if self._n_updates > 1:
+        if self._loss.old_is_rollout:
             return batch.with_fields(old_logprobs=batch.fields["rollout_logprobs"])
         return batch
 

@@ -49,8 +49,6 @@ class Actor:
         result = self._group.call_first("update", batch, loss)
         step = result["step"]
         metrics = {**result["metrics"], "grad_norm": step.grad_norm, "lr": step.learning_rate}
-        if result["peak_memory_gb"]:
-            metrics["peak_memory_gb/max"] = result["peak_memory_gb"]
         return UpdateResult(metrics, step.skipped, step.non_finite)
 
     def save(self, folder: Path) -> None:
@@ -105,11 +103,11 @@ class Rollout:
         self._group.feed("update_weights", source.stream("weight_buckets"), version)
 
     def sleep(self) -> None:
-        """Leave the devices to the actor."""
+        """Forget the weights and leave the devices to the actor."""
         self._group.call("sleep")
 
     def wake(self) -> None:
-        """Take the devices back."""
+        """Take the devices back; the next thing must be new weights."""
         self._group.call("wake")
 
 
@@ -145,9 +143,10 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         model=model,
         layout=placement["actor"].layout,
         seed=recipe.seed,
+        timeout_s=recipe.scheduler.timeout_s,
+        tokenizer=resolve_model_path(recipe.tokenizer_path) if recipe.tokenizer_path else None,
         optimizer=recipe.actor.optimizer,
         total_steps=total_steps,
-        timeout_s=recipe.scheduler.timeout_s,
         reference=reference if beside_actor else None,
     )
     roles = [
@@ -155,7 +154,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         rollout_role(recipe, placement, path, load_weights=False),
     ]
     if reference is not None and not beside_actor:
-        own = TrainerSpec(reference, placement["ref"].layout, recipe.seed, timeout_s=recipe.scheduler.timeout_s)
+        own = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
         roles.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
     groups = session.launch(*roles)
     return Roles(
@@ -183,7 +182,7 @@ def check_engines(placement: Placement) -> None:
         backend, own = placed.layout.backend, runs.get(placed.role, "megatron")
         if backend != own:
             raise ValueError(
-                f"{placed.role}.backend is {backend}, which can be planned for and imported, but does not run yet: "
+                f"{placed.role}.backend is {backend}, which does not run yet: "
                 f"use {own}, for example {placed.role}.backend={own}:d1"
             )
 

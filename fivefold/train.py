@@ -21,7 +21,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.batches import group_ids
 from fivefold.data.prompts import PromptDataset, load_prompts
-from fivefold.evaluate import Evaluation, Evaluator
+from fivefold.evaluate import Evaluation, Evaluator, check_requests
 from fivefold.layout.check import check_recipe, describe
 from fivefold.layout.flops import training_flops
 from fivefold.layout.placement import Placement, place
@@ -33,9 +33,8 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
-from fivefold.overrides import check_overrides
 from fivefold.policy_update import PolicyUpdate
-from fivefold.rewards import NamedReward, resolve_reward
+from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
 from fivefold.roles import Roles, check_engines, launch_roles
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
@@ -57,6 +56,8 @@ class Plan:
     evaluator: Evaluator | None
     sampling: SamplingParams
     total_steps: int
+    n_left_over: int
+    """Prompts that each epoch leaves out, because they do not fill a step."""
 
 
 def plan_run(recipe: TrainRecipe) -> Plan:
@@ -70,14 +71,14 @@ def plan_run(recipe: TrainRecipe) -> Plan:
     placement = place(recipe)
     check_engines(placement)
     check_recipe(recipe, shape, _reference_shape(recipe, shape))
-    check_overrides(recipe.actor, placement["actor"].layout, shape)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
-    reward = resolve_reward(recipe.reward)
+    reward = resolve_reward(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, tokenizer)
+    check_ground_truths(reward, data.prompts)
     evaluator = Evaluator.of(recipe, tokenizer, reward)
     sampling = SamplingParams.from_config(recipe.gconfig)
-    _check_lengths(shape, data, evaluator, sampling)
-    steps_per_epoch = data.sampler(recipe.train_dataset, recipe.seed).batches_per_epoch
+    check_requests(shape, [*data.prompts, *(evaluator.data.prompts if evaluator else ())], sampling)
+    sampler = data.sampler(recipe.train_dataset, recipe.seed)
     return Plan(
         recipe=recipe,
         path=path,
@@ -88,7 +89,8 @@ def plan_run(recipe: TrainRecipe) -> Plan:
         data=data,
         evaluator=evaluator,
         sampling=sampling,
-        total_steps=recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch,
+        total_steps=recipe.total_train_steps or recipe.total_train_epochs * sampler.batches_per_epoch,
+        n_left_over=sampler.n_dropped,
     )
 
 
@@ -96,26 +98,13 @@ def _reference_shape(recipe: TrainRecipe, shape: ModelShape) -> ModelShape | Non
     """Shape of a reference model that is not the actor's."""
     if recipe.ref.path is None:
         return None
-    reference = load_shape(resolve_model_folder(resolve_model_path(recipe.ref.path)))
+    reference = load_shape(resolve_model_folder(recipe.ref.path))
     if reference.vocab != shape.vocab:
         raise ValueError(
             f"ref.path={recipe.ref.path} has {reference.vocab} tokens in its vocabulary, the actor {shape.vocab}: "
             "a KL divergence needs the same ones"
         )
     return reference
-
-
-def _check_lengths(
-    shape: ModelShape, data: PromptDataset, evaluator: Evaluator | None, sampling: SamplingParams
-) -> None:
-    """Refuse prompts whose completions could outgrow the model's positions."""
-    prompts = [*data.prompts, *(evaluator.prompts if evaluator else ())]
-    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
-    if longest > shape.max_positions:
-        raise ValueError(
-            f"the longest prompt and gconfig.max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the "
-            f"model has {shape.max_positions} positions: lower gconfig.max_new_tokens or train_dataset.max_length"
-        )
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
@@ -126,6 +115,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         RunFailed: a worker failed, died or hung.
     """
     began = time.perf_counter()
+    RunDir.of(recipe).check_free(overwrite=overwrite)
     plan = plan_run(recipe)
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.create(recipe, overwrite=overwrite))
@@ -174,13 +164,13 @@ def _loop(
                 actor.send_weights(rollout, version=step)
             seconds = timers.take()
             metrics |= sample_metrics(samples) | _speed(plan, batch, seconds, time.perf_counter() - began)
-            if _is_due(step, recipe.evaluator.freq_steps, plan.total_steps):
-                evaluation = _evaluate(plan, roles, timers, screen, step)
-                metrics |= _evaluation_metrics(evaluation)
-            if _is_due(step, recipe.saver.freq_steps, plan.total_steps):
+            if recipe.saver.is_due(step, plan.total_steps):
                 with timers.phase("save"):
                     actor.save(run.weights)
-            timers.take()
+            if recipe.evaluator.is_due(step, plan.total_steps):
+                evaluation = _evaluate(plan, roles, timers, screen, step)
+                metrics |= _evaluation_metrics(evaluation)
+            metrics |= {f"seconds/{phase}": value for phase, value in timers.take().items()}
             log.write(step, metrics)
             for sample in samples[: recipe.stats.n_logged_samples]:
                 generations.write(as_record(sample, step=step))
@@ -208,11 +198,6 @@ def _evaluation_metrics(evaluation: Evaluation | None) -> dict[str, float]:
     }
 
 
-def _is_due(step: int, freq_steps: int | None, total_steps: int) -> bool:
-    """Every `freq_steps` steps where that is given, and at the end."""
-    return step == total_steps or (freq_steps is not None and step % freq_steps == 0)
-
-
 def _speed(plan: Plan, batch: Batch, seconds: dict[str, float], step_seconds: float) -> dict[str, float]:
     """Tokens a second over the whole step, seconds of its phases, and model TFLOP/s of the update on each device."""
     world = plan.placement["actor"].layout.world_size
@@ -231,16 +216,16 @@ def _banner(plan: Plan) -> dict[str, object]:
     devices = (
         "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
     )
-    dropped = f", {data.n_too_long} too long" if data.n_too_long else ""
-    libraries = versions()
+    left_over = f"; {plan.n_left_over} prompts of each epoch fill no step" if plan.n_left_over else ""
     prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
     return {
         "model": f"{recipe.actor.path} ({plan.shape.family}, {plan.shape.n_parameters / 1e6:,.1f} M parameters)",
         **{placed.role: describe(placed.layout) for placed in placement.roles},
         "devices": devices,
-        "prompts": f"{len(data)} of {data.n_rows} rows{dropped}",
-        "steps": f"{plan.total_steps} of {prompts} prompts x {samples} samples",
-        "versions": ", ".join(f"{name} {number}" for name, number in libraries.items()),
+        "prompts": data.usage,
+        **({"held out": plan.evaluator.data.usage} if plan.evaluator else {}),
+        "steps": f"{plan.total_steps} of {prompts} prompts x {samples} samples{left_over}",
+        "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         **({"warnings": "\n".join(placement.warnings())} if placement.warnings() else {}),
     }
 

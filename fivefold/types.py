@@ -43,7 +43,7 @@ class Completion:
     finish_reason: FinishReason
     """`stop`: an end or stop token was sampled. `length`: the token limit was reached."""
     weight_version: int
-    """Version of the weights that sampled it: the number of actor updates they had seen."""
+    """Version of the weights that sampled it: the training steps they had seen."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class PolicyLoss:
         return {name: where_T.to(ratio_T.dtype).sum() for name, where_T in clipped.items()} | {
             "ppo_kl": (-log_ratio_T).sum(),
             "ppo_kl_k3": kl_estimate(zero_T, log_ratio_T, "k3").sum(),
-            "ratio": ratio_T[trained_T].sum(),
+            "ratio": _zero_unless(trained_T, ratio_T).sum(),
             "ratio/max": _max(ratio_T, trained_T),
         }
 
@@ -236,4 +236,6 @@ def _zero_unless(trained_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tenso
 
 def _max(values_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:
     """The largest trained value; -inf, the identity of the maximum, where there is none."""
-    return torch.cat([values_T[trained_T], values_T.new_full((1,), -torch.inf)]).amax()
+    # No indexing with the mask: how many there are would have to be asked of the device.
+    lowest = values_T.new_full((1,), -torch.inf)
+    return torch.cat([torch.where(trained_T, values_T, lowest), lowest]).amax()

@@ -11,6 +11,8 @@ from typing import Any, Self
 from safetensors import safe_open
 from torch import Tensor
 
+from fivefold.config.paths import resolve_model_path
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -19,11 +21,11 @@ _OTHER_FORMATS = ["consolidated*", "original/*"]
 
 
 def resolve_model_folder(path: str | Path) -> Path:
-    """The local folder of a model: `path` itself, or a snapshot of the hub repository of that name.
+    """The local folder of a model: `path` itself, that of `package:<name>`, or a snapshot of the hub's repository.
 
-    Raises ValueError if `path` is neither a folder nor a name that the hub could serve.
+    Raises ValueError if `path` is neither a folder nor a name that the package or the hub could serve.
     """
-    folder = Path(path).expanduser()
+    folder = Path(resolve_model_path(str(path)))
     if folder.is_dir():
         return folder
     if not _HUB_NAME.fullmatch(str(path)):

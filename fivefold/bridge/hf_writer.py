@@ -15,9 +15,7 @@ from torch import Tensor
 
 from fivefold.bridge.hf_reader import INDEX_FILE, SINGLE_FILE, resolve_model_folder
 
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -27,7 +25,7 @@ _COMPANIONS = (
     "*.jinja",
     "*.model",
 )
-"""Files of a model folder, besides the weights, that are needed to use them."""
+"""What a folder with a tokenizer holds of it."""
 
 
 def save_hf(
@@ -35,9 +33,10 @@ def save_hf(
     weights: Iterable[tuple[str, Tensor]],
     config_source: str | Path,
     *,
+    tokenizer_source: str | Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write `weights` as safetensors shards, with the config and tokenizer of the model at `config_source`.
+    """Write `weights` as safetensors shards, with a config and a tokenizer.
 
     The config's dtype becomes that of the weights (of most elements, if they differ). Everything is written to a
     folder beside `folder`, which takes its place at the end; an earlier `folder` is replaced.
@@ -45,7 +44,8 @@ def save_hf(
     Args:
         folder: where the model goes.
         weights: names and full tensors, consumed one shard at a time.
-        config_source: model folder or hub name.
+        config_source: model folder or hub name, whose config the model has.
+        tokenizer_source: folder or hub name of the tokenizer; None: `config_source`.
         max_shard_bytes: size of a file at most, unless a single tensor is larger.
     """
     target = Path(folder).absolute()
@@ -54,7 +54,9 @@ def save_hf(
     partial.mkdir()
     try:
         dtypes = _write_shards(partial, weights, max_shard_bytes)
-        _copy_companions(partial, resolve_model_folder(config_source), dtypes.most_common(1)[0][0])
+        source = resolve_model_folder(config_source)
+        _copy_configs(partial, source, dtypes.most_common(1)[0][0])
+        _copy_tokenizer(partial, source if tokenizer_source is None else resolve_model_folder(tokenizer_source))
         _swap(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -107,11 +109,16 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_companions(folder: Path, source: Path, dtype: torch.dtype) -> None:
+def _copy_tokenizer(folder: Path, source: Path) -> None:
+    for file in sorted({file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}):
+        shutil.copyfile(file, folder / file.name)
+
+
+def _copy_configs(folder: Path, source: Path, dtype: torch.dtype) -> None:
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} holds no config.json; config_source must be a Hugging Face model folder")
-    for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()}):
-        shutil.copyfile(file, folder / file.name)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:

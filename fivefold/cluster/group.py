@@ -3,7 +3,6 @@
     call         every rank, the same arguments        -> results of all ranks
     call_first   every rank, the same arguments        -> rank 0's result; the others' stay where they are
     call_each    every rank, arguments of its own      -> results of all ranks
-    call_one     one rank                              -> its result
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
 
@@ -147,11 +146,6 @@ class WorkerGroup:
     def call_each(self, method: str, items: Sequence[Any], **kwargs: Any) -> list[Any]:
         """`method(items[rank], **kwargs)` on every rank. Results by rank."""
         return self.start_each(method, items, **kwargs).wait()
-
-    def call_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """`method(*args, **kwargs)` on one rank alone: never for a method that holds collectives."""
-        ref = self._workers[rank].call.remote(method, True, kwargs, *_put(args))
-        return self._pend([ref], [rank]).wait()[0]
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Remote]:
         """The generator `method(*args, **kwargs)` on every rank: references to rank 0's items, the others drain theirs.

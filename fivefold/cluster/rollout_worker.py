@@ -40,11 +40,9 @@ class RolloutWorker:
         self._engine.update_weights(unpack(buckets, self._device), version)
 
     def sleep(self) -> None:
-        """Leave the device to the actor."""
+        """Forget the weights and leave the device to the actor."""
         self._engine.sleep()
-        if self._device == "cuda":
-            torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the device back."""
+        """Take the device back; the weights come with the next `update_weights`."""
         self._engine.wake()

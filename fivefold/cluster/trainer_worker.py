@@ -26,15 +26,16 @@ class TrainerSpec:
     """What to build in the processes of a role."""
 
     model: EngineConfig
-    """`path` is a folder."""
     layout: ParallelLayout
     seed: int
+    timeout_s: float
+    """Longest time, in seconds, that a collective may wait for another rank."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer that belongs to the model; None: its own."""
     optimizer: OptimizerConfig | None = None
     """None: the model is not trained."""
     total_steps: int = 1
     """Optimizer steps of the run."""
-    timeout_s: float = 1800.0
-    """Longest time, in seconds, that a collective may wait for another rank."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
 
@@ -54,6 +55,7 @@ class TrainerWorker:
         self._engine = MegatronEngine(
             spec.model, spec.layout, seed=spec.seed, optimizer=spec.optimizer, total_steps=spec.total_steps
         )
+        self._tokenizer = spec.tokenizer
         self._reference = (
             MegatronEngine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
         )
@@ -74,8 +76,9 @@ class TrainerWorker:
             torch.cuda.reset_peak_memory_stats()
         metrics = self._engine.forward_backward(batch, loss)
         step = self._engine.optim_step()
-        memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-        return {"metrics": metrics, "step": step, "peak_memory_gb": memory}
+        if torch.cuda.is_available():
+            metrics["peak_memory_gb/max"] = _largest_peak_gb()
+        return {"metrics": metrics, "step": step}
 
     def weight_buckets(self) -> Iterator[Bucket]:
         """All weights under their Hugging Face names."""
@@ -88,9 +91,16 @@ class TrainerWorker:
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        self._engine.save_hf(folder)
+        self._engine.save_hf(folder, self._tokenizer)
 
     def release_cache(self) -> None:
         """Give unused device memory back, for the engine that shares the device."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _largest_peak_gb() -> float:
+    """Most device memory that any rank had in tensors, in 1e9 bytes."""
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device="cuda")
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return float(peak)

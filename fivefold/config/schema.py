@@ -43,7 +43,17 @@ class SchedulerConfig(Section):
     address: str = "auto"
     """Address of the Ray cluster to join with `type: ray` (`auto`, or host:port)."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest time, in seconds, that one phase may take on a worker before the run ends with an error."""
+    """Longest time, in seconds, that one phase may take, on a worker or with the rewards, before the run ends with an
+    error."""
+
+    @model_validator(mode="after")
+    def _check_address(self) -> SchedulerConfig:
+        if self.type == "local" and self.address != "auto":
+            raise ValueError(
+                f"address={self.address} is that of a cluster to join, but type=local starts Ray for this run alone: "
+                "set type to ray, or drop address"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -52,16 +62,28 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW's decoupled weight decay; norms and biases are exempt."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of Adam's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     warmup_steps_proportion: Fraction = 0.0
     """Share of all optimizer steps spent on a linear warm-up from 0."""
     min_lr_ratio: Fraction = 0.0
-    """Where the decay ends, as a share of `lr`."""
+    """Where the decay leads, as a share of `lr`: it is reached one step after the last, as in torch's schedules."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> OptimizerConfig:
+        if self.min_lr_ratio > 0 and self.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"min_lr_ratio={self.min_lr_ratio} is the end of a decay, but lr_scheduler_type=constant has none: "
+                "set lr_scheduler_type to linear or cosine, or drop min_lr_ratio"
+            )
+        return self
 
 
 class MicroBatchConfig(Section):
@@ -69,6 +91,33 @@ class MicroBatchConfig(Section):
     """Most tokens in one micro-batch, counted over its context-parallel shards. A longer sequence gets its own."""
     n_mbs: Positive = 1
     """Fewest micro-batches a data-parallel rank splits a mini-batch into."""
+
+
+class TransformerFields(Section):
+    """Of Megatron-Core's TransformerConfig, by its own names: those that mean something to Fivefold's modules."""
+
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the router's load-balancing loss. 0: the router stays where pre-training and the policy loss put it."""
+    moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the router's z-loss (Zoph et al. 2022)."""
+
+
+class DDPFields(Section):
+    """Of Megatron-Core's DistributedDataParallelConfig, by its own names."""
+
+    bucket_size: Positive | None = None
+    """Parameters whose gradients are reduced in one collective. None: Megatron-Core's own choice."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients during the backward pass. None: on GPUs with data parallelism."""
+
+
+class AdamFields(Section):
+    """Of Megatron-Core's OptimizerConfig, by its own names."""
+
+    decoupled_weight_decay: bool = True
+    """AdamW; false: weight decay is an L2 penalty within Adam."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the weights of the query and key norms too."""
 
 
 class MegatronConfig(Section):
@@ -86,12 +135,9 @@ class MegatronConfig(Section):
     """Tokens whose logits [chunk, vocabulary / tp] exist at one time."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, the MLP/MoE activations, or whole layers."""
-    transformer: dict[str, Any] = {}
-    """Fields of Megatron-Core's TransformerConfig, by its own names."""
-    ddp: dict[str, Any] = {}
-    """Fields of Megatron-Core's DistributedDataParallelConfig, by its own names."""
-    optimizer: dict[str, Any] = {}
-    """Fields of Megatron-Core's OptimizerConfig, by its own names."""
+    transformer: TransformerFields = TransformerFields()
+    ddp: DDPFields = DDPFields()
+    optimizer: AdamFields = AdamFields()
 
 
 class EngineConfig(Section):
@@ -101,6 +147,9 @@ class EngineConfig(Section):
     """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold."""
     backend: str = "megatron:d1"
     """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`."""
+    device_mapping: str | list[NonNegative] | None = None
+    """GPUs of the ranks, counted through over the nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
+    list, or none; roles whose lists overlap take turns. None: as the backends and `colocate` say."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of weights and activations. Gradients, moments and master weights are float32."""
     init_from_scratch: bool = False
@@ -113,8 +162,11 @@ class NormConfig(Section):
     """(x - mean) / (std + eps), each over the group of one prompt, over the batch, or not at all."""
 
     mean_level: Literal["group", "batch", "none"] = "group"
+    """Over what the mean is taken."""
     std_level: Literal["group", "batch", "none"] = "group"
+    """Over what the standard deviation is taken."""
     eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the standard deviation."""
 
 
 class ActorConfig(EngineConfig):
@@ -144,9 +196,11 @@ class ActorConfig(EngineConfig):
     reward_norm: NormConfig = NormConfig()
     """How rewards become advantages (GRPO: group, group; Dr. GRPO: group, none)."""
     reward_scaling: float = 1.0
+    """Rewards are (reward + bias) * scaling, then clipped to ±clip, before they become advantages."""
     reward_bias: float = 0.0
+    """The bias of `reward_scaling`."""
     reward_clip: Annotated[float, Field(gt=0)] | None = None
-    """Rewards are (reward + bias) * scaling, then clipped to ±clip."""
+    """The clip of `reward_scaling`; none: no clipping."""
 
 
 class ReferenceConfig(Section):
@@ -154,19 +208,26 @@ class ReferenceConfig(Section):
     """Reference model; none: the actor's initial weights."""
     backend: str | None = None
     """None: the actor's own layout."""
+    device_mapping: str | list[NonNegative] | None = None
+    """As `actor.device_mapping`, for a reference with a backend of its own."""
 
 
 class GenerationConfig(Section):
     n_samples: Positive = 8
     """Completions of each prompt: the group."""
     max_new_tokens: Positive = 1024
+    """Longest completion, in tokens."""
     min_new_tokens: NonNegative = 0
+    """Tokens before which no end token is sampled."""
     greedy: bool = False
+    """Always the most likely token: for `fivefold generate`. Training needs samples."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in sampling and in every log-prob of training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the fewest tokens that together have this probability; 1: all."""
     top_k: NonNegative = 0
     """Sample among the k most likely tokens; 0: all."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[NonNegative] = []
     """Stop after any of these, besides the model's own end-of-sequence tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop after any of these texts."""
@@ -184,6 +245,8 @@ class GenerationConfig(Section):
 class RolloutConfig(Section):
     backend: str = "transformers:d1"
     """Engine and replicas, for example `transformers:d2`."""
+    device_mapping: str | list[NonNegative] | None = None
+    """As `actor.device_mapping`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the actor's."""
     max_batch_size: Positive = 256
@@ -192,14 +255,13 @@ class RolloutConfig(Section):
     """Share the actor's devices. None: only if the cluster has too few for both."""
 
 
-class DatasetConfig(Section):
+class RowsConfig(Section):
+    """Where rows come from, and how they are read."""
+
     path: str
     """Parquet or JSONL file, folder of such files, `datasets` name, or `package:<name>`."""
     split: str = "train"
     """Split to read, for a `datasets` name."""
-    batch_size: Positive = 32
-    """Prompts in a step."""
-    shuffle: bool = True
     max_length: Positive = 1024
     """Longest prompt, in tokens; longer ones are dropped and counted."""
     limit: Positive | None = None
@@ -212,6 +274,19 @@ class DatasetConfig(Section):
     """None: for chat messages yes, for texts no."""
 
 
+class BatchesConfig(Section):
+    """How rows are shared out over training steps."""
+
+    batch_size: Positive = 32
+    """Rows in a step."""
+    shuffle: bool = True
+    """A new order every epoch; false: always the order of the rows."""
+
+
+class DatasetConfig(RowsConfig, BatchesConfig):
+    """Prompts to train on."""
+
+
 class RewardConfig(Section):
     fn: str = "math"
     """`exact_match`, `math` (math-verify), or `module:function` of your own."""
@@ -219,15 +294,33 @@ class RewardConfig(Section):
     """Keyword arguments handed to the function."""
 
 
-class EvaluatorConfig(Section):
+class PeriodicConfig(Section):
+    """Something that is done every so many steps, and after the last one in any case."""
+
     freq_steps: Positive | None = None
-    """Evaluate every so many steps; before the first and after the last step in any case."""
+    """None: after the last step only."""
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether it is to be done after step `step`, counted from 1."""
+        return step == total_steps or (self.freq_steps is not None and step % self.freq_steps == 0)
+
+
+class EvaluatorConfig(PeriodicConfig):
+    """Accuracy on the held-out prompts, which is also taken before the first step."""
+
     n_samples: Positive = 1
+    """Completions of each held-out prompt; accuracy is the mean over all of them."""
     greedy: bool = True
+    """Always the most likely token."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling, with `greedy: false`."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> EvaluatorConfig:
+        if self.greedy and self.temperature != 1.0:
+            raise ValueError(
+                f"evaluator.temperature={self.temperature} has no effect with greedy=true: set greedy=false, or drop it"
+            )
         if self.greedy and self.n_samples > 1:
             raise ValueError(
                 f"evaluator.n_samples={self.n_samples} with greedy=true samples the same completion again and again: "
@@ -236,14 +329,13 @@ class EvaluatorConfig(Section):
         return self
 
 
-class SaverConfig(Section):
-    freq_steps: Positive | None = None
-    """Also write the weights every so many steps, over the earlier ones. Else an interrupted run leaves none: they
-    are written at the end."""
+class SaverConfig(PeriodicConfig):
+    """The weights, written over the earlier ones: an interrupted run leaves those of the last time."""
 
 
 class StatsConfig(Section):
     tensorboard: bool = True
+    """Also write every step's metrics as TensorBoard events."""
     n_logged_samples: NonNegative = 4
     """Generations of each step written to `samples.jsonl`."""
 
@@ -252,8 +344,11 @@ class RunConfig(Section):
     """What every kind of recipe has."""
 
     experiment_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    """What the runs are about: the outer folder of their outputs."""
     trial_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "trial-0"
+    """This run: the inner folder."""
     seed: NonNegative = 1
+    """Decides all random choices: the order of rows, sampling, random weights."""
     cluster: ClusterConfig = ClusterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     tokenizer_path: str | None = None
@@ -272,10 +367,12 @@ class TrainRecipe(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
-    valid_dataset: DatasetConfig | None = None
+    valid_dataset: RowsConfig | None = None
+    """Held-out prompts, all of them evaluated each time; none: no evaluation."""
     reward: RewardConfig = RewardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     total_train_epochs: Positive = 1
+    """Times the data set is read."""
     total_train_steps: Positive | None = None
     """Stop after so many steps; none: after `total_train_epochs`."""
 
@@ -286,6 +383,10 @@ class TrainRecipe(RunConfig):
             raise ValueError(
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
+            )
+        if self.valid_dataset is None and self.evaluator != EvaluatorConfig():
+            raise ValueError(
+                "the evaluator section has no effect without held-out prompts: set valid_dataset.path, or drop it"
             )
         if self.gconfig.greedy:
             raise ValueError(
@@ -310,11 +411,17 @@ class TrainRecipe(RunConfig):
         return self
 
 
-class SFTDatasetConfig(DatasetConfig):
+class SFTRowsConfig(RowsConfig):
+    """Prompts with the responses to learn."""
+
     response_key: str = "response"
     """Column of the text to learn; the end-of-sequence token is appended."""
     max_length: Positive = 1024
     """Longest example, in tokens: prompt, response and end token. Longer ones are dropped and counted."""
+
+
+class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
+    """Examples to train on."""
 
 
 class SFTModelConfig(EngineConfig):
@@ -326,9 +433,12 @@ class SFTRecipe(RunConfig):
 
     actor: SFTModelConfig
     train_dataset: SFTDatasetConfig
-    valid_dataset: SFTDatasetConfig | None = None
+    valid_dataset: SFTRowsConfig | None = None
+    """Held-out examples, whose loss is computed before and after; none: it is not."""
     total_train_epochs: Positive = 1
+    """Times the data set is read."""
     total_train_steps: Positive | None = None
+    """Stop after so many steps; none: after `total_train_epochs`."""
 
 
 Recipe = TrainRecipe | SFTRecipe

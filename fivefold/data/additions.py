@@ -37,6 +37,7 @@ class Addition:
 
     @property
     def answer(self) -> int:
+        """The sum."""
         return self.left + self.right
 
     @property

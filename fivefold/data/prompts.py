@@ -13,13 +13,14 @@ and plain columns named by `prompt_key` and `answer_key`:
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.config.schema import DatasetConfig
-from fivefold.data.rows import Row, load_rows, require_column
+from fivefold.config.schema import BatchesConfig, RowsConfig
+from fivefold.data.rows import Row, load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.types import Prompt
 
@@ -40,7 +41,12 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def sampler(self, config: DatasetConfig, seed: int) -> EpochSampler[Prompt]:
+    @property
+    def usage(self) -> str:
+        """Rows used, read and too long, for people."""
+        return usage(len(self), self.n_rows, self.n_too_long)
+
+    def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[Prompt]:
         """Batches of `config.batch_size` prompts."""
         return EpochSampler(
             self.prompts,
@@ -58,11 +64,12 @@ class PromptDataset:
         return digest.hexdigest()[:16]
 
 
-def load_prompts(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
     """Read, render and tokenize a data set; over-long prompts are dropped and counted.
 
     Raises:
-        ValueError: no data, a missing column, chat messages without a chat template, or no prompt that fits.
+        ValueError: no data, a missing column, a ground truth that is null or of a type that JSON does not have, chat
+            messages without a chat template, or no prompt that fits.
     """
     rows = load_rows(config)
     require_column(rows, config.prompt_key, "prompt_key", config.path)
@@ -92,7 +99,7 @@ def load_prompts(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def render(
-    prompt: Any, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, where: str
+    prompt: Any, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[str, tuple[int, ...]]:
     """A prompt as the model sees it, and its tokens.
 
@@ -139,13 +146,30 @@ def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokeniz
     return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=True))
 
 
-def _ground_truth(row: Row, config: DatasetConfig, where: str) -> Any:
+def _ground_truth(row: Row, config: RowsConfig, where: str) -> Any:
     if config.answer_key is not None:
-        return row[config.answer_key]
+        return _plain(row[config.answer_key], f"{where}: column {config.answer_key!r}")
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
         raise ValueError(
             f"{where} has no reward_model.ground_truth; its columns are {sorted(row)}: "
             "set answer_key to the column that holds the ground truth"
         )
-    return reward_model["ground_truth"]
+    return _plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth")
+
+
+def _plain(truth: Any, where: str) -> Any:
+    """`truth` as it is, if it is made of what JSON has: it is compared with texts, and written with the samples."""
+    if truth is None:
+        raise ValueError(f"{where} is null, which no response can be compared with: fill it, or drop the row")
+    if isinstance(truth, (str, bool, int)) or (isinstance(truth, float) and math.isfinite(truth)):
+        return truth
+    if isinstance(truth, list):
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(truth)]
+    if isinstance(truth, dict) and all(isinstance(key, str) for key in truth):
+        # Parquet gives all rows of a column the same keys, None where a row has none.
+        return {key: None if item is None else _plain(item, f"{where}.{key}") for key, item in truth.items()}
+    raise ValueError(
+        f"{where} holds {truth!r}, a {type(truth).__name__}: a ground truth is a text, a finite number, true or false, "
+        "or a list or an object of them. Write it as one of those, a date or a decimal as a text for example"
+    )

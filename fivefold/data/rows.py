@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.schema import DatasetConfig
+from fivefold.config.schema import RowsConfig
 
 Row = dict[str, Any]
 
@@ -20,7 +20,7 @@ _PACKAGE = "package:"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 
 
-def load_rows(config: DatasetConfig) -> list[Row]:
+def load_rows(config: RowsConfig) -> list[Row]:
     """The rows of `config.path`, the first `config.limit` of them, as plain Python values.
 
     `config.path` is one of
@@ -38,6 +38,11 @@ def load_rows(config: DatasetConfig) -> list[Row]:
     if not rows:
         raise ValueError(f"the data set {config.path!r} has no rows: check the path, or fill the file")
     return rows
+
+
+def usage(n_used: int, n_rows: int, n_too_long: int) -> str:
+    """What became of a data set's rows, for people: `90 of 100 rows, 10 too long`."""
+    return f"{n_used:,} of {n_rows:,} rows" + (f", {n_too_long:,} too long" if n_too_long else "")
 
 
 def columns(rows: list[Row]) -> list[str]:
@@ -59,7 +64,7 @@ def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
             )
 
 
-def _iterate(config: DatasetConfig) -> Iterator[Row]:
+def _iterate(config: RowsConfig) -> Iterator[Row]:
     if config.path.startswith(_PACKAGE):
         with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
             yield from _read_file(file)
@@ -111,15 +116,16 @@ def _read_file(file: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8") as lines:
+    # Split before it is decoded: an error then has a line number.
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode("utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"{file}, line {number}: not JSON ({error}); a JSONL file has one JSON object a line"
+                    f"{file}, line {number}: not JSON in UTF-8 ({error}); a JSONL file has one JSON object a line"
                 ) from error
             if not isinstance(row, dict):
                 raise ValueError(

@@ -62,6 +62,7 @@ class EpochSampler(Generic[Item]):
 
     @property
     def batches_per_epoch(self) -> int:
+        """Whole batches in an epoch."""
         return len(self._items) // self._batch_size
 
     @property
@@ -81,6 +82,7 @@ class EpochSampler(Generic[Item]):
         return batch
 
     def state_dict(self) -> SamplerState:
+        """The place in the data, and what it belongs to."""
         return SamplerState(
             seed=self._seed,
             shuffle=self._shuffle,

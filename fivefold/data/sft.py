@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.config.schema import SFTDatasetConfig
+from fivefold.config.schema import BatchesConfig, SFTRowsConfig
 from fivefold.data.batches import ragged_batch
 from fivefold.data.prompts import render
-from fivefold.data.rows import load_rows, require_column
+from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.types import Batch
 
@@ -46,7 +46,12 @@ class SFTDataset:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def sampler(self, config: SFTDatasetConfig, seed: int) -> EpochSampler[SFTExample]:
+    @property
+    def usage(self) -> str:
+        """Rows used, read and too long, for people."""
+        return usage(len(self), self.n_rows, self.n_too_long)
+
+    def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[SFTExample]:
         """Lists of `config.batch_size` examples; `sft_batch` makes a batch of one."""
         return EpochSampler(
             self.examples,
@@ -65,7 +70,7 @@ class SFTDataset:
         return digest.hexdigest()[:16]
 
 
-def load_sft(config: SFTDatasetConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
+def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
     """Read and tokenize a data set of prompts and responses; over-long examples are dropped and counted.
 
     The prompt is rendered as in training with rewards, chat template included; the response follows it unchanged.

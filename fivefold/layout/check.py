@@ -41,6 +41,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None
         layouts.setdefault("ref", layouts["actor"])
         shapes["ref"] = ref_shape
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
+    problems += _router_problems(recipe, shape)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
@@ -58,6 +59,15 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     yield from _pipeline_problems(layout, shape)
     if layout.backend == "megatron":
         yield from _expert_problems(layout, shape)
+
+
+def _router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if shape.is_moe:
+        return
+    fields = recipe.actor.megatron.transformer
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if value := getattr(fields, name):
+            yield f"actor.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
 
 
 def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
@@ -93,6 +103,11 @@ def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
             degree = f"e{layout.ep}" if layout.ep > 1 else f"ffn t{layout.etp}"
             yield f"{degree} splits experts, and {shape.family} has none: drop it"
         return
+    if shape.top_k == 1 and shape.norm_topk_prob:
+        yield (
+            "each token visits one expert with norm_topk_prob=true, so its weight is always 1 and the router learns "
+            "nothing, which Megatron-Core refuses: use a model with norm_topk_prob=false or with more experts a token"
+        )
     if shape.n_experts % layout.ep:
         yield _indivisible("experts", shape.n_experts, "e", layout.ep)
     if shape.expert_ffn_hidden % layout.etp:

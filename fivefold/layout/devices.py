@@ -1,9 +1,12 @@
-"""Lists of devices as people write them: `0-31`, `0-3,8`, `[0, 2, 4]`, `list(range(0,32))`. Parsed, never evaluated."""
+"""Lists of devices as people write them: `0-31`, `0-3,8`, `[0, 2, 4]`, `list(range(0,32))`. Parsed, never evaluated.
+
+`parse_devices` reads all of these, `device_text` prints the shortest, and what it prints parses to the same list.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fivefold.layout.errors import AllocationError
 
@@ -16,9 +19,11 @@ TERMS = re.compile(
     | (?P<span>\d+\s*-\s*\d+)
     | (?P<one>\d+)
     )\s*""",
-    re.VERBOSE,
+    re.VERBOSE | re.ASCII,
 )
 SEPARATORS = "+,"
+MOST_DIGITS = 6
+"""Of a device's number: a slip such as `range(0, 80000000000)` is refused before it is counted out."""
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -33,6 +38,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
         match = TERMS.match(text, position)
         if match is None:
             raise AllocationError("a list of devices is expected here", EXAMPLES, text, position)
+        _check_sizes(match, text)
         _extend(devices, _term(match, text), text, match)
         position = match.end()
         if position == len(text):
@@ -42,13 +48,33 @@ def parse_devices(text: str) -> tuple[int, ...]:
         position += 1
 
 
+def device_text(devices: Sequence[int]) -> str:
+    """`0-3, 8`: the devices in order, neighbours joined."""
+    spans: list[list[int]] = []
+    for device in devices:
+        if spans and device == spans[-1][-1] + 1:
+            spans[-1].append(device)
+        else:
+            spans.append([device])
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+
+
+def _check_sizes(match: re.Match[str], text: str) -> None:
+    for number in re.finditer(r"\d+", match.group(), re.ASCII):
+        if len(number.group()) > MOST_DIGITS:
+            rule = f"a device's number has at most {MOST_DIGITS} digits"
+            raise AllocationError(rule, EXAMPLES, text, match.start() + number.start())
+
+
 def _extend(devices: list[int], term: list[int], text: str, match: re.Match[str]) -> None:
     start = _start(match)
     if not term:
         raise AllocationError("this names no device", EXAMPLES, text, start)
+    seen = set(devices)
     for device in term:
-        if device in devices:
+        if device in seen:
             raise AllocationError(f"device {device} is named twice", "name each device once", text, start)
+        seen.add(device)
         devices.append(device)
 
 

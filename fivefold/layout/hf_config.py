@@ -21,7 +21,6 @@ DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
     "norm_topk_prob": False,
     "rms_norm_eps": 1e-6,
-    "router_aux_loss_coef": 0.001,
     "decoder_sparse_step": 1,
     "qkv_bias": True,
     "rope_theta": 1e4,

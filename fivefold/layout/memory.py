@@ -8,7 +8,7 @@ last stage) or what a layer's backward pass needs for a moment, never both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.layout.activations import LayerCosts, head_bytes, layer_costs
 from fivefold.layout.parallel import ParallelLayout
@@ -66,11 +66,18 @@ class RankMemory:
 
 
 def training_memory(
-    layout: ParallelLayout, shape: PlanShape, work: Workload, *, has_reference: bool = False
+    layout: ParallelLayout, shape: PlanShape, work: Workload, *, reference: PlanShape | None = None
 ) -> tuple[RankMemory, ...]:
-    """The memory of a rank of each pipeline stage."""
+    """The memory of a rank of each pipeline stage; `reference` is a frozen model in the same processes."""
     costs = {is_moe: layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in set(shape.moe_layers)}
-    return tuple(_stage_memory(layout, shape, work, stage, costs, has_reference) for stage in stages(layout, shape))
+    trained = [_stage_memory(layout, shape, work, stage, costs) for stage in stages(layout, shape)]
+    if reference is None:
+        return tuple(trained)
+    frozen = (rank_parameters(layout, reference, stage).total for stage in stages(layout, reference))
+    return tuple(
+        replace(stage, reference=parameters * work.element_bytes)
+        for stage, parameters in zip(trained, frozen, strict=True)
+    )
 
 
 def _stage_memory(
@@ -79,7 +86,6 @@ def _stage_memory(
     work: Workload,
     stage: Stage,
     costs: dict[bool, LayerCosts],
-    has_reference: bool,
 ) -> RankMemory:
     parameters = rank_parameters(layout, shape, stage)
     weights = parameters.total * work.element_bytes
@@ -93,7 +99,7 @@ def _stage_memory(
     return RankMemory(
         stage=stage.index,
         weights=weights,
-        reference=weights if has_reference else 0,
+        reference=0,
         gradients=parameters.total * _FLOAT,
         optimizer=int(state_bytes * sharded),
         activations=int(in_flight * (kept + outputs * layout.vpp)),
@@ -101,7 +107,7 @@ def _stage_memory(
         logprobs=head_bytes(shape, layout, work) if stage.has_head else 0,
         temporaries=temporaries,
         buffers=_buffers(layout, shape, work, stream),
-        context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout),
+        context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout, shape),
     )
 
 
@@ -151,7 +157,9 @@ def _buffers(layout: ParallelLayout, shape: PlanShape, work: Workload, stream: i
     return int(tokens * per_token + gathered + received + LIBRARY_WORKSPACE)
 
 
-def _n_communicators(layout: ParallelLayout) -> int:
-    """NCCL communicators that carry traffic."""
-    groups = (layout.tp, layout.cp, layout.dp * layout.cp, layout.pp, layout.ep, layout.etp, layout.edp)
+def _n_communicators(layout: ParallelLayout, shape: PlanShape) -> int:
+    """NCCL communicators that carry traffic. Without experts nobody calls those of experts, so they are never made."""
+    groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp]
+    if shape.is_moe:
+        groups += [layout.ep, layout.etp, layout.edp]
     return sum(size > 1 for size in groups)

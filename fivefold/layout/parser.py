@@ -14,6 +14,7 @@ from fivefold.layout.roles import LETTERS, NAME, Allocation, RoleAllocation, ref
 ATTENTION_LETTERS = "dtpcv"
 EXPERT_LETTERS = "dtepv"
 DIGITS = "0123456789"
+MOST_DIGITS = 6
 MEANING = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert", "v": "virtual stages"}
 
 
@@ -236,9 +237,11 @@ class AllocationParser:
         if digits[0] == "0":
             self._fail(
                 f"`{letter}{digits}`: a degree is 1 or more, without leading zeros",
-                f"write {letter}{int(digits) or 1}",
+                f"write {letter}{digits.lstrip('0') or 1}",
                 start,
             )
+        if len(digits) > MOST_DIGITS:
+            self._fail(f"a degree has at most {MOST_DIGITS} digits", "write the number of ranks that is meant", start)
         return int(digits)
 
     def _word(self) -> str:
@@ -249,7 +252,7 @@ class AllocationParser:
         return match.group()
 
     def _skip_blanks(self) -> int:
-        while self._peek_here() == " ":
+        while self._peek_here().isspace():
             self._at += 1
         return self._at
 

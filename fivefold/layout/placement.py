@@ -15,9 +15,10 @@ from typing import NamedTuple
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.devices import device_text
 from fivefold.layout.grid import rank_groups
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.recipe import recipe_allocation
+from fivefold.layout.recipe import recipe_allocation, recipe_devices
 
 
 class Device(NamedTuple):
@@ -97,8 +98,10 @@ class Placement:
             example = ", ".join(
                 f"rank {rank} on node {placed.devices[rank].node}" for rank in (groups[0][0], groups[0][-1])
             )
+            plural = "s" if len(groups) > 1 else ""
+            crossing = "cross" if len(groups) > 1 else "crosses"
             yield (
-                f"{len(groups)} tensor parallel groups of {placed.role} cross nodes ({example}): "
+                f"{len(groups)} tensor parallel group{plural} of {placed.role} {crossing} nodes ({example}): "
                 "their traffic takes the network between nodes; make t divide the GPUs of a node, "
                 "or let the role begin with a node"
             )
@@ -109,17 +112,7 @@ def _runs(devices: Sequence[Device]) -> str:
     by_node: dict[int, list[int]] = {}
     for device in devices:
         by_node.setdefault(device.node, []).append(device.local)
-    return "; ".join(f"node {node}: {_spans(indices)}" for node, indices in by_node.items())
-
-
-def _spans(indices: Sequence[int]) -> str:
-    spans: list[list[int]] = []
-    for index in indices:
-        if spans and index == spans[-1][-1] + 1:
-            spans[-1].append(index)
-        else:
-            spans.append([index])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+    return "; ".join(f"node {node}: {device_text(indices)}" for node, indices in by_node.items())
 
 
 def place(recipe: Recipe) -> Placement:
@@ -131,9 +124,13 @@ def place(recipe: Recipe) -> Placement:
     Raises:
         RecipeError: layouts that cannot be read or contradict one another, or that need more GPUs than there are.
     """
-    allocation = recipe_allocation(recipe)
+    allocation, lists = recipe_allocation(recipe), recipe_devices(recipe)
+    cluster = recipe.cluster
     try:
-        return place_allocation(allocation, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
+        if lists is None:
+            return place_allocation(allocation, cluster.n_nodes, cluster.n_gpus_per_node)
+        roles = {role.role: (role, lists[role.role]) for role in allocation.roles}
+        return place_by_list(roles, cluster.n_nodes, cluster.n_gpus_per_node)
     except ValueError as error:
         raise RecipeError(recipe.experiment_name, [str(error)]) from error
 
@@ -185,11 +182,12 @@ def place_by_list(
         if missing:
             raise ValueError(
                 f"{name} is put on device {missing[0]}, "
-                f"but the {n_nodes} * {n_gpus_per_node} GPUs are numbered 0 to {available - 1}"
+                f"but the {n_nodes} * {n_gpus_per_node} GPUs are numbered 0 to {available - 1}: "
+                "list those, or take more nodes"
             )
         if len(set(indices)) != len(indices):
             twice = next(index for index in indices if list(indices).count(index) > 1)
-            raise ValueError(f"{name} is put on device {twice} twice; a device runs one rank of a role")
+            raise ValueError(f"{name} is put on device {twice} twice; a device runs one rank of a role: name it once")
         layout = role.resolve(len(indices))
         if layout.world_size != len(indices):
             raise ValueError(

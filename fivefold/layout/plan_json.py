@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.layout.blueprint import Blueprint, RolloutPlan, TrainerPlan
+from fivefold.layout.blueprint import Blueprint
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.rank_table import RANK_COLUMNS, rank_rows
+from fivefold.layout.role_plans import RolloutPlan, TrainerPlan
 from fivefold.layout.search import Candidate, Found, reasons
+from fivefold.layout.stages import Stage, stages
 from fivefold.layout.timing import StepTime
 
 
@@ -26,6 +28,7 @@ def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
             "trainable": shape.is_trainable,
         },
         "allocation": str(question.allocation),
+        "devices": None if question.devices is None else {role: list(at) for role, at in question.devices.items()},
         "cluster": {"nodes": question.n_nodes, "gpus_per_node": question.gpus_per_node, "gpu": asdict(question.gpu)},
         "work": asdict(question.work),
         "fits": blueprint.fits,
@@ -44,10 +47,23 @@ def _trainer(trainer: TrainerPlan, shape: PlanShape, gpu: Gpu) -> dict[str, Any]
         "role": placed.role,
         "layout": asdict(placed.layout),
         "memory": [{**asdict(stage), "allocated": stage.allocated, "total": stage.total} for stage in trainer.memory],
+        "waiting_roles": trainer.beside,
+        "memory_by_recompute": {mode: stage.total for mode, stage in trainer.modes.items()},
         "binding_rank": trainer.binding_rank,
         "binding_stage": trainer.binding.stage,
         "step": None if trainer.time is None else _step(trainer.time, gpu),
+        "groups": [asdict(spread) for spread in trainer.spreads],
+        "stages": [_stage(stage) for stage in stages(placed.layout, shape)],
         "ranks": [dict(zip(RANK_COLUMNS, row, strict=True)) for row in rank_rows(placed, shape)],
+    }
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    return {
+        "stage": stage.index,
+        "virtual_stages": [[chunk[0], chunk[-1]] for chunk in stage.chunks],
+        "embedding": stage.has_embedding,
+        "head": stage.has_head,
     }
 
 
@@ -70,22 +86,23 @@ def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
     return {
         "role": rollout.placed.role,
         "layout": asdict(rollout.placed.layout),
-        "memory": {**asdict(memory), "total": memory.total, "waiting_trainer": rollout.beside},
+        "memory": {**asdict(memory), "total": memory.total, "waiting_roles": rollout.beside},
+        "groups": [asdict(spread) for spread in rollout.spreads],
         "devices": [list(device) for device in rollout.placed.devices],
     }
 
 
-def found_as_json(found: Found, gpu: Gpu) -> dict[str, Any]:
+def found_as_json(found: Found) -> dict[str, Any]:
     """The outcome of a search, best first."""
     return {
         "tried": found.n_tried,
         "fitting": found.n_fitting,
         "advice": list(found.advice),
-        "best": [_candidate(candidate, found.best[0], gpu) for candidate in found.best],
+        "best": [_candidate(candidate, found.best[0]) for candidate in found.best],
     }
 
 
-def _candidate(candidate: Candidate, first: Candidate, gpu: Gpu) -> dict[str, Any]:
+def _candidate(candidate: Candidate, first: Candidate) -> dict[str, Any]:
     return {
         "backend": candidate.text,
         "recompute": candidate.recompute,
@@ -93,5 +110,5 @@ def _candidate(candidate: Candidate, first: Candidate, gpu: Gpu) -> dict[str, An
         "seconds": candidate.time.total,
         "mfu": candidate.time.mfu,
         "tokens_per_second_per_gpu": candidate.time.tokens_per_second,
-        "reasons": list(reasons(candidate, first, gpu)),
+        "reasons": list(reasons(candidate, first)),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -19,6 +20,8 @@ from fivefold.layout.shape import ModelShape
 
 SHAPES = Path(__file__).parent / "shapes"
 LATENT_FAMILIES = ("deepseek_v3",)
+_VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
+"""What is added to a model's name where it was trained further, such as `-Instruct-2507`."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,8 @@ class PlanShape(ModelShape):
 def find_shape(model: str) -> PlanShape:
     """The shape of `model`: a name that ships (`Qwen3-8B`, `Qwen/Qwen3-8B`), a model folder, or a `config.json`.
 
+    A variant that was trained further (`Qwen3-8B-Base`, `Qwen2.5-7B-Instruct`) has the shape of its model.
+
     Raises:
         ValueError: nothing of that name, or a model whose sizes cannot be read.
     """
@@ -152,7 +157,7 @@ def find_shape(model: str) -> PlanShape:
         file /= "config.json"
     if file.is_file():
         return read_shape(file, name=file.parent.name if file.name == "config.json" else file.stem)
-    name = model.rsplit("/", 1)[-1]
+    name = _VARIANT.sub("", model.rsplit("/", 1)[-1].removeprefix("Meta-"))
     shipped = {path.stem.lower(): path for path in sorted(SHAPES.glob("*.json"))}
     if name.lower() in shipped:
         path = shipped[name.lower()]
@@ -216,14 +221,12 @@ def _latent_shape(config: Mapping[str, Any], name: str) -> PlanShape:
         shared_expert_ffn_hidden=size("n_shared_experts") * size("moe_intermediate_size"),
         moe_layers=tuple(layer >= n_dense for layer in range(n_layers)),
         norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-        router_aux_loss_coef=0.0,
         qkv_bias=False,
         qk_norm=False,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=float(config.get("rope_theta", 1e4)),
         rope_scaling=None,
-        sliding_window=None,
         name=name,
         latent=latent,
     )

@@ -14,8 +14,8 @@ RANK_COLUMNS = ("rank", "node", "device", "stage", "layers", "dp", "cp", "tp", "
 
 def rank_rows(placed: RolePlacement, shape: PlanShape) -> Iterator[tuple[int | str, ...]]:
     """One row of `RANK_COLUMNS` for each rank of a role that trains."""
-    spans = [stage.spans for stage in stages(placed.layout, shape)]
+    layers = [stage.summary for stage in stages(placed.layout, shape)]
     for at, device in zip(rank_grid(placed.layout), placed.devices, strict=True):
         yield (
-            at.rank, device.node, device.local, at.pp, spans[at.pp], at.dp, at.cp, at.tp, at.edp, at.ep, at.etp
+            at.rank, device.node, device.local, at.pp, layers[at.pp], at.dp, at.cp, at.tp, at.edp, at.ep, at.etp
         )  # fmt: skip

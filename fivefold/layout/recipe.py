@@ -1,8 +1,8 @@
 """What a recipe says of its roles, brought into one form: an `Allocation`.
 
 A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `ref.backend`, `rollout.colocate`) or in one
-string (`allocation_mode`). The reference model lives inside the actor's processes, and is no role of its own, unless
-it is given a backend.
+string (`allocation_mode`), and may put each on a list of devices (`device_mapping`). The
+reference model lives inside the actor's processes, and is no role of its own, unless it is given a backend.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import ClusterConfig, Recipe, Section, SFTRecipe, TrainRecipe
 from fivefold.layout.allocation import Allocation, AllocationError, RoleAllocation, RuleError, parse, parse_role
+from fivefold.layout.devices import parse_devices
 
 Groups = tuple[tuple[RoleAllocation, ...], ...]
 
@@ -26,7 +27,10 @@ def recipe_allocation(recipe: Recipe) -> Allocation:
     Raises:
         RecipeError: strings that cannot be read, that contradict one another, or that name a backend of the wrong kind.
     """
-    if isinstance(recipe, TrainRecipe) and recipe.allocation_mode is not None:
+    lists = recipe_devices(recipe)
+    if lists is not None:
+        groups = _from_lists(recipe, lists)
+    elif isinstance(recipe, TrainRecipe) and recipe.allocation_mode is not None:
         groups = _from_allocation_mode(recipe, recipe.allocation_mode)
     else:
         groups = _from_backends(recipe)
@@ -34,6 +38,56 @@ def recipe_allocation(recipe: Recipe) -> Allocation:
     try:
         return Allocation(tuple(tuple(_with_virtual_stages(recipe, role) for role in group) for group in groups))
     except RuleError as error:
+        raise RecipeError(recipe.experiment_name, [str(error)]) from error
+
+
+def recipe_devices(recipe: Recipe) -> dict[str, tuple[int, ...]] | None:
+    """The devices of each role, by its `device_mapping`; None where no role has one.
+
+    Raises:
+        RecipeError: lists that cannot be read, of some of the roles alone, or beside keys that place roles otherwise.
+    """
+    sections: dict[str, Section] = {role: getattr(recipe, role) for role in _placed_roles(recipe)}
+    mappings = {role: vars(section)["device_mapping"] for role, section in sections.items()}
+    written = {role: mapping for role, mapping in mappings.items() if mapping is not None}
+    if not written:
+        return None
+    _require(recipe, _mapping_problems(recipe, written.keys(), sections.keys() - written.keys()))
+    lists, problems = {}, []
+    for role, mapping in written.items():
+        try:
+            lists[role] = parse_devices(mapping if isinstance(mapping, str) else str(mapping))
+        except AllocationError as error:
+            problems.append(f"{role}.device_mapping: {error}")
+    _require(recipe, problems)
+    return lists
+
+
+def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[str]) -> Iterable[str]:
+    example = f"{min(listed)}.device_mapping"
+    if missing := ", ".join(sorted(unlisted)):
+        yield f"{example} is set, but no list for {missing}: give every role a device_mapping, or none"
+    if recipe.cluster.n_gpus_per_node == 0:
+        yield f"{example} lists GPUs, but cluster.n_gpus_per_node is 0, so that roles are CPU processes: drop it"
+    if isinstance(recipe, TrainRecipe):
+        for key, value in (("allocation_mode", recipe.allocation_mode), ("rollout.colocate", recipe.rollout.colocate)):
+            if value is not None:
+                yield f"{example} and {key} both say which devices a role has: keep one of the two keys"
+
+
+def _placed_roles(recipe: Recipe) -> list[str]:
+    """The roles that have processes of their own."""
+    if isinstance(recipe, SFTRecipe):
+        return ["actor"]
+    return ["rollout", "actor", *(["ref"] if recipe.ref.backend is not None and recipe.actor.kl_ctl > 0 else [])]
+
+
+def _from_lists(recipe: Recipe, lists: Mapping[str, tuple[int, ...]]) -> Groups:
+    """Each role by itself, its `d*` filled from its list: the lists say who shares."""
+    roles = _written_roles(recipe)
+    try:
+        return tuple((replace(roles[name], dp=roles[name].resolve(len(lists[name])).dp),) for name in lists)
+    except AllocationError as error:
         raise RecipeError(recipe.experiment_name, [str(error)]) from error
 
 
@@ -72,9 +126,7 @@ def _from_backends(recipe: Recipe) -> Groups:
     roles = _written_roles(recipe)
     if isinstance(recipe, SFTRecipe):
         return ((roles["actor"],),)
-    trainers = [roles["actor"]]
-    if "ref" in roles and recipe.actor.kl_ctl > 0:
-        trainers.append(roles["ref"])
+    trainers = [roles[name] for name in _placed_roles(recipe) if name != "rollout"]
     is_shared = recipe.rollout.colocate
     if is_shared is None:
         is_shared = _needs_sharing(roles["actor"], roles["rollout"], recipe.cluster)

@@ -33,6 +33,11 @@ class RolloutMemory:
         return self.weights + self.kv_cache + self.workspace + self.context
 
 
+def rollout_context(layout: ParallelLayout) -> int:
+    """CUDA and NCCL of one rank's process: what stays on the GPU while the engine sleeps."""
+    return CUDA_CONTEXT + (COMMUNICATOR if layout.tp > 1 else 0)
+
+
 def rollout_memory(
     layout: ParallelLayout,
     shape: PlanShape,
@@ -48,14 +53,14 @@ def rollout_memory(
     Args:
         sequence_length: tokens of prompt and answer, at the longest.
         batch_size: sequences that a replica of the embedded engine decodes together; servers decide for themselves.
-        taken: bytes that a trainer keeps on the same GPU while it waits.
+        taken: bytes that trainers keep on the same GPU while they wait.
     """
     ranks = layout.tp * layout.pp
     weights = shape.n_parameters * element_bytes // ranks
     # Heads are divided, and copied where there are fewer than ranks; MLA's latent is copied to all.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
-    context = CUDA_CONTEXT + (COMMUNICATOR if layout.tp > 1 else 0)
+    context = rollout_context(layout)
     if layout.backend not in SERVER_SHARE:
         # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)

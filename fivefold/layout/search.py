@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.layout.blueprint import HEADROOM, gb
+from fivefold.layout.blueprint import HEADROOM
 from fivefold.layout.gpus import GPUS, Gpu
 from fivefold.layout.memory import RankMemory, training_memory
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.plan_shape import PlanShape
+from fivefold.layout.question import Question
+from fivefold.layout.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
 from fivefold.layout.roles import RoleAllocation
+from fivefold.layout.rollout_memory import SERVER_SHARE, rollout_context
 from fivefold.layout.stages import plan_problems
 from fivefold.layout.timing import StepTime, step_time
 from fivefold.layout.workload import RECOMPUTE, Recompute, Workload
 
-VIRTUAL_STAGES = (1, 2, 4)
+VIRTUAL_STAGES = (1, 2, 4, 8)
 SHORTEST_SHARD = 512
 """Tokens of a sequence on a context parallel rank, below which splitting it further is not considered."""
-MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)
+MORE_GPUS = (2, 3, 4, 6, 8, 12, 16, 18, 24, 32, 36, 48, 64)
 """How many times as many GPUs are tried, where nothing fits."""
 
 
 @dataclass(frozen=True)
 class Cluster:
+    """The GPUs of the trainer that a layout is wanted for."""
+
     gpu: Gpu
     n_gpus: int
     gpus_per_node: int
+    reserved: int = 0
+    """Bytes of each GPU that other roles keep while the trainer works."""
+    most_kept: int | None = None
+    """Bytes that the trainer may keep while other roles work on the same GPUs; None: there are none."""
+
+    @staticmethod
+    def of(question: Question) -> Cluster:
+        """The devices of the question's actor, and what the roles that share them leave it.
+
+        Raises:
+            ValueError: roles that do not fit on the cluster or on their lists.
+        """
+        placement = question.place()
+        n_gpus = placement["actor"].layout.world_size
+        gpu, sharers = question.gpu, [placement[role] for role in placement.sharers("actor")]
+        rollouts = [placed for placed in sharers if not placed.layout.is_training]
+        references = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
+        reserved = sum(rollout_context(placed.layout) for placed in rollouts)
+        frozen = sum(kept_bytes(reference) for reference in references)
+        limits = [_most_beside(plan_rollout(question, placed, frozen), gpu) for placed in rollouts]
+        per_node = min(question.gpus_per_node or n_gpus, n_gpus)
+        return Cluster(gpu, n_gpus, per_node, reserved + frozen, min(limits, default=None))
+
+    def with_gpu(self, gpu: Gpu) -> Cluster:
+        """The same cluster of another kind of GPU."""
+        most_kept = None if self.most_kept is None else self.most_kept + gpu.memory - self.gpu.memory
+        return replace(self, gpu=gpu, most_kept=most_kept)
+
+    def holds(self, memory: Sequence[RankMemory]) -> bool:
+        """Whether a trainer of such stages has the room, with `HEADROOM` to spare."""
+        room = self.gpu.memory * (1 - HEADROOM) - self.reserved
+        return all(stage.total <= room and self._may_keep(stage) for stage in memory)
+
+    def _may_keep(self, stage: RankMemory) -> bool:
+        return self.most_kept is None or stage.resident + stage.context <= self.most_kept
+
+
+def _most_beside(rollout: RolloutPlan, gpu: Gpu) -> int:
+    """Bytes that a trainer may keep beside an engine: a server needs room for one sequence, ours for its batch."""
+    memory = rollout.memory
+    if rollout.placed.layout.backend in SERVER_SHARE:
+        return memory.kv_cache - memory.kv_cache // max(memory.sequences, 1)
+    return max(0, gpu.memory - memory.total - rollout.beside)
 
 
 @dataclass(frozen=True)
@@ -36,6 +84,8 @@ class Candidate:
     layout: ParallelLayout
     recompute: Recompute
     binding: RankMemory
+    spare: float
+    """Bytes that a GPU of the binding rank has left."""
     time: StepTime
 
     @property
@@ -72,13 +122,15 @@ def layout_text(layout: ParallelLayout) -> str:
     )
 
 
-def search(shape: PlanShape, cluster: Cluster, work: Workload, *, limit: int = 5, has_reference: bool = False) -> Found:
+def search(
+    shape: PlanShape, cluster: Cluster, work: Workload, *, limit: int = 5, reference: PlanShape | None = None
+) -> Found:
     """The `limit` fastest layouts of a trainer that fit with `HEADROOM` to spare."""
     best: dict[tuple[int, ...], Candidate] = {}
     n_tried = n_fitting = 0
     for layout in layouts(shape, cluster, work):
         n_tried += 1
-        chosen = _least_recompute(shape, cluster, work, layout, has_reference)
+        chosen = _least_recompute(shape, cluster, work, layout, reference)
         if chosen is None:
             continue
         n_fitting += 1
@@ -86,11 +138,12 @@ def search(shape: PlanShape, cluster: Cluster, work: Workload, *, limit: int = 5
         time = step_time(layout, shape, work.recomputing(recompute), cluster.gpu, cluster.gpus_per_node)
         key = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
         if key not in best or time.total < best[key].time.total:
-            best[key] = Candidate(layout, recompute, binding, time)
+            spare = cluster.gpu.memory - cluster.reserved - binding.total
+            best[key] = Candidate(layout, recompute, binding, spare, time)
     ranked = sorted(
         best.values(), key=lambda candidate: (candidate.time.total, candidate.layout.pp, candidate.layout.tp)
     )
-    advice = () if ranked else tuple(_advice(shape, cluster, work, has_reference))
+    advice = () if ranked else tuple(_advice(shape, cluster, work, reference))
     return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice)
 
 
@@ -142,32 +195,24 @@ def _divisors(number: int) -> list[int]:
 
 
 def _least_recompute(
-    shape: PlanShape, cluster: Cluster, work: Workload, layout: ParallelLayout, has_reference: bool
+    shape: PlanShape, cluster: Cluster, work: Workload, layout: ParallelLayout, reference: PlanShape | None
 ) -> tuple[Recompute, RankMemory] | None:
     """The recompute mode with the least work that fits, and the stage that needs the most under it."""
-    room = cluster.gpu.memory * (1 - HEADROOM)
     for recompute in RECOMPUTE:
-        binding = _binding(shape, work.recomputing(recompute), layout, has_reference)
-        if binding.total <= room:
-            return recompute, binding
-        if binding.resident > room:
-            return None
+        memory = training_memory(layout, shape, work.recomputing(recompute), reference=reference)
+        if cluster.holds(memory):
+            return recompute, largest(memory)
     return None
 
 
-def _binding(shape: PlanShape, work: Workload, layout: ParallelLayout, has_reference: bool) -> RankMemory:
-    return max(training_memory(layout, shape, work, has_reference=has_reference), key=lambda stage: stage.total)
-
-
-def reasons(candidate: Candidate, first: Candidate, gpu: Gpu) -> tuple[str, ...]:
+def reasons(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
     """Why a candidate stands where it does: what it has for it, and what costs it the first place."""
-    return (*_merits(candidate, gpu), *([] if candidate is first else _drawbacks(candidate, first)))
+    return (*_merits(candidate), *([] if candidate is first else _drawbacks(candidate, first)))
 
 
-def _merits(candidate: Candidate, gpu: Gpu) -> Iterator[str]:
-    left = gpu.memory - candidate.binding.total
+def _merits(candidate: Candidate) -> Iterator[str]:
     how = "no recomputation" if candidate.recompute == "none" else f"{candidate.recompute} recomputation"
-    yield f"{how}, {gb(left)} GB to spare"
+    yield f"{how}, {gb(candidate.spare)} GB to spare"
     if candidate.layout.pp > 1:
         yield f"{candidate.time.bubble_share:.0%} bubble"
     crossing = [
@@ -199,9 +244,12 @@ def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
         yield f"loses {losses[part]:.2f} s {names[part]}"
 
 
-def _advice(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: bool) -> Iterator[str]:
+def _advice(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
     frugal = work.recomputing("full")
-    needs = [(_binding(shape, frugal, layout, has_reference), layout) for layout in layouts(shape, cluster, work)]
+    needs = [
+        (largest(training_memory(layout, shape, frugal, reference=reference)), layout)
+        for layout in layouts(shape, cluster, work)
+    ]
     if not needs:
         yield (
             f"no layout of {cluster.n_gpus} GPUs suits the model's sizes: take a number of GPUs whose divisors divide "
@@ -212,30 +260,44 @@ def _advice(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: b
     yield (
         f"the nearest is {layout_text(layout)} with full recomputation: stage {nearest.stage} needs "
         f"{gb(nearest.total)} GB ({gb(nearest.resident)} of it weights, gradients and optimizer), and a "
-        f"{cluster.gpu.name} has {gb(cluster.gpu.memory * (1 - HEADROOM))} GB to plan with"
+        f"{cluster.gpu.name} has {gb(cluster.gpu.memory * (1 - HEADROOM) - cluster.reserved)} GB to plan with"
     )
-    yield from _remedies(shape, cluster, frugal, has_reference)
+    yield from _remedies(shape, cluster, frugal, reference)
+    if cluster.most_kept is not None:
+        yield from _parting(shape, cluster, frugal, reference)
 
 
-def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: bool) -> Iterator[str]:
-    if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, replace(cluster, gpu=gpu), work, has_reference)]:
+def _parting(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+    """What devices of its own would bring a trainer that shares them."""
+    yield f"while other roles work on the same GPUs, the trainer may keep {gb(cluster.most_kept or 0)} GB there"
+    apart = replace(cluster, reserved=0, most_kept=None)
+    for times in (1, *MORE_GPUS):
+        if _fits(shape, replace(apart, n_gpus=cluster.n_gpus * times), work, reference):
+            yield f"with other devices for those roles, it fits on {cluster.n_gpus * times} GPUs of this kind"
+            return
+
+
+def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+    if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, cluster.with_gpu(gpu), work, reference)]:
         yield f"GPUs on which it fits: {', '.join(fitting)}"
     for times in MORE_GPUS:
-        if _fits(shape, replace(cluster, n_gpus=cluster.n_gpus * times), work, has_reference):
+        if _fits(shape, replace(cluster, n_gpus=cluster.n_gpus * times), work, reference):
             yield f"it fits on {cluster.n_gpus * times} GPUs of this kind"
             break
     smaller = replace(work, micro_tokens=work.sequence_length)
-    if work.micro_tokens > work.sequence_length and _fits(shape, cluster, smaller, has_reference):
+    if work.micro_tokens > work.sequence_length and _fits(shape, cluster, smaller, reference):
         yield f"it fits with micro-batches of one sequence ({work.sequence_length} tokens)"
     length = work.sequence_length // 2
     while length >= SHORTEST_SHARD:
         shorter = replace(work, sequence_length=length, micro_tokens=length)
-        if _fits(shape, cluster, shorter, has_reference):
+        if _fits(shape, cluster, shorter, reference):
             yield f"it fits with sequences of {length} tokens, one a micro-batch"
             return
         length //= 2
 
 
-def _fits(shape: PlanShape, cluster: Cluster, work: Workload, has_reference: bool) -> bool:
-    room = cluster.gpu.memory * (1 - HEADROOM)
-    return any(_binding(shape, work, layout, has_reference).total <= room for layout in layouts(shape, cluster, work))
+def _fits(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> bool:
+    return any(
+        cluster.holds(training_memory(layout, shape, work, reference=reference))
+        for layout in layouts(shape, cluster, work)
+    )

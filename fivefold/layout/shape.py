@@ -58,8 +58,6 @@ class ModelShape:
     """Which layers are MoE, one entry a layer."""
     norm_topk_prob: bool
     """Whether the weights of the chosen experts are scaled to sum to 1."""
-    router_aux_loss_coef: float
-    """Weight of the load-balancing loss (Switch, https://arxiv.org/abs/2101.03961) in the model's own config."""
     qkv_bias: bool
     qk_norm: bool
     """RMSNorm on each query and key head."""
@@ -68,8 +66,6 @@ class ModelShape:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-    sliding_window: int | None
-    """Always None: a model that uses one is refused."""
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelShape:
@@ -87,6 +83,7 @@ class ModelShape:
 
     @property
     def n_moe_layers(self) -> int:
+        """Layers that have experts."""
         return sum(self.moe_layers)
 
     @property
@@ -126,12 +123,11 @@ def load_shape(path: str | Path) -> ModelShape:
     """The shape of the model in a Hugging Face folder, from its `config.json`.
 
     Raises:
-        FileNotFoundError: no `config.json` there.
-        ValueError: a file that is not JSON, or a model that is not supported.
+        ValueError: no `config.json` there, one that is not JSON, or a model that is not supported.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: a model folder in Hugging Face format holds a config.json")
+        raise ValueError(f"{file} does not exist: a model folder in Hugging Face format holds a config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -167,12 +163,10 @@ def _from_hf(config: HFConfig) -> ModelShape:
         shared_expert_ffn_hidden=config.shared_expert_width() if is_moe else 0,
         moe_layers=moe_layers,
         norm_topk_prob=config.norm_topk_prob(),
-        router_aux_loss_coef=config.number("router_aux_loss_coef") if is_moe else 0.0,
         qkv_bias=config.qkv_bias(),
         qk_norm=config.family in ("qwen3", "qwen3_moe"),
         tied_embeddings=config.flag("tie_word_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=None if scaling is None else RopeScaling(**scaling),
-        sliding_window=None,
     )

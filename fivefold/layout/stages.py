@@ -28,10 +28,14 @@ class Stage:
         return sum(len(chunk) for chunk in self.chunks)
 
     @property
-    def spans(self) -> str:
-        """Its layers in words: `0-3, 8-11`; of many chunks, the first three."""
-        spans = [f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}" for chunk in self.chunks]
-        return ", ".join(spans[:3]) + (f", ... ({len(spans)} parts)" if len(spans) > 3 else "")
+    def spans(self) -> tuple[str, ...]:
+        """The layers of each virtual stage, such as `0-3` and `8-11`."""
+        return tuple(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}" for chunk in self.chunks)
+
+    @property
+    def summary(self) -> str:
+        """Its layers in words: `0-3, 8-11`; of many virtual stages, the first three."""
+        return ", ".join(self.spans[:3]) + (f", ... ({len(self.spans)} parts)" if len(self.spans) > 3 else "")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ expected range ends at `SLACK` of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fivefold.layout.activations import layer_costs
@@ -20,7 +21,7 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.stages import Stage, rank_parameters, stages
 from fivefold.layout.step_flops import PartFlops, forward_parts, training_parts
-from fivefold.layout.traffic import Traffic, step_traffic
+from fivefold.layout.traffic import Dimension, Traffic, step_traffic
 from fivefold.layout.workload import Workload
 
 DENSE_EFFICIENCY = 0.70
@@ -94,14 +95,21 @@ class StepTime:
         return SLACK * self.mfu, self.mfu
 
 
-def step_time(layout: ParallelLayout, shape: PlanShape, work: Workload, gpu: Gpu, gpus_per_node: int) -> StepTime:
-    """The time of one optimizer step: forward, backward and update."""
-    timed = [
-        (_StageTime.of(layout, shape, work, stage, gpu, gpus_per_node), stage) for stage in _distinct(layout, shape)
-    ]
-    slowest, stage = max(timed, key=lambda entry: entry[0].total)
+def step_time(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    gpu: Gpu,
+    gpus_per_node: int,
+    spread: Mapping[Dimension, int] | None = None,
+) -> StepTime:
+    """The time of one optimizer step: forward, backward and update. `spread`: as in `step_traffic`."""
+    timed = []
+    for stage in _distinct(layout, shape):
+        sent = step_traffic(layout, shape, work, stage, gpus_per_node, spread)
+        timed.append((_StageTime.of(layout, shape, work, stage, gpu, sent), stage, sent))
+    slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)
-    traffic = step_traffic(layout, shape, work, stage, gpus_per_node)
     data_parallel = sum(item.seconds(gpu) for item in traffic if item.dimension in ("dp", "edp"))
     # Four of six bytes are gradients; their reduction runs beside the backward pass of the last micro-batch.
     gradients = data_parallel * 4 / (4 + work.element_bytes)
@@ -153,47 +161,58 @@ class _StageTime:
 
     @staticmethod
     def of(
-        layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage, gpu: Gpu, gpus_per_node: int
+        layout: ParallelLayout,
+        shape: PlanShape,
+        work: Workload,
+        stage: Stage,
+        gpu: Gpu,
+        traffic: tuple[Traffic, ...],
     ) -> _StageTime:
         count = work.micro_batches(layout)
         # The mean micro-batch: the fullest one is the memory's business.
         sequences = work.sequences / layout.dp / count
         forward = forward_parts(shape, sequences, work.sequence_length).scaled(1 / (layout.tp * layout.cp))
-        share = stage.n_layers / shape.n_layers
-        moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
-        dense = forward.projections * share + forward.router * moe_share
-        dense += forward.dense_mlps * (share if not shape.is_moe else _mlp_share(shape, stage))
-        attention, grouped = forward.attention * share, forward.experts * moe_share
-        matmuls = dense / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY
-        scores = attention / ATTENTION_FORWARD_EFFICIENCY
         fill = sequences * work.sequence_length / work.tokens_per_micro_batch
-        saved, mlp_saved = _saved(layout, shape, work, stage)
-        moved = PASSES_OVER_SAVED * saved * fill
-        moved += ACCUMULATION_BYTES * rank_parameters(layout, shape, stage).experts
-        element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
-        layers = (
-            3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY
-        ) / gpu.peak + moved / element_wise
-        again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
-        mlp_dense = forward.dense_mlps * _mlp_share(shape, stage)
-        again = {
-            "none": 0.0,
-            "selective": (mlp_dense / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY) / gpu.peak
-            + mlp_saved * again_bytes,
-            "full": (matmuls + scores) / gpu.peak + saved * again_bytes,
-        }[work.recompute]
+        layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)
         # The logits are computed twice, so that they need not be kept.
         head = 4 * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
-        exposed = sum(
-            item.seconds(gpu) / count
-            for item in step_traffic(layout, shape, work, stage, gpus_per_node)
-            if item.dimension in _COLLECTIVES_IN_THE_WAY
-        )
+        exposed = sum(item.seconds(gpu) / count for item in traffic if item.dimension in _COLLECTIVES_IN_THE_WAY)
         launch = LAUNCH_SECONDS * stage.n_layers * (4 / 3 if work.recompute == "full" else 1)
         launching = max(0.0, launch - layers - again - exposed)
         if layout.ep > 1 or layout.etp > 1:
             launching += EXCHANGE_SECONDS * stage.n_moe
         return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
+
+
+def _layer_seconds(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    stage: Stage,
+    gpu: Gpu,
+    forward: PartFlops,
+    fill: float,
+) -> tuple[float, float]:
+    """(forward and backward, recomputation) of a stage's layers, for one micro-batch that is `fill` full."""
+    share = stage.n_layers / shape.n_layers
+    moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
+    mlps = forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY
+    mlps += forward.experts * moe_share / GROUPED_EFFICIENCY
+    matmuls = (forward.projections * share + forward.router * moe_share) / DENSE_EFFICIENCY + mlps
+    attention = forward.attention * share
+    scores = attention / ATTENTION_FORWARD_EFFICIENCY
+    saved, mlp_saved = _saved(layout, shape, work, stage)
+    moved = PASSES_OVER_SAVED * saved * fill
+    moved += ACCUMULATION_BYTES * rank_parameters(layout, shape, stage).experts
+    element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
+    computing = 3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY
+    again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
+    again = {
+        "none": 0.0,
+        "selective": mlps / gpu.peak + mlp_saved * again_bytes,
+        "full": (matmuls + scores) / gpu.peak + saved * again_bytes,
+    }[work.recompute]
+    return computing / gpu.peak + moved / element_wise, again
 
 
 def _mlp_share(shape: PlanShape, stage: Stage) -> float:

@@ -14,6 +14,7 @@ Of a group of n ranks, each sends (n - 1) / n of the gathered bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,9 +60,17 @@ class Traffic:
 
 
 def step_traffic(
-    layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage, gpus_per_node: int
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    stage: Stage,
+    gpus_per_node: int,
+    spread: Mapping[Dimension, int] | None = None,
 ) -> tuple[Traffic, ...]:
-    """Traffic of one rank of `stage`, for the dimensions that have any."""
+    """Traffic of one rank of `stage`, for the dimensions that have any.
+
+    `spread` says how many ranks of a group share a node; without it, rank 0 is on the first GPU of a node.
+    """
     strides: dict[Dimension, int] = {
         "tp": 1,
         "cp": layout.tp,
@@ -86,7 +95,9 @@ def step_traffic(
         Traffic(
             dimension=dimension,
             size=size,
-            ranks_per_node=ranks_per_node(strides[dimension], size, gpus_per_node),
+            ranks_per_node=(
+                ranks_per_node(strides[dimension], size, gpus_per_node) if spread is None else spread[dimension]
+            ),
             bytes=moved[dimension],
             exchanges_pairs=dimension in ("ep", "pp"),
         )

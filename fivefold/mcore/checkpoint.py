@@ -1,7 +1,7 @@
 """Training state on disk, free of any layout: master weights and Adam's moments under Hugging Face names.
 
     <folder>/param, exp_avg, exp_avg_sq     a Hugging Face folder each, float32; `param` loads in transformers as it is
-    <folder>/state.json                     how many steps the optimizer and its schedule have made
+    <folder>/state.json                     steps of the schedule, and those of them that changed the weights
 
 The distributed optimizer holds a slice of each of these on every data-parallel rank. The gradient buffers have the
 parameters' shapes and are free between steps: slices are laid into them and summed over the ranks, and the weight
@@ -37,6 +37,8 @@ def save_state(
     config_source: Path,
 ) -> None:
     """Write the training state; all ranks take part, rank 0 writes. Accumulated gradients are forgotten."""
+    if dist.get_rank() == 0:
+        (folder / _STATE).unlink(missing_ok=True)
     for kind in KINDS:
         _gather_slices(optimizer, kind)
         weights = bridge.export(_buffers(parameters), groups)
@@ -48,7 +50,7 @@ def save_state(
     optimizer.zero_grad()
     if dist.get_rank() == 0:
         # Last: a folder without it is not whole.
-        (folder / _STATE).write_text(json.dumps({"steps": optimizer.steps}))
+        (folder / _STATE).write_text(json.dumps({"steps": optimizer.steps, "updates": optimizer.updates}))
     dist.barrier()
 
 
@@ -66,7 +68,8 @@ def load_state(
     """
     if not (folder / _STATE).is_file():
         raise ValueError(f"{folder} holds no whole training state: {_STATE}, which is written last, is missing")
-    optimizer.steps = json.loads((folder / _STATE).read_text())["steps"]
+    counts = json.loads((folder / _STATE).read_text())
+    optimizer.steps, optimizer.updates = counts["steps"], counts["updates"]
     with HFWeights(folder / "param") as weights:
         bridge.load(parameters, weights, groups)
     for kind in KINDS:
@@ -75,7 +78,7 @@ def load_state(
         for state, buffer in _slices(optimizer):
             state[kind].copy_(buffer)
             if "step" in state:
-                state["step"].fill_(optimizer.steps)
+                state["step"].fill_(optimizer.updates)
     optimizer.zero_grad()
 
 

@@ -62,7 +62,7 @@ class MegatronEngine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
     ) -> None:
-        """Build the model of `config.path`: a Hugging Face folder or hub name.
+        """Build the model of `config.path`.
 
         Args:
             config: the model and its options.
@@ -163,11 +163,16 @@ class MegatronEngine:
         """Every weight under its Hugging Face name, whole, on every rank, which all iterate in lock-step to the end."""
         return self._bridge.export(self.parameters, self._shards)
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write the model as a Hugging Face folder that transformers loads. Rank 0 writes, all ranks take part."""
+    def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
+        """Write the model as a Hugging Face folder that transformers loads. Rank 0 writes, all ranks take part.
+
+        Args:
+            folder: where the model goes.
+            tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
+        """
         weights = self.export_weights()
         if dist.get_rank() == 0:
-            save_hf(Path(folder), weights, self._folder)
+            save_hf(Path(folder), weights, self._folder, tokenizer_source=tokenizer_source)
         else:
             for _ in weights:
                 pass

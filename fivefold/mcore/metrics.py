@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-_REDUCTIONS: dict[str, Callable[[float, float], float]] = {"max": max, "min": min, "sum": lambda a, b: a + b}
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
 
 def reduce_metrics(
@@ -20,21 +20,31 @@ def reduce_metrics(
     trained tokens of the whole mini-batch. Tensor- and context-parallel ranks compute the same loss and count once.
     """
     counts = groups.tp.rank() == 0 and groups.cp.rank() == 0
-    local = [{name: float(value) for name, value in metrics.items()} for metrics in kept] if counts else []
-    gathered: list[list[dict[str, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, local)
-    totals: dict[str, float] = {}
-    for metrics in (metrics for rank in gathered for metrics in rank):
-        for name, value in metrics.items():
-            totals[name] = _reduction(name)(totals[name], value) if name in totals else value
+    gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, _local(kept) if counts else {})
+    totals = {name: _reduce(name, [rank[name] for rank in gathered if name in rank]) for name in _names(gathered)}
     return {
         name: value if _kind(name) in _REDUCTIONS else value / max(1.0, n_trained) for name, value in totals.items()
     }
+
+
+def _local(kept: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Over this rank's micro-batches. One copy from the device, since each waits for all work before it."""
+    if not kept:
+        return {}
+    values_MK = torch.stack([value.float() for metrics in kept for value in metrics.values()]).tolist()
+    names, width = list(kept[0]), len(kept[0])
+    rows = [values_MK[start : start + width] for start in range(0, len(values_MK), width)]
+    return {name: _reduce(name, list(column)) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def _names(gathered: Sequence[dict[str, float]]) -> dict[str, None]:
+    return dict.fromkeys(name for rank in gathered for name in rank)
 
 
 def _kind(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _reduction(name: str) -> Callable[[float, float], float]:
-    return _REDUCTIONS.get(_kind(name), _REDUCTIONS["sum"])
+def _reduce(name: str, values: list[float]) -> float:
+    return _REDUCTIONS.get(_kind(name), sum)(values)

@@ -19,9 +19,11 @@ from fivefold.types import StepResult
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up to `lr`, then constant, linear or cosine.
 
-    The first step of a warm-up of n steps has rate lr / n, so that no step is lost at rate 0.
+    No step is lost at rate 0: the first of a warm-up of n steps has rate lr / n, and a decay to `min_lr_ratio` arrives
+    there one step after the last, as torch's and transformers' schedules do.
     """
-    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
+    warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
     if step < warmup:
         return config.lr * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
@@ -49,7 +51,9 @@ class Optimizer:
         self._parameters = parameters
         self._total_steps = total_steps
         self.steps = 0
-        """Steps made, skipped ones included."""
+        """Steps made, skipped ones included: the place in the schedule."""
+        self.updates = 0
+        """Steps that changed the weights: Adam's own count, for its bias correction."""
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             megatron_config,
             chunks,
@@ -77,6 +81,7 @@ class Optimizer:
         if self._config.gradient_clipping > 0:
             self._clip(norm)
         self.megatron.step_with_ready_grads()
+        self.updates += 1
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
 

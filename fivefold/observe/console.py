@@ -6,7 +6,7 @@
  step reward    acc ... | seconds rollout  train
  1/50  0.312  0.312 ... |    12.1     8.0    3.6
  2/50  0.344  0.344 ... |    11.8     7.9    3.5
-* step 3/50  rollout 96/256  4.1 s       elapsed 0:28  about 9:24 left      <- on a terminal only
+* step 3/50   rollout   4.1 s   elapsed 0:28   about 9:24 left      <- on a terminal only
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ class RunConsole:
             screen.banner("arithmetic / trial-0", {"model": ..., "actor": ...})
             screen.start(n_steps=50)
             ...
-            screen.progress(96, 256)
             screen.step(1, metrics, timers.take())
             screen.note("evaluation after step 20: accuracy 0.71")
             screen.end("finished in 1:23", {"weights": ...})
 
-    On a terminal a status line follows phases and progress; elsewhere (a pipe, a file) there are plain lines only.
+    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only.
     """
 
     def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
@@ -69,10 +68,6 @@ class RunConsole:
     def phase(self, name: str) -> None:
         """The driver enters phase `name`: the `on_change` of `PhaseTimers`."""
         self._status.enter(name)
-
-    def progress(self, done: int, total: int) -> None:
-        """How far the phase is."""
-        self._status.progress = (done, total)
 
     def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
         """One line: the numbers of `step` (counted from 1) and the seconds of its phases.
@@ -138,7 +133,6 @@ class _Status:
     """The live line: what the run is doing now, for how long, and how long it may still take."""
 
     def __init__(self) -> None:
-        self.progress: tuple[int, int] | None = None
         self._phase = SETUP
         self._phase_began = time.monotonic()
         self._began: float | None = None
@@ -151,7 +145,7 @@ class _Status:
         self._began = time.monotonic()
 
     def enter(self, phase: str) -> None:
-        self._phase, self._phase_began, self.progress = phase, time.monotonic(), None
+        self._phase, self._phase_began = phase, time.monotonic()
 
     def finish_step(self, step: int) -> None:
         self._done = step
@@ -161,8 +155,7 @@ class _Status:
         words = []
         if self._n_steps and self._done < self._n_steps:
             words.append(f"step {self._done + 1}/{self._n_steps}")
-        words.append(self._phase if self.progress is None else f"{self._phase} {self.progress[0]}/{self.progress[1]}")
-        words.append(f"{now - self._phase_began:.1f} s")
+        words += [self._phase, f"{now - self._phase_began:.1f} s"]
         if self._began is not None:
             elapsed = now - self._began
             words.append(f"elapsed {clock(elapsed)}")

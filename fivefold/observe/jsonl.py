@@ -15,7 +15,8 @@ class JsonLines:
     """A file that grows by one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        # Half a surrogate pair has no UTF-8; a backslash and its code point are how JSON spells it.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends `record`; floats that are not finite are written as null."""
@@ -23,6 +24,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file; nothing is written after it."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -37,7 +39,8 @@ class JsonLines:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes `value` to `path` in one go: a reader sees the old file or the new one, never half of it."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(part, path)
 
 

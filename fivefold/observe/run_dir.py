@@ -71,16 +71,31 @@ class RunDir:
         The remains of a run that ended before its first step are replaced without asking.
 
         Raises:
-            ValueError: the folder holds another run and `overwrite` is false, or that run still goes on.
+            ValueError: as `check_free`, or the folder cannot be made.
         """
         run = cls.of(recipe)
-        if run._is_taken():
-            run._refuse(overwrite=overwrite)
-            shutil.rmtree(run.path)
-        run.logs.mkdir(parents=True, exist_ok=True)
-        run.recipe.write_text(resolved_yaml(recipe), encoding="utf-8")
-        run._write_status("setup")
+        run.check_free(overwrite=overwrite)
+        try:
+            if run.path.exists():
+                shutil.rmtree(run.path)
+            run.logs.mkdir(parents=True)
+            run.recipe.write_text(resolved_yaml(recipe), encoding="utf-8")
+            run._write_status("setup")
+        except OSError as error:
+            raise ValueError(
+                f"cluster.fileroot={recipe.cluster.fileroot}: the outputs cannot be written to {run.path} "
+                f"({error.strerror}): name a folder that you may write to"
+            ) from error
         return run
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Whether a new run may have the folder.
+
+        Raises:
+            ValueError: it holds another run and `overwrite` is false, or that run still goes on.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            self._refuse(overwrite=overwrite)
 
     def started(self) -> None:
         """The set-up is over."""
@@ -120,16 +135,16 @@ class RunDir:
             self._write_status("finished")
             return
         had_started = self.state == "running"
-        self._write_status(
-            "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
-        )
         log = self.logs / "driver.log"
-        log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        try:
+            self._write_status(
+                "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
+            )
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError as failure:  # a full disk, say: what ended the run is the error to be told
+            error.add_note(f"how the run ended could not be written to {self.path}: {failure}")
         if had_started and isinstance(error, ValueError):
             raise RunFailed(f"{error}\n\nTraceback: {log}") from error
-
-    def _is_taken(self) -> bool:
-        return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
 
     def _refuse(self, *, overwrite: bool) -> None:
         """Raises unless what is in the folder may be deleted."""

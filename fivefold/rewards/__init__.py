@@ -1,5 +1,5 @@
 """Verifiers: what a completion is worth."""
 
-from fivefold.rewards.resolve import NamedReward, Reward, compute_rewards, resolve_reward
+from fivefold.rewards.resolve import NamedReward, Reward, check_ground_truths, compute_rewards, resolve_reward
 
-__all__ = ["NamedReward", "Reward", "compute_rewards", "resolve_reward"]
+__all__ = ["NamedReward", "Reward", "check_ground_truths", "compute_rewards", "resolve_reward"]

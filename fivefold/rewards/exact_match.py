@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -36,11 +36,25 @@ class ExactMatch:
             raise ValueError(f"reward.kwargs.pattern={self.pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
+        """1.0 or 0.0."""
         answer = self._answer(response)
         if answer is None:
             return 0.0
-        accepted = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+        accepted = _alternatives(ground_truth)
         return float(any(self._normal_form(answer) == self._normal_form(str(truth)) for truth in accepted))
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        """Find out whether answers can be compared with `ground_truth`.
+
+        Raises:
+            ValueError: it is not one text or number, nor a list of some, or it is blank, as any empty response is.
+        """
+        accepted = _alternatives(ground_truth)
+        usable = [isinstance(truth, (str, int, float)) and bool(str(truth).strip()) for truth in accepted]
+        if not usable or not all(usable):
+            raise ValueError(
+                f"the ground truth is {ground_truth!r}: give a text that is not blank, a number, or a list of them"
+            )
 
     def _answer(self, response: str) -> str | None:
         if self.pattern is None:
@@ -61,3 +75,7 @@ class ExactMatch:
                 if number.is_finite():
                     return number
         return text.casefold() if self.ignore_case else text
+
+
+def _alternatives(ground_truth: Any) -> Sequence[Any]:
+    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]

@@ -1,38 +1,80 @@
-"""The process in which math-verify compares answers: JSON lines in, JSON lines out (see `math_reward`)."""
+"""The process in which math-verify compares answers: JSON lines in, JSON lines out (see `math_reward`).
+
+It imports math-verify once and leaves the jobs to a fork of itself. A fork that the kernel ends, because a job's time
+is over or because SymPy has crashed, is replaced by the next one within milliseconds.
+
+Started by its file name: a module of the package would first import the package, and with it torch.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import resource
 import signal
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-MEMORY_BYTES = 4 << 30
-"""Address space of the process: a big integer that needs more raises MemoryError, which counts as unequal."""
+MEMORY_BYTES = 2 << 30
+"""Address space of a process: a big integer that needs more raises MemoryError, which counts as unequal."""
+
+ANSWERS_FAULT = {signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT}
+"""What ends the fork when a comparison outlasts its time, recurses too deep for C, or runs out of memory in C."""
+
+_WARM_UP = r"$x^2$ is \boxed{\frac{1}{2}}"
+"""An answer to compare before the first fork: the parser's tables, once filled, are those of all forks."""
 
 _BOX = "\\boxed{"
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def main() -> None:
-    """Answer jobs until the pipe closes; SIGALRM's default action ends the process when a job's time is over."""
+def main() -> int:
+    """Answer jobs until the pipe closes; returns the exit status.
+
+    A job is `{"response", "golds", "timeout_s"}`, a reply what `compare` returns, or `{"equal": None}` if the fork was
+    ended instead.
+    """
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     replies, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed must not get between the replies
+    compare(_WARM_UP, ["0.5"])
+    while (status := _fork(replies)) < 0:
+        if -status not in ANSWERS_FAULT:
+            return 128 - status
+        _reply({"equal": None}, replies)
+    return status
+
+
+def _fork(replies: TextIO) -> int:
+    """Let a fork answer jobs; returns its exit status, or the negative of the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        _answer_jobs(replies)
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _answer_jobs(replies: TextIO) -> None:
+    # A job is sent after the reply to the one before, so none is lost in this process's buffer when it ends.
     for line in sys.stdin:
         job = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
+        # Processor time: what an answer earns must not depend on how busy the machine is.
+        signal.setitimer(signal.ITIMER_PROF, job["timeout_s"])
         reply = compare(job["response"], job["golds"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(reply), file=replies, flush=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _reply(reply, replies)
+
+
+def _reply(reply: dict[str, Any], replies: TextIO) -> None:
+    print(json.dumps(reply), file=replies, flush=True)
 
 
 def compare(response: str, golds: list[str]) -> dict[str, Any]:
@@ -66,4 +108,4 @@ def _as_answer(gold: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

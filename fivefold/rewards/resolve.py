@@ -7,16 +7,20 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
 from fivefold.config.schema import RewardConfig
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.math_reward import MathReward
+from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.types import Prompt
+
+Result = TypeVar("Result")
 
 BUILT_IN: Mapping[str, type[ExactMatch] | type[MathReward]] = {"exact_match": ExactMatch, "math": MathReward}
 
@@ -60,6 +64,13 @@ class NamedReward:
 
     name: str
     reward: Reward
+    timeout_s: float | None = None
+    """Most seconds that all rewards of a step may take; None: no limit."""
+
+    @property
+    def n_at_once(self) -> int:
+        """How many responses may be judged at the same time. A function of the user's need not be safe for threads."""
+        return self.reward.n_at_once if isinstance(self.reward, MathReward) else 1
 
     def judge(self, prompt: Prompt, response: str) -> float:
         """The reward of one response.
@@ -72,6 +83,9 @@ class NamedReward:
             value = self.reward(
                 response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info
             )
+        except OutOfTime as error:
+            error.add_note(f"at {_describe(prompt, response)}")
+            raise
         except Exception as error:
             error.add_note(f"raised by the reward function {self.name!r} on {_describe(prompt, response)}")
             raise
@@ -84,10 +98,13 @@ class NamedReward:
         return number
 
 
-def resolve_reward(config: RewardConfig) -> NamedReward:
+def resolve_reward(config: RewardConfig, timeout_s: float | None = None) -> NamedReward:
     """The reward that a recipe names: `exact_match`, `math`, or a `module:function` of the user's.
 
     Modules are looked for among the installed ones, then in the working folder.
+
+    Args:
+        timeout_s: `scheduler.timeout_s`, the most seconds that all rewards of a step may take; None: no limit.
 
     Raises:
         ValueError: no such function, or one that cannot be called as `Reward` asks.
@@ -97,7 +114,7 @@ def resolve_reward(config: RewardConfig) -> NamedReward:
         known = sorted(field.name for field in fields(kind))
         if unknown := sorted(set(config.kwargs) - set(known)):
             raise ValueError(f"reward.kwargs has {unknown}, but the reward {config.fn!r} takes {known}")
-        return NamedReward(config.fn, TypeAdapter(kind).validate_python(config.kwargs))
+        return NamedReward(config.fn, TypeAdapter(kind).validate_python(config.kwargs), timeout_s)
     function = _import(config.fn)
     try:
         inspect.signature(function).bind("response", "ground truth", data_source="", extra_info={}, **config.kwargs)
@@ -109,12 +126,61 @@ def resolve_reward(config: RewardConfig) -> NamedReward:
             f"reward.fn={config.fn!r} has the signature {inspect.signature(function)}, but it is called as "
             f"fn({arguments}): {error}"
         ) from error
-    return NamedReward(config.fn, UserReward(function, config.kwargs))
+    return NamedReward(config.fn, UserReward(function, config.kwargs), timeout_s)
 
 
 def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """One reward for each response; `prompts` holds the prompt that each answers."""
-    return [reward.judge(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    """One reward for each response, in their order; `prompts` holds the prompt that each answers.
+
+    Raises:
+        ValueError: they took longer than `reward.timeout_s` (on the main thread; elsewhere there is no limit).
+        Exception: what `NamedReward.judge` raises.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give the prompt of each response")
+    try:
+        with time_limit(reward.timeout_s):
+            return _in_threads(reward.judge, reward.n_at_once, prompts, responses)
+    except OutOfTime as error:
+        where = "".join(f", being {note}" for note in getattr(error, "__notes__", ()))
+        raise ValueError(
+            f"the reward function {reward.name!r} took longer than scheduler.timeout_s={reward.timeout_s:g} s for "
+            f"{len(responses)} responses{where}. Give it a limit of its own, or raise scheduler.timeout_s"
+        ) from error
+
+
+def check_ground_truths(reward: NamedReward, prompts: Sequence[Prompt]) -> None:
+    """Find out before a run whether every ground truth is one that the reward can compare answers with.
+
+    Functions of the user's are not asked: they alone know what they accept.
+
+    Raises:
+        ValueError: naming the prompt, its ground truth and what is wrong with it.
+    """
+    check = reward.reward.check_ground_truth if isinstance(reward.reward, (ExactMatch, MathReward)) else None
+    if check is None:
+        return
+    # Many data sets have few distinct answers.
+    first = {repr(prompt.ground_truth): prompt for prompt in reversed(prompts)}
+
+    def check_one(prompt: Prompt) -> None:
+        try:
+            check(prompt.ground_truth)
+        except ValueError as error:
+            raise ValueError(
+                f"prompt {prompt.index} ({prompt.text[-200:]!r}): the reward {reward.name!r} cannot judge its answers: "
+                f"{error}"
+            ) from error
+
+    _in_threads(check_one, reward.n_at_once, list(first.values())[::-1])
+
+
+def _in_threads(function: Callable[..., Result], n_threads: int, *arguments: Sequence[Any]) -> list[Result]:
+    """`map`; the first exception, in order, leaves the rest undone."""
+    if n_threads == 1:
+        return list(map(function, *arguments))
+    with ThreadPoolExecutor(n_threads) as pool:
+        return list(pool.map(function, *arguments))
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -145,7 +211,7 @@ def _as_number(value: object) -> float | None:
         return None
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: tensors of several elements
         return None
 
 

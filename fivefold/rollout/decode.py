@@ -1,7 +1,7 @@
 """The decode loop over one wave of requests.
 
-prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> stop? ──> rows that go on ─┐
-                                                        └──────────── one forward for all of them <───────┘
+prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> every few: stop? ──> rows that go on ─┐
+                                                        └──────────────── one forward for all of them <──────────────┘
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ _PREFILL_TOKENS = 16384
 """Prompt tokens, padding included, in one forward: bounds the activations of long prompts."""
 _COMPACT_SHARE = 8
 """Finished rows leave once they are 1/8 of the batch: copying the cache costs about as much as they do."""
+_MOST_UNSEEN = 8
+"""Most tokens that are sampled before the host looks which rows have ended: a look waits for the device."""
+_UNSEEN_SHARE = 16
+"""A look is due once 1/16 of a row is unseen: a short answer must not cost a multiple of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,10 @@ class _Rows:
 
 
 class _Record:
-    """Everything sampled in the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running)."""
+    """Everything sampled in the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running).
+
+    A row may go on for some tokens behind its end, until somebody looks; `finished` cuts them off.
+    """
 
     def __init__(self, n_requests: int, max_new_tokens: int, device: torch.device) -> None:
         self.tokens = torch.zeros(n_requests, max_new_tokens, dtype=torch.int64, device=device)
@@ -87,21 +94,38 @@ def decode_wave(
     logits_BV = _prefill(model, cache, requests)
     uniforms = uniform_numbers([request.seed for request in requests], sampling.max_new_tokens).to(device)
     record = _Record(len(requests), sampling.max_new_tokens, device)
+    n_seen = 0
     for step in range(sampling.max_new_tokens):
         tokens_B, logprobs_B = choose_tokens(logits_BV, uniforms[rows.request, step], sampling, stop.forbidden(step))
         record.tokens[rows.request, step] = tokens_B
         record.logprobs[rows.request, step] = logprobs_B
-        tails_BW = record.tokens[rows.request, max(0, step + 1 - stop.window) : step + 1]
-        stops_B = rows.is_running & stop.hits(tails_BW, step)
-        record.lengths[rows.request[stops_B]] = step + 1
-        rows.is_running &= ~stops_B
-        n_running = int(rows.is_running.sum())
-        if n_running == 0 or step + 1 == sampling.max_new_tokens:
-            break
-        rows, tokens_B = _compact(rows, tokens_B, n_running, cache)
+        is_last = step + 1 == sampling.max_new_tokens
+        if is_last or step + 1 - n_seen >= min(_MOST_UNSEEN, 1 + step // _UNSEEN_SHARE):
+            n_running = _look(record, rows, stop, n_seen, step + 1)
+            n_seen = step + 1
+            if n_running == 0 or is_last:
+                break
+            rows, tokens_B = _compact(rows, tokens_B, n_running, cache)
         logits_BV = _forward_token(model, cache, rows, tokens_B)
-    _check_finite(record.logprobs)
     return record.finished()
+
+
+def _look(record: _Record, rows: _Rows, stop: StopRule, n_seen: int, length: int) -> int:
+    """Ends the rows that a token between `n_seen` and `length` has ended; returns how many go on."""
+    n_new = length - n_seen
+    tails_BW = record.tokens[rows.request, max(0, n_seen + 1 - stop.window) : length]
+    ends_B = stop.ends(tails_BW, n_new, length) * rows.is_running
+    record.lengths[rows.request] += ends_B
+    rows.is_running &= ends_B == 0
+    n_not_finite = (~record.logprobs[rows.request, n_seen:length].isfinite()).sum()
+    # One transfer for both numbers.
+    n_running, n_bad = torch.stack([rows.is_running.sum(), n_not_finite]).tolist()
+    if n_bad:
+        raise RuntimeError(
+            "the rollout model gave logits that are not finite (NaN or infinite): its weights or activations have "
+            "overflowed. Check the last update's gradient norm, or set rollout.dtype=float32"
+        )
+    return int(n_running)
 
 
 def _prefill(model: PreTrainedModel, cache: RowCache, requests: Sequence[GenerationRequest]) -> Tensor:
@@ -188,11 +212,3 @@ def _compact(rows: _Rows, tokens_B: Tensor, n_running: int, cache: RowCache) -> 
     running = rows.is_running.nonzero().squeeze(1)
     cache.keep(running)
     return rows.select(running), tokens_B[running]
-
-
-def _check_finite(logprobs: Tensor) -> None:
-    if not bool(logprobs.isfinite().all()):
-        raise RuntimeError(
-            "the rollout model gave logits that are not finite (NaN or infinite): its weights or activations have "
-            "overflowed. Check the last update's gradient norm, or set rollout.dtype=float32"
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,7 +41,7 @@ def build_model(
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     if load_weights:
         model = _load(path, config, options)
-        move_model(model, device)
+        model.to(device)  # type: ignore[arg-type]
     else:
         with torch.device(device), no_init_weights():
             model = _AUTO_MODEL.from_config(config, **options)
@@ -50,15 +49,23 @@ def build_model(
     return model.train(False).requires_grad_(False), _generation_config(path)
 
 
-def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers, in place; the GPU memory that they leave goes back to the driver."""
-    model.to(device)
-    torch.cuda.empty_cache()
-
-
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path` (folder or hub name)."""
-    return AutoTokenizer.from_pretrained(path)
+    """The tokenizer at `path` (folder or hub name).
+
+    Raises ValueError if there is none: for some families transformers makes one without a vocabulary instead, which
+    turns every text into no tokens.
+    """
+    problem = (
+        f"{path!r} has no usable tokenizer: put its files (tokenizer.json, tokenizer_config.json) there, or name the "
+        "folder that has them in the recipe's `tokenizer_path`"
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except ValueError as error:
+        raise ValueError(f"{problem} ({error})") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
+    return tokenizer
 
 
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:

@@ -12,6 +12,7 @@ leave.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,14 +52,12 @@ class RowCache(Cache):
         """The next forward appends one token to every row."""
         self._target = None
         if self.length == self._keys[0].shape[2]:
-            self._keys = [_grown(buffer) for buffer in self._keys]
-            self._values = [_grown(buffer) for buffer in self._values]
+            self._replace_buffers(_grown)
         self.length += 1
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but those at the indices `rows` (int64)."""
-        self._keys = [buffer.index_select(0, rows) for buffer in self._keys]
-        self._values = [buffer.index_select(0, rows) for buffer in self._values]
+        self._replace_buffers(lambda buffer: buffer.index_select(0, rows))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -77,6 +76,12 @@ class RowCache(Cache):
         keys[:, :, self.length - 1] = key_states[:, :, 0]
         values[:, :, self.length - 1] = value_states[:, :, 0]
         return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def _replace_buffers(self, successor: Callable[[Tensor], Tensor]) -> None:
+        # One at a time: the old and the new cache as a whole would not fit side by side.
+        for buffers in (self._keys, self._values):
+            for layer in range(len(buffers)):
+                buffers[layer] = successor(buffers[layer])
 
     def _allocate(self, states: Tensor) -> Tensor:
         # Zeros: padding is masked, but 0 weight times an uninitialised NaN would still be NaN.

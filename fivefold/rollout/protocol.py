@@ -101,14 +101,17 @@ class RolloutEngine(Protocol):
         """Replace all weights in place, under their names in Hugging Face files; `version` marks what follows.
 
         Every tensor must come exactly once, else ValueError; the engine then refuses to generate until an update
-        succeeds.
+        succeeds. RuntimeError while asleep.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in use, under their names in Hugging Face files."""
+        """The weights in use, under their names in Hugging Face files. RuntimeError where there are none."""
 
     def sleep(self) -> None:
-        """Give device memory back until `wake`."""
+        """Forget the weights and give their device memory back until `wake`."""
 
     def wake(self) -> None:
-        """Take the device memory again."""
+        """Take the device memory again; the weights come with the next `update_weights`, and `generate` waits for it.
+
+        Nothing happens to an engine that is awake.
+        """

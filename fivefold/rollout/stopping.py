@@ -13,7 +13,7 @@ class StopRule:
     """Ends a completion after an end token or a stop token, or once its text contains a stop text.
 
     Nothing stops a completion before `min_new_tokens`: end and stop tokens are `forbidden` there, and stop texts are
-    not looked for.
+    not looked for. Completions may be looked at every few tokens: `ends` says where they ended since.
     """
 
     def __init__(
@@ -29,23 +29,26 @@ class StopRule:
 
     @property
     def window(self) -> int:
-        """How many of a completion's last tokens `hits` needs to see."""
+        """How many of a completion's tokens decide whether it ends with the last of them."""
         return 1 if self._texts is None else self._texts.window
 
     def forbidden(self, step: int) -> Tensor | None:
         """Token ids that must not be chosen as the completion's token number `step` (from 0)."""
         return self._ids if step < self._min_new_tokens and len(self._ids) else None
 
-    def hits(self, tails_BW: Tensor, step: int) -> Tensor:
-        """bool [B]: which completions end with token number `step`.
+    def ends(self, tails_BW: Tensor, n_new: int, length: int) -> Tensor:
+        """int64 [B]: the length at which each completion of `length` tokens has ended; 0: it goes on.
 
         Args:
-            tails_BW: int64, the last `window` tokens of each completion, or all of them if there are fewer.
+            tails_BW: int64, the last `window` + `n_new` - 1 tokens of each, or all of them if there are fewer.
+            n_new: how many of the last tokens have not been looked at.
         """
-        hits_B = torch.isin(tails_BW[:, -1], self._ids)
-        if self._texts is None or step + 1 < self._min_new_tokens:
-            return hits_B
-        return hits_B | self._texts.hits(tails_BW)
+        hits_BN = torch.isin(tails_BW[:, -n_new:], self._ids)
+        n_exempt = max(0, self._min_new_tokens - 1 - (length - n_new))
+        if self._texts is not None and n_exempt < n_new:
+            hits_BN |= self._texts.hits(tails_BW, n_new, n_exempt)
+        first_B = hits_BN.int().argmax(dim=1)
+        return torch.where(hits_BN.any(dim=1), length - n_new + 1 + first_B, 0)
 
 
 class _StopTexts:
@@ -63,9 +66,21 @@ class _StopTexts:
         # as it has bytes. One more in front takes the decoder's trimming of a leading space.
         self.window = 1 + max(len(text.encode()) for text in texts)
 
-    def hits(self, tails_BW: Tensor) -> Tensor:
-        tails = self._tokenizer.batch_decode(
-            tails_BW.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        found = [any(text in tail for text in self._texts) for tail in tails]
-        return torch.tensor(found, device=tails_BW.device)
+    def hits(self, tails_BW: Tensor, n_new: int, n_exempt: int) -> Tensor:
+        """bool [B, n_new]: which of the last `n_new` tokens complete a text; the first `n_exempt` of them never do."""
+        tails = tails_BW.tolist()
+        found = torch.zeros(len(tails), n_new, dtype=torch.bool)
+        # Few tails hold a text at all: only those are worth finding its end in.
+        for row, text in enumerate(self._decode(tails)):
+            if self._holds_any(text):
+                ends = range(len(tails[row]) - n_new + 1, len(tails[row]) + 1)
+                windows = self._decode([tails[row][max(0, end - self.window) : end] for end in ends])
+                found[row] = torch.tensor([self._holds_any(window) for window in windows])
+        found[:, :n_exempt] = False
+        return found.to(tails_BW.device)
+
+    def _decode(self, tails: list[list[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(tails, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _holds_any(self, text: str) -> bool:
+        return any(stop in text for stop in self._texts)

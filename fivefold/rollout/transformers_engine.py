@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.decode import Decoded, decode_wave
-from fivefold.rollout.hf_model import build_model, load_tokenizer, move_model
+from fivefold.rollout.hf_model import build_model, load_tokenizer
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.stopping import StopRule
@@ -44,6 +44,7 @@ class TransformersEngine:
         self._max_batch_size = max_batch_size
         self._weight_version = weight_version
         self._tensors = file_tensors(model)
+        self._shapes = [parameter.shape for parameter in model.parameters()]
         self._device = model.device
         self._is_awake = True
 
@@ -86,9 +87,11 @@ class TransformersEngine:
         model gave them. The same request gives the same completion whatever it shares the batch with, up to the
         rounding of the matmuls.
 
-        Raises ValueError for a request that the model cannot take, RuntimeError while asleep or without weights.
+        Raises ValueError for a request or a sampling that the model cannot take, RuntimeError while asleep or without
+        weights.
         """
-        version = self._require_ready()
+        version = self._require_weights()
+        self._check_sampling(sampling)
         for request in requests:
             self._check(request, sampling)
         stop = StopRule(sampling, self._end_token_ids, self._tokenizer, self._device)
@@ -109,38 +112,61 @@ class TransformersEngine:
         """Copy `weights`, named as in Hugging Face files, into the model in place, cast to its dtype.
 
         Nothing is allocated and no parameter moves. Raises ValueError if a tensor is missing, unknown, sent twice or of
-        the wrong shape; the engine then has no version and refuses to generate. May be called asleep.
+        the wrong shape; the engine then has no version and refuses to generate. Raises RuntimeError while asleep.
         """
+        self._require_awake()
         self._weight_version = None
         receive_weights(self._tensors, weights)
         self._weight_version = version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in use under their names in Hugging Face files, as views: an update changes them."""
+        """The weights in use under their names in Hugging Face files, as views: an update changes them.
+
+        Raises RuntimeError while asleep or without weights.
+        """
+        self._require_weights()
         return ((name, tensor.view()) for name, tensor in self._tensors.items())
 
     def sleep(self) -> None:
-        """Move the weights to host memory and free the GPU's; the cache lives only within `generate`.
+        """Forget the weights and free their memory; the cache lives only within `generate`.
 
-        On the CPU nothing moves. Either way `generate` is refused until `wake`.
+        Buffers, such as rotary frequencies, stay: they are small, and no update brings them.
         """
-        move_model(self._model, torch.device("cpu"))
+        self._weight_version = None
         self._is_awake = False
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Move the weights back to the device."""
-        move_model(self._model, self._device)
+        """Allocate the weights, with nothing in them until `update_weights`. Nothing happens to an engine awake."""
+        if self._is_awake:
+            return
+        for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
+            parameter.data = parameter.data.new_empty(shape)
         self._is_awake = True
 
-    def _require_ready(self) -> int:
+    def _require_awake(self) -> None:
         if not self._is_awake:
-            raise RuntimeError("the rollout engine is asleep: call wake() before generate()")
+            raise RuntimeError("the rollout engine is asleep: call wake() and update_weights() first")
+
+    def _require_weights(self) -> int:
+        self._require_awake()
         if self._weight_version is None:
             raise RuntimeError(
-                "the rollout engine has no complete set of weights: none were loaded, or the last update failed. "
-                "Call update_weights() before generate()"
+                "the rollout engine has no complete set of weights: none were loaded, the last update failed, or it "
+                "has slept since. Call update_weights() first"
             )
         return self._weight_version
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        vocabulary = self._model.config.vocab_size
+        if strays := [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]:
+            raise ValueError(
+                f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {vocabulary} tokens: "
+                f"give ids from 0 to {vocabulary - 1}"
+            )
 
     def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
         length, vocabulary = len(request.token_ids), self._model.config.vocab_size
@@ -162,8 +188,12 @@ class TransformersEngine:
 def end_tokens(
     model: PreTrainedModel, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """The end-of-sequence tokens that the model's config, its generation config and its tokenizer name, together."""
+    """The end-of-sequence tokens that the model's config, its generation config and its tokenizer name, together.
+
+    Ids outside the model's vocabulary (some configs write -1 for none) are left out: no completion can hold one.
+    """
     named = [model.config.eos_token_id, tokenizer.eos_token_id]
     if generation is not None:
         named.append(generation.eos_token_id)
-    return frozenset(token for ids in named if ids is not None for token in (ids if isinstance(ids, list) else [ids]))
+    ids = [token for some in named if some is not None for token in (some if isinstance(some, list) else [some])]
+    return frozenset(token for token in ids if 0 <= token < model.config.vocab_size)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
+from fivefold.evaluate import evaluate
 from fivefold.train import plan_run
 from tests.e2e.conftest import ROOT, Fivefold
 
@@ -111,11 +112,34 @@ def test_a_second_run_of_the_same_name_is_refused(run: Path, fivefold: Fivefold)
         ("reward.fn=no_such_module:f", "no_such_module"),
         ("actor.ppo_n_minibatches=5", "multiple"),
         ("cluster.n_gpus_per_node=1", "sizes differ"),
+        ("gconfig.max_new_tokens=4000", "positions"),
+        ("gconfig.stop_token_ids=[100000]", "vocabulary"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(override: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         plan_run(load_recipe(QUICKSTART, [override], TrainRecipe))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.backend=vllm:d1", "does not run yet"),
+        ("cluster.n_gpus_per_node=1", "transformers:d2 needs 2"),
+        ("gconfig.max_new_tokens=4000", "positions"),
+        ("valid_dataset=null", "no valid_dataset"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(override: str, expected: str) -> None:
+    overrides = ["rollout.backend=transformers:d2", override]
+    with pytest.raises(ValueError, match=expected):
+        evaluate(load_recipe(QUICKSTART, overrides, TrainRecipe))
+
+
+def test_evaluation_asks_nothing_of_the_actors_layout(fivefold: Fivefold) -> None:
+    result = fivefold("eval", str(QUICKSTART), "actor.backend=megatron:d64t3", "valid_dataset.limit=8")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["n_prompts"] == 8
 
 
 def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:

@@ -19,11 +19,16 @@ from fivefold.config.schema import OptimizerConfig
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3)
 
 
-def train_saving(case: Case, model: Path, folder: Path) -> tuple[Tensors, float]:
-    """In a worker: two steps, save, two more steps. The weights then, and the last rate."""
+def train_saving(case: Case, model: Path, folder: Path, skipped: int | None = None) -> tuple[Tensors, float]:
+    """In a worker: two steps, save, two more steps. The weights then, and the last rate.
+
+    Step `skipped` has a gradient that is not finite.
+    """
     engine = case.engine(model, OPTIMIZER)
     for step in range(4):
         engine.forward_backward(uneven_batch(), SFTLoss())
+        if step == skipped:
+            next(iter(engine.parameters.values())).main_grad.fill_(torch.nan)
         rate = engine.optim_step().learning_rate
         if step == 1:
             engine.save(folder)
@@ -51,6 +56,16 @@ def test_the_same_layout_goes_on_to_the_bit(
     (resumed, resumed_rate), *_ = run.run(go_on, case, model, tmp_path)
     assert resumed_rate == rate
     assert resumed.keys() == unbroken.keys()
+    assert [name for name in unbroken if not torch.equal(resumed[name], unbroken[name])] == []
+
+
+def test_a_skipped_step_counts_for_the_schedule_and_not_for_adam(
+    workers: Workers, models: Path, tmp_path: Path
+) -> None:
+    case, model = Case("megatron:d2e2"), models / "qwen3_moe"
+    (unbroken, rate), *_ = workers(2).run(train_saving, case, model, tmp_path, 1)
+    (resumed, resumed_rate), *_ = workers(2).run(go_on, case, model, tmp_path)
+    assert resumed_rate == rate
     assert [name for name in unbroken if not torch.equal(resumed[name], unbroken[name])] == []
 
 

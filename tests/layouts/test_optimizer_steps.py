@@ -27,25 +27,30 @@ DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2")
     ("step", "expected"),
     [(0, 0.25), (1, 0.5), (2, 0.75), (3, 1.0), (4, 1.0), (7, 1.0 - 3 / 6), (9, 1.0 - 5 / 6), (10, 0.0), (99, 0.0)],
 )
-def test_linear_schedule(step: int, expected: float) -> None:
+def test_linear_schedule_would_arrive_one_step_after_the_last(step: int, expected: float) -> None:
     config = OptimizerConfig(lr=1.0, lr_scheduler_type="linear", warmup_steps_proportion=0.4)
     assert learning_rate(step, config, total_steps=10) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("step", range(12))
-def test_cosine_schedule_ends_at_its_minimum(step: int) -> None:
+def test_cosine_schedule_is_that_of_torch() -> None:
     config = OptimizerConfig(lr=3.0, lr_scheduler_type="cosine", min_lr_ratio=0.1)
-    cosine = (1 + math.cos(math.pi * min(step, 10) / 10)) / 2
-    assert learning_rate(step, config, total_steps=10) == pytest.approx(0.3 + 2.7 * cosine)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.3)
+    for step in range(10):
+        assert learning_rate(step, config, total_steps=10) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
 
 
 def test_constant_schedule_needs_no_warm_up() -> None:
     assert {learning_rate(step, OptimizerConfig(lr=2.0), total_steps=5) for step in range(9)} == {2.0}
 
 
-def test_a_short_warm_up_still_warms_up() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_steps_proportion=0.01)
-    assert learning_rate(0, config, total_steps=10) == 1.0
+@pytest.mark.parametrize(("proportion", "total_steps", "warmup"), [(0.07, 100, 7), (0.071, 100, 8), (6 / 11, 11, 6)])
+def test_a_warm_up_has_its_share_of_the_steps_rounded_up(proportion: float, total_steps: int, warmup: int) -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps_proportion=proportion)
+    rates = [learning_rate(step, config, total_steps) for step in range(total_steps)]
+    assert rates == pytest.approx([min(1.0, (step + 1) / warmup) for step in range(total_steps)])
 
 
 def rates(case: Case, folder: Path, config: OptimizerConfig, n_steps: int) -> list[tuple[float, set[float]]]:

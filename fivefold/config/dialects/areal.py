@@ -6,12 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from fivefold.config.dialects import megatron
 from fivefold.config.dialects.areal_rules import RULES
 from fivefold.config.dialects.dialect import Dialect
-from fivefold.config.dialects.draft import Draft, number
+from fivefold.config.dialects.draft import Draft, flag, number, positive, whole
+from fivefold.config.dialects.meanings import ON_MEGATRON, WHOLE_WEIGHTS
 
 MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 TRAINERS = ("fsdp", "megatron", "archon")
+TRAINER = re.compile(rf"\b(?:{'|'.join(TRAINERS)})\b")
 NO_BACKEND = re.compile(r"(?:[dtpce]\d+)+")
 
 DEFAULTS: Mapping[str, Any] = {
@@ -29,10 +32,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 def convert(draft: Draft) -> None:
     """Everything that takes several keys, then the rest key by key."""
-    _backends(draft)
+    trainers = _backends(draft)
     _advantages(draft)
     _kl(draft)
-    _recompute(draft)
+    _unused(draft, trainers)
+    _recompute(draft, trainers)
     _decoupled(draft)
     _repeated(draft)
     _engines(draft)
@@ -48,26 +52,48 @@ def convert(draft: Draft) -> None:
 # Layout
 
 
-def _backends(draft: Draft) -> None:
-    """One string for all roles, or one for each; older strings leave the training backend out."""
+def _backends(draft: Draft) -> set[str]:
+    """One string for all roles, or one for each; older strings leave the training backend out.
+
+    Returns:
+        The engines that the source trains with.
+    """
+    trainers: set[str] = set()
     if draft.get("allocation_mode"):
         trainer = str(draft.get("actor.backend", ""))
         allocation = modern(str(draft.get("allocation_mode")), trainer if trainer in TRAINERS else None)
-        draft.mapped("allocation_mode", "allocation_mode", allocation)
+        trainers |= _map_layout(draft, "allocation_mode", allocation)
         for key in ("actor.backend", "rollout.backend"):
             if NO_BACKEND.search(str(draft.get(key, ""))) is None:
                 draft.implied(key, "allocation_mode rules")
     for role in ("actor", "rollout"):
         key = f"{role}.backend"
-        if draft.get(key):
-            draft.mapped(key, key, modern(str(draft.get(key))))
-    if draft.get("ref.backend") and draft.get("actor.kl_ctl", 0.1) > 0:
+        if draft.is_open(key) and draft.get(key):
+            trainers |= _map_layout(draft, key, modern(str(draft.get(key))))
+    if draft.get("ref.backend") and draft.read("actor.kl_ctl", number, 0.1) > 0:
         value = modern(str(draft.get("ref.backend")))
-        if value == draft.recipe.get("actor.backend"):
+        if on_megatron(value) == draft.recipe.get("actor.backend"):
             draft.implied("ref.backend", "as the actor, in whose processes the reference runs")
-        draft.mapped("ref.backend", "ref.backend", value)
+        _map_layout(draft, "ref.backend", value)
     draft.implied("ref.backend", "no reference model is loaded")
     _colocation(draft)
+    # An actor that nothing lays out gets the recipe's default, one Megatron worker.
+    return trainers or {"megatron"}
+
+
+def _map_layout(draft: Draft, key: str, layout: str) -> set[str]:
+    """`key` becomes `layout`, trained on Megatron-Core; returns what the source trains with."""
+    trainers = set(TRAINER.findall(layout))
+    is_other = bool(trainers - {"megatron"})
+    draft.mapped(key, key, on_megatron(layout), ON_MEGATRON if is_other else "")
+    if is_other and WHOLE_WEIGHTS not in draft.notes:
+        draft.notes.append(WHOLE_WEIGHTS)
+    return trainers
+
+
+def on_megatron(layout: str) -> str:
+    """The layout with every trainer's degrees handed to Megatron-Core."""
+    return TRAINER.sub("megatron", layout)
 
 
 def modern(allocation: str, trainer: str | None = None) -> str:
@@ -98,8 +124,8 @@ def _colocation(draft: Draft) -> None:
             draft.mapped(key, "rollout.colocate", True)
             draft.implied(target, f"follows from {key}")
         draft.implied(key, "roles stand apart where the cluster has room")
-    for key in draft.keys("*scheduling_strategy*"):
-        draft.implied(key, "the reference runs in the actor's processes; others stand apart where there is room")
+    for key in draft.keys("ref.scheduling_strategy*"):
+        draft.implied(key, "the reference runs in the actor's processes")
 
 
 # Algorithm
@@ -109,7 +135,7 @@ def _advantages(draft: Draft) -> None:
     """`reward_norm`, or `adv_norm` where there is no other: without a critic, one normalisation is all."""
     rewards, own = "actor.reward_norm.", "actor.adv_norm."
     section, other = (rewards, own) if draft.keys(rewards + "*_level") else (own, rewards)
-    n_samples = draft.get("gconfig.n_samples", 1)
+    n_samples = draft.read("gconfig.n_samples", positive)
     for name, target in (("mean_level", MEAN), ("std_level", STD)):
         level = draft.get(section + name)
         draft.recipe.setdefault(target, level if level in ("group", "batch") else "none")
@@ -117,7 +143,7 @@ def _advantages(draft: Draft) -> None:
     for key in draft.keys(other + "*"):
         draft.unsupported(key, f"rewards are normalised once, as {section}* says")
     if draft.get(section + "eps") is not None:
-        draft.mapped(section + "eps", "actor.reward_norm.eps", number(draft.get(section + "eps")))
+        draft.mapped(section + "eps", "actor.reward_norm.eps", draft.read(section + "eps", number))
     for key in (section + "group_size", "actor.group_size"):
         if draft.get(key) == n_samples:
             draft.implied(key, "a group is the gconfig.n_samples responses of a prompt")
@@ -140,7 +166,7 @@ def _leave_one_out(draft: Draft, key: str, n_samples: Any) -> None:
 
 def _kl(draft: Draft) -> None:
     """The KL term is a penalty on each token's reward, and needs a reference to be configured."""
-    weight = number(draft.get("actor.kl_ctl", 0.1))
+    weight = draft.read("actor.kl_ctl", number, 0.1)
     has_reference = bool(draft.keys("ref.*"))
     if weight > 0 and has_reference:
         draft.recipe["actor.kl_in"] = "reward"
@@ -157,12 +183,18 @@ def _kl(draft: Draft) -> None:
         draft.implied(key, "no reference model is loaded: actor.kl_ctl is 0")
 
 
-def _recompute(draft: Draft) -> None:
+def _unused(draft: Draft, trainers: set[str]) -> None:
+    """Options of the engines that the source does not train with."""
+    for name in sorted(set(TRAINERS) - trainers):
+        for key in draft.keys(f"actor.{name}.*"):
+            draft.implied(key, f"only {name} reads it, and the source trains with {' and '.join(sorted(trainers))}")
+
+
+def _recompute(draft: Draft, trainers: set[str]) -> None:
     """Gradient checkpointing, whose granularity for Megatron-Core is `full` unless written."""
     switch, key = "actor.gradient_checkpointing", "actor.megatron.recompute_granularity"
-    backends = f"{draft.recipe.get('allocation_mode', '')} {draft.recipe.get('actor.backend', '')}"
-    if "megatron" in backends:
-        is_on = draft.get(switch, False) is True
+    is_on = draft.read(switch, flag, False)
+    if "megatron" in trainers:
         granularity = draft.get(key, "full") if is_on else "none"
         written = key if draft.writes(key) and is_on else switch
         draft.mapped(written, "actor.megatron.recompute", granularity)
@@ -170,10 +202,7 @@ def _recompute(draft: Draft) -> None:
         for name in draft.keys("actor.megatron.recompute_*"):
             if not is_on:
                 draft.implied(name, f"{switch} is off")
-    for name in ("fsdp", "archon"):
-        if name not in backends:
-            for unused in draft.keys(f"actor.{name}.*"):
-                draft.implied(unused, f"the actor does not run {name}")
+    megatron.checkpoint_layers(draft, switch, is_on)
     for section in ("critic", "ref"):
         for unused in draft.keys(f"{section}.gradient_checkpointing"):
             draft.implied(unused, "only training recomputes")
@@ -221,10 +250,9 @@ def _engines(draft: Draft) -> None:
 
 def _evaluation(draft: Draft) -> None:
     own, train = "eval_gconfig.", "gconfig."
-    for name in ("n_samples", "greedy", "temperature"):
-        value = draft.get(own + name)
-        if value is not None:
-            draft.mapped(own + name, f"evaluator.{name}", float(value) if name == "temperature" else value)
+    for name, convert in (("n_samples", whole), ("greedy", flag), ("temperature", number)):
+        if draft.writes(own + name):
+            draft.mapped(own + name, f"evaluator.{name}", draft.read(own + name, convert))
     for key in draft.keys(own + "*"):
         name = key.removeprefix(own)
         if draft.get(key) == draft.get(train + name):

@@ -31,11 +31,13 @@ from fivefold.config.dialects.meanings import (
     NO_OFFLOAD,
     NO_PROFILER,
     NO_RESUME,
+    NOT_FSDP,
     ONE_BUDGET,
     OWN_BRIDGE,
     OWN_OUTPUTS,
     SCHEDULE,
     SYNCHRONOUS,
+    WHOLE_IN_PASSES,
     run_name,
     top_k,
 )
@@ -105,14 +107,10 @@ NATIVE: Mapping[str, Convert] = {
     **{
         f"{section}.{name}": convert
         for section in ("train_dataset", "valid_dataset")
-        for name, convert in (
-            ("path", text),
-            ("split", text),
-            ("batch_size", whole),
-            ("shuffle", flag),
-            ("max_length", whole),
-        )
+        for name, convert in (("path", text), ("split", text), ("max_length", whole))
     },
+    "train_dataset.batch_size": whole,
+    "train_dataset.shuffle": flag,
     "saver.freq_steps": whole,
     "evaluator.freq_steps": whole,
 }
@@ -132,7 +130,6 @@ ENGINE: Mapping[str, Rule] = {
     "attn_impl": implied(megatron.KERNELS),
     "use_kernels": implied(megatron.KERNELS),
     "disable_dropout": only(True, holds="no dropout", otherwise="models are trained without dropout"),
-    "gradient_checkpointing": off("the fsdp backend has no key for it; actor.megatron.recompute is Megatron's"),
     "offload": off(NO_OFFLOAD),
     "pad_to_maximum": off("sequences are packed at their own lengths"),
     "is_critic": off(NO_CRITIC),
@@ -151,8 +148,10 @@ ENGINE: Mapping[str, Rule] = {
     "scheduling_spec.*": implied(RAY_PLACES),
     "scheduling_spec.*.env_vars.*": unsupported("set environment variables in the shell that starts the run"),
     "scheduling_strategy": implied("roles stand apart where the cluster has room"),
-    "fsdp.*": unsupported("not among the FSDP options that are carried over"),
-    "archon.*": unsupported("the archon backend is not offered"),
+    "fsdp.wrap_policy*": implied(WHOLE_IN_PASSES),
+    "fsdp.offload_params": off(NO_OFFLOAD),
+    "fsdp.*": unsupported(NOT_FSDP),
+    "archon.*": unsupported("an option of Archon that training on Megatron-Core has no counterpart of"),
     "log_level": implied("workers log below the run's folder"),
     "request_timeout": implied("scheduler.timeout_s bounds every phase"),
     "setup_timeout": implied("scheduler.timeout_s bounds every phase"),
@@ -167,11 +166,11 @@ MEGATRON: Mapping[str, Rule] = {
     "ddp.check_for_nan_in_grad": implied("a step whose gradient is not finite is skipped, and explained"),
     "ddp.overlap_param_gather": off("parameters are gathered before they are needed"),
     "ddp.align_param_gather": off("parameters are gathered before they are needed"),
-    "ddp.bucket_size": unsupported("buckets have Megatron-Core's own size"),
+    "ddp.bucket_size": to("actor.megatron.ddp.bucket_size", whole),
     "ddp.fp8_param_gather": off("training runs in bfloat16 or float32"),
     "wrap_with_ddp": only(True, holds="always", otherwise="gradients are always kept by Megatron-Core's DDP"),
-    "use_torch_fsdp2": off("use actor.backend=fsdp:..."),
-    "use_custom_fsdp": off("use actor.backend=fsdp:..."),
+    "use_torch_fsdp2": off(WHOLE_IN_PASSES),
+    "use_custom_fsdp": off(WHOLE_IN_PASSES),
     "overlap_param_gather_with_optimizer_step": off("parameters are gathered before they are needed"),
     "use_precision_aware_optimizer": off("moments and master weights are float32"),
     **dict.fromkeys(
@@ -317,6 +316,8 @@ RULES: Mapping[str, Rule] = {
     "ref.*": implied("the reference is the actor's kind of model, and not trained"),
     **under("rollout.", ROLLOUT),
     **for_each(("train_dataset.", "valid_dataset."), DATASET),
+    "valid_dataset.batch_size": implied("all held-out prompts are evaluated at once"),
+    "valid_dataset.shuffle": implied("all held-out prompts are evaluated at once"),
     **for_each(("sglang.", "vllm."), SGLANG_LIKE),
     **{key: to(key, convert) for key, convert in NATIVE.items()},
 }

@@ -38,6 +38,8 @@ class RolePlan:
     """How the source lays out one role, before it is known whether that fits the devices."""
 
     backend: str = "megatron"
+    shards_weights: bool = False
+    """Whether the source trains with FSDP, ZeRO or their like, in whose place Megatron-Core is laid out."""
     degrees: dict[Degree, int] = field(default_factory=dict)
     n_devices: int | None = None
     keys: dict[str, str] = field(default_factory=dict)
@@ -92,6 +94,17 @@ class Draft:
         value = self._values.get(key, self._defaults.get(key))
         return otherwise if value is None else value
 
+    def read(self, key: str, convert: Convert, otherwise: Any = None) -> Any:
+        """The value that holds in the framework, converted: for a key that others depend on.
+
+        Raises:
+            ValueError: a value that `convert` refuses.
+        """
+        try:
+            return convert(self.get(key, otherwise))
+        except Unfit as error:
+            raise ValueError(f"{key}: {error}; correct it there, or give {key}=... as an override") from error
+
     def keys(self, pattern: str = "*") -> list[str]:
         """The source's keys that match, in order."""
         return [key for key in self._values if fnmatchcase(key, pattern)]
@@ -129,18 +142,17 @@ class Draft:
         if self.is_open(key):
             self._settle(key, "unsupported", "", reason)
 
-    def demote(self, to: str, reason: str) -> None:
-        """Takes the recipe's `to` back: the keys that set it become unsupported."""
+    def demote(self, to: str, reason: str, outcome: Outcome = "unsupported") -> None:
+        """Takes the recipe's `to` back: the keys that set it become unsupported, or implied where it has no effect."""
         self.recipe.pop(to, None)
         for entry in [entry for entry in self._entries.values() if entry.to == to]:
-            self._settle(entry.key, "unsupported", "", reason)
+            self._settle(entry.key, outcome, "", reason)
 
     def lay_out(self, key: str, role: Role, degree: Degree, otherwise: int = 1) -> None:
         """`key` gives `role` a degree of parallelism. Its entry follows when the layout is known."""
         plan = self.plans.setdefault(role, RolePlan())
-        value = self.get(key, otherwise)
         try:
-            plan.degrees[degree] = whole(value)
+            plan.degrees[degree] = positive(self.get(key, otherwise))
         except Unfit as error:
             return self.unsupported(key, str(error))
         if self.is_open(key) and key in self._values:
@@ -192,6 +204,13 @@ def whole(value: Any) -> int:
     """A whole number; 4.0 is one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise Unfit(f"{value!r} is not a whole number")
+    return int(value)
+
+
+def positive(value: Any) -> int:
+    """A whole number from 1 on."""
+    if whole(value) < 1:
+        raise Unfit(f"{value!r} is not a whole number from 1 on")
     return int(value)
 
 

@@ -19,6 +19,13 @@ NO_MULTIMODAL = "models and data are text only"
 SYNCHRONOUS = "training is synchronous: each step trains on samples of the newest weights"
 ONE_BUDGET = "log-probabilities are computed under the token budget of training, actor.mb_spec.max_tokens_per_mb"
 OWN_OUTPUTS = "everything is written below <cluster.fileroot>/<experiment_name>/<trial_name>"
+WHOLE_WEIGHTS = (
+    "FSDP and ZeRO-3 shard the weights too; Megatron's distributed optimizer, laid out in their place, shards the "
+    "optimizer's states only. A large model may need t, p or e: `fivefold plan RECIPE --search` proposes layouts"
+)
+ON_MEGATRON = "Megatron-Core in its place: the notes say what differs"
+NOT_FSDP = "an option of FSDP that training on Megatron-Core has no counterpart of"
+WHOLE_IN_PASSES = "weights are whole in forward and backward pass: none is gathered or freed"
 ANY_CHECKPOINT = "weights are read from and written to the Hugging Face format, whatever the layout"
 OWN_BRIDGE = "Fivefold has one bridge between Hugging Face and Megatron-Core weights, for dense and MoE models"
 
@@ -94,24 +101,28 @@ def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> 
 
 def warmup(draft: Draft, key: str, total_steps: int | None) -> None:
     """Warm-up steps, as a share of all steps."""
-    steps = whole(draft.get(key))
+    steps = draft.read(key, whole)
     if steps <= 0:
         draft.implied(key, "no warm-up in steps")
-    elif total_steps is None:
+    elif total_steps is None or total_steps < 1:
         draft.unsupported(
             key,
             "the warm-up is a share of all steps, whose number is not known here: "
             "set actor.optimizer.warmup_steps_proportion",
         )
     else:
-        share = round(steps / total_steps, 6)
-        draft.mapped(key, "actor.optimizer.warmup_steps_proportion", min(1.0, share), f"{steps} of {total_steps} steps")
+        # Not rounded: the trainer counts the steps back, and has to arrive at the same number.
+        share = min(1.0, steps / total_steps)
+        draft.mapped(key, "actor.optimizer.warmup_steps_proportion", share, f"{steps} of {total_steps} steps")
 
 
 def min_lr(draft: Draft, key: str, lr_key: str) -> None:
     """The rate where the decay ends, as a share of the peak."""
-    peak, least = number(draft.get(lr_key, 1e-6)), number(draft.get(key))
-    draft.mapped(key, "actor.optimizer.min_lr_ratio", round(least / peak, 6), f"{least:g} of {peak:g}")
+    peak, least = draft.read(lr_key, number, 1e-6), draft.read(key, number)
+    if peak > 0:
+        # Short of the last digits, so that 1e-7 of 1e-6 is written 0.1.
+        draft.mapped(key, "actor.optimizer.min_lr_ratio", float(f"{least / peak:.12g}"), f"{least:g} of {peak:g}")
+    draft.implied(key, f"{lr_key} is 0")
 
 
 def betas(draft: Draft, key: str) -> None:
@@ -119,8 +130,9 @@ def betas(draft: Draft, key: str) -> None:
     value = draft.get(key)
     if not isinstance(value, list) or len(value) != 2:
         raise Unfit(f"{value!r} is not a list of two numbers")
-    draft.recipe.setdefault("actor.optimizer.beta2", number(value[1]))
-    draft.mapped(key, "actor.optimizer.beta1", number(value[0]), "and actor.optimizer.beta2")
+    beta1, beta2 = map(number, value)
+    draft.recipe.setdefault("actor.optimizer.beta2", beta2)
+    draft.mapped(key, "actor.optimizer.beta1", beta1, "and actor.optimizer.beta2")
 
 
 def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, n_samples: int) -> None:

@@ -9,6 +9,7 @@ from fivefold.config.dialects.draft import (
     Draft,
     Role,
     Rule,
+    flag,
     implied,
     number,
     off,
@@ -39,11 +40,11 @@ OVERRIDES: Mapping[str, Rule] = {
     ),
     "moe_aux_loss_coeff": to("actor.megatron.transformer.moe_aux_loss_coeff", number),
     "moe_z_loss_coeff": to("actor.megatron.transformer.moe_z_loss_coeff", number),
-    "moe_router_load_balancing_type": to(
-        "actor.megatron.transformer.moe_router_load_balancing_type", one_of(aux_loss="aux_loss", none="none")
+    "moe_router_load_balancing_type": only(
+        "aux_loss", "none", holds="moe_aux_loss_coeff weighs it", otherwise="experts are balanced by the auxiliary loss"
     ),
-    "recompute_granularity": implied("only training with Megatron recomputes"),
-    "moe_layer_recompute": implied("only training with Megatron recomputes"),
+    "recompute_granularity": implied("only training recomputes"),
+    "moe_layer_recompute": implied("only training recomputes"),
     "recompute_modules": unsupported("`selective` recomputes the MLP and MoE activations"),
     "recompute_method": only("uniform", holds="whole layers, one by one", otherwise=CHECKPOINT),
     "recompute_num_layers": only(1, holds="whole layers, one by one", otherwise=CHECKPOINT),
@@ -84,12 +85,12 @@ OVERRIDES: Mapping[str, Rule] = {
     "bf16": implied("actor.dtype says it"),
     "cuda_graph*": off("CUDA graphs are not captured in training"),
     "fp8*": off("training runs in bfloat16 or float32"),
-    "*": unsupported("not among the Megatron-Core options that are carried over; see actor.megatron.transformer"),
+    "*": unsupported("not among the Megatron-Core options that are carried over"),
 }
 """Of TransformerConfig. Degrees of parallelism and the granularity of recomputation are read apart."""
 
 DDP: Mapping[str, Rule] = {
-    "overlap_grad_reduce": to("actor.megatron.ddp.overlap_grad_reduce", bool),
+    "overlap_grad_reduce": to("actor.megatron.ddp.overlap_grad_reduce", flag),
     "use_distributed_optimizer": OVERRIDES["use_distributed_optimizer"],
     "grad_reduce_in_fp32": only(
         True, holds="gradients are always reduced in float32", otherwise="gradients are always reduced in float32"
@@ -125,3 +126,16 @@ def recompute(draft: Draft, prefix: str, switch: str, is_on: bool) -> None:
     draft.implied(key, "without gradient checkpointing, nothing is recomputed")
     draft.implied(moe, "nothing is recomputed, as it is by default")
     draft.implied(switch, f"without {key}, Megatron-Core recomputes nothing" if is_on else "off, as it is by default")
+
+
+def checkpoint_layers(draft: Draft, switch: str, is_on: bool) -> None:
+    """The gradient checkpointing of FSDP and DeepSpeed, which recomputes whole layers; `switch` is its key."""
+    if is_on:
+        draft.mapped(switch, "actor.megatron.recompute", "full", "whole layers are recomputed, as there")
+    draft.implied(switch, "off, as it is by default")
+
+
+def ignore(draft: Draft, section: str) -> None:
+    """Megatron-Core's options below `section`, where the source does not train with it."""
+    for key in draft.keys(f"{section}*"):
+        draft.implied(key, "only Megatron-Core reads it, and the source trains with another engine")

@@ -7,12 +7,21 @@ from typing import Any
 
 from fivefold.config.dialects import megatron
 from fivefold.config.dialects.dialect import Dialect
-from fivefold.config.dialects.draft import Draft, Role, RolePlan, number, whole
-from fivefold.config.dialects.meanings import ESTIMATOR, NO_CRITIC, advantages, rollout_engine, token_budget, warmup
+from fivefold.config.dialects.draft import Draft, Role, RolePlan, flag, number, positive, whole
+from fivefold.config.dialects.meanings import (
+    ESTIMATOR,
+    NO_CRITIC,
+    ON_MEGATRON,
+    advantages,
+    rollout_engine,
+    token_budget,
+    warmup,
+)
 from fivefold.config.dialects.roll_rules import CONFIG, INFER, REF, RULES, TRAIN
 
 STRATEGY = "strategy_args.strategy_name"
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
+NO_CHECKPOINTING = TRAIN + "model_args.disable_gradient_checkpointing"
 ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
 WARMUP = TRAIN + "training_args.warmup_steps"
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
@@ -31,6 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
     "seed": 42,
     "loss_agg_mode": "seq-mean-token-mean",
     "num_gpus_per_node": 8,
+    NO_CHECKPOINTING: False,
 }
 
 
@@ -61,8 +71,11 @@ def _lay_out(draft: Draft) -> None:
             _lay_out_trainer(draft, role, section)
     if draft.keys(INFER + "*"):
         _lay_out_rollout(draft)
-    switch = TRAIN + "model_args.disable_gradient_checkpointing"
-    megatron.recompute(draft, TRAIN + CONFIG, switch, is_on=draft.get(switch, False) is False)
+    is_on = not draft.read(NO_CHECKPOINTING, flag)
+    if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
+        megatron.checkpoint_layers(draft, NO_CHECKPOINTING, is_on)
+    else:
+        megatron.recompute(draft, TRAIN + CONFIG, NO_CHECKPOINTING, is_on)
 
 
 def _plan(draft: Draft, devices_key: str) -> RolePlan:
@@ -80,12 +93,11 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
         megatron.degrees(draft, role, section + CONFIG)
         plan.keys[section + STRATEGY] = ""
     elif strategy.startswith(("fsdp2", "deepspeed")):
-        plan.backend = "fsdp"
-        plan.keys[section + STRATEGY] = ""
+        plan.shards_weights = True
+        plan.keys[section + STRATEGY] = ON_MEGATRON
         if strategy.startswith("deepspeed"):
-            plan.keys[section + STRATEGY] = "sharded by FSDP in its place"
             for option in draft.keys(section + CONFIG + "*"):
-                draft.unsupported(option, "options of DeepSpeed are not read: FSDP shards the model in its place")
+                draft.unsupported(option, "options of DeepSpeed are not read: Megatron-Core trains in its place")
         if draft.writes(section + "model_args.ulysses_size"):
             draft.lay_out(section + "model_args.ulysses_size", role, "cp")
     else:
@@ -140,7 +152,7 @@ def _micro_batches(draft: Draft) -> None:
     dynamic = TRAIN + "max_tokens_per_microbatch_in_train"
     for switch, key in ((TRAIN + "use_sequence_packing", packed), (TRAIN + "use_dynamic_batching_in_train", dynamic)):
         if draft.get(switch) is True and draft.get(key):
-            draft.mapped(key, budget, whole(draft.get(key)))
+            draft.mapped(key, budget, draft.read(key, whole))
             draft.implied(PER_DEVICE, f"{key} rules")
         draft.implied(switch, "sequences are always packed, under a token budget")
         draft.implied(key, f"{switch} is off")
@@ -158,12 +170,12 @@ def count_updates(draft: Draft) -> None:
         updates = _updates(draft, per_device, steps, replicas)
     draft.unsupported(ACCUMULATION, "updates in a step are counted by actor.ppo_n_minibatches")
     if draft.writes(WARMUP):
-        total = updates and whole(draft.get("max_steps")) * updates * whole(draft.get("ppo_epochs", 1))
+        total = updates and draft.read("max_steps", positive) * updates * draft.read("ppo_epochs", positive, 1)
         warmup(draft, WARMUP, total)
 
 
 def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | None:
-    prompts, group = whole(draft.get("rollout_batch_size")), whole(draft.get("num_return_sequences_in_group"))
+    prompts, group = draft.read("rollout_batch_size", positive), draft.read("num_return_sequences_in_group", positive)
     update, responses = per_device * steps * replicas, prompts * group
     if update < 1 or responses % update or prompts % (responses // update):
         text = f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences, groups whole"
@@ -179,7 +191,7 @@ def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | 
 
 def _advantages(draft: Draft) -> None:
     """`norm_mean_type` and `norm_std_type`, or the older `reward_norm`; whitening, where neither is set."""
-    estimator, n_samples = str(draft.get("adv_estimator")), draft.get("num_return_sequences_in_group")
+    estimator, n_samples = str(draft.get("adv_estimator")), draft.read("num_return_sequences_in_group", positive)
     if estimator != "reinforce":
         advantages(draft, "adv_estimator", estimator, divides_by_std=True, n_samples=n_samples)
     if estimator in ("gae", "ppo"):
@@ -221,13 +233,13 @@ def _kl(draft: Draft) -> None:
     if draft.get("use_kl_loss") is True:
         draft.mapped("use_kl_loss", "actor.kl_in", "loss")
         draft.recipe["actor.kl_estimator"] = "k3"
-        draft.mapped("kl_loss_coef", "actor.kl_ctl", number(draft.get("kl_loss_coef", 0.0)), "estimator k3")
+        draft.mapped("kl_loss_coef", "actor.kl_ctl", draft.read("kl_loss_coef", number, 0.0), "estimator k3")
     elif draft.get("add_token_level_kl") is True:
         draft.mapped("add_token_level_kl", "actor.kl_in", "reward")
-        draft.mapped("kl_penalty", "actor.kl_estimator", ESTIMATOR(draft.get("kl_penalty", "kl")))
+        draft.mapped("kl_penalty", "actor.kl_estimator", draft.read("kl_penalty", ESTIMATOR, "kl"))
         draft.recipe.setdefault("actor.kl_estimator", "k1")
-        draft.recipe.setdefault("actor.kl_ctl", number(draft.get("init_kl_coef", 0.2)))
-        draft.mapped("init_kl_coef", "actor.kl_ctl", number(draft.get("init_kl_coef", 0.2)))
+        draft.recipe.setdefault("actor.kl_ctl", draft.read("init_kl_coef", number, 0.2))
+        draft.mapped("init_kl_coef", "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
     if draft.get("add_token_level_kl") is True:
         draft.unsupported("add_token_level_kl", "there is one KL term, and it is in the loss")
     for key in ("use_kl_loss", "kl_loss_coef", "add_token_level_kl", "init_kl_coef", "kl_penalty"):
@@ -237,10 +249,10 @@ def _kl(draft: Draft) -> None:
 
 
 def _clipping(draft: Draft) -> None:
-    both = number(draft.get("pg_clip", 0.2))
+    both = draft.read("pg_clip", number, 0.2)
     if draft.get("use_pg_clip_range") is True:
         for key, target in (("pg_clip_low", "actor.eps_clip"), ("pg_clip_high", "actor.eps_clip_higher")):
-            draft.recipe.setdefault(target, number(draft.get(key, 0.2)))
+            draft.recipe.setdefault(target, draft.read(key, number, 0.2))
             draft.mapped(key, target, draft.recipe[target])
         draft.implied("pg_clip", "pg_clip_low and pg_clip_high rule")
     draft.mapped("pg_clip", "actor.eps_clip", both)
@@ -252,15 +264,15 @@ def _clipping(draft: Draft) -> None:
 
 def _evaluation(draft: Draft) -> None:
     own = "validation.generating_args."
-    temperature = draft.get(own + "temperature")
-    if temperature is None:
+    if not draft.writes(own + "temperature"):
         return
+    temperature = draft.read(own + "temperature", number)
     is_greedy = temperature == 0 or draft.get(own + "do_sample") is False
     draft.recipe["evaluator.greedy"] = is_greedy
     draft.mapped(own + "do_sample", "evaluator.greedy", is_greedy)
     if not is_greedy:
         note = "sampled: evaluator.greedy=false"
-        draft.mapped(own + "temperature", "evaluator.temperature", number(temperature), note)
+        draft.mapped(own + "temperature", "evaluator.temperature", temperature, note)
     for name in ("temperature", "top_p", "top_k"):
         as_trained = draft.get(own + name) == draft.get(INFER + "generating_args." + name)
         if is_greedy or as_trained:

@@ -324,13 +324,16 @@ class _Reader:
             case [Text(text="eval")]:
                 return self.evaluate(texts[1:])
             case [Text(text=command)] if command in self._functions and self._depth < MOST_CALLS:
-                return self._call(command)
+                return self._call(command, texts[1:])
             case [Text(text="[" | "test")]:
                 return _test([text.text for text in texts[1:] if text.text != "]"])
             case [Text(text="source" | ".")]:
                 self._note(first, f"`source {' '.join(text.text for text in texts[1:])}` is not followed")
                 return None
-            case [Text(text="true" | ":" | "echo" | "set" | "shift")] | []:
+            case [Text(text="shift")]:
+                del self._variables.positional[:1]
+                return True
+            case [Text(text="true" | ":" | "echo" | "set")] | []:
                 return True
             case [Text(text="false")]:
                 return False
@@ -338,10 +341,13 @@ class _Reader:
             self.script.launches.append(arguments)
         return None
 
-    def _call(self, name: str) -> Status:
+    def _call(self, name: str, arguments: list[Text]) -> Status:
+        outer = self._variables.positional
+        self._variables.positional = arguments
         self._depth += 1
         status = self.run(*self._functions[name])
         self._depth -= 1
+        self._variables.positional = outer
         return status
 
     def _declare(self, keyword: str, words: list[Word]) -> Status:

@@ -19,6 +19,13 @@ SPECIAL = frozenset("@*#?-$!0123456789")
 PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?$!0-9])(\[[^\]]*\])?(.*)", re.DOTALL)
 OPERATION = re.compile(r"(:?[-=+?])|(##?|%%?)|(//?)")
 MARK = "\0"
+"""Stands where one word ends and the next begins."""
+SPREAD = re.compile(r"\$@|\$\{@\}|\[@\]")
+REPLACEMENT = re.compile(r"([#%]?)((?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*)(?:/(.*))?", re.DOTALL)
+"""`old/new` of `${A/old/new}`; `#old` and `%old` stand only at the begin and at the end."""
+KEEP = str.maketrans(" \t\n", "\ue001\ue002\ue003")
+"""To what stands for blanks that quotes inside `${A:-"two words"}` keep together."""
+RESTORE = {kept: blank for blank, kept in KEEP.items()}
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,13 @@ class Variables:
     arrays: dict[str, list[Text]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     """Names that were asked for."""
+    positional: list[Text] = field(default_factory=list)
+    """The arguments of the function that is being followed: `$1`, `$2`, ..."""
 
     def get(self, name: str) -> Text | None:
         """The value of `name`; None if it is not set."""
+        if name.isdigit():
+            return self.positional[int(name) - 1] if 0 < int(name) <= len(self.positional) else None
         self.read.add(name)
         if name in self.texts:
             return self.texts[name]
@@ -64,17 +75,16 @@ class Expander:
             # Only a substitution is split at blanks; the lexer has split what was written.
             splits = piece.expands and not piece.quoted and "$" in piece.text
             parts.append(re.sub(r"[ \t\n]+", MARK, text) if splits else text)
-        is_quoted = any(piece.quoted and not piece.expands for piece in word) or not word
         found = [text for text in "".join(parts).split(MARK) if text]
-        if not found and (is_quoted or any(piece.quoted and "@]" not in piece.text for piece in word)):
+        if not found and (not word or any(piece.quoted and not SPREAD.search(piece.text) for piece in word)):
             found = [""]
-        return [Text(text, tuple(dict.fromkeys(notes))) for text in found]
+        return [Text(text.translate(RESTORE), tuple(dict.fromkeys(notes))) for text in found]
 
     def text(self, word: Word) -> Text:
         """The word as one text."""
         notes: list[str] = []
         parts = [self._text(piece.text, notes) if piece.expands else piece.text for piece in word]
-        return Text("".join(parts).replace(MARK, " "), tuple(dict.fromkeys(notes)))
+        return Text("".join(parts).replace(MARK, " ").translate(RESTORE), tuple(dict.fromkeys(notes)))
 
     def arithmetic(self, expression: str, notes: list[str]) -> str:
         """The number that `expression` comes to; empty, with a note, if that cannot be worked out."""
@@ -89,10 +99,14 @@ class Expander:
         value = self._variables.get(name)
         return int(value.text or "0") if value is not None else 0
 
-    def _text(self, source: str, notes: list[str]) -> str:
+    def _text(self, source: str, notes: list[str], keep: Callable[[str], str] | None = None) -> str:
+        """`source`, filled in. With `keep`, quotes mean something in it, and `keep` marks what stands in them."""
         result, at = "", 0
         while at < len(source):
-            if source[at] == "`":
+            if keep is not None and source[at] in "'\"\\":
+                quoted, end = self._quoted(source, at, notes)
+                result += keep(quoted)
+            elif source[at] == "`":
                 end = source.index("`", at + 1) + 1
                 result += self._command(source[at + 1 : end - 1], notes)
             elif source[at] == "$":
@@ -103,6 +117,14 @@ class Expander:
                 result += "" if source[at] == CONTINUATION else source[at]
             at = end
         return result
+
+    def _quoted(self, source: str, at: int, notes: list[str]) -> tuple[str, int]:
+        """What stands in the quotes at `at`, or after the backslash there, and where that ends."""
+        if source[at] == "\\":
+            return source[at + 1 : at + 2], at + 2
+        end = source.find(source[at], at + 1)
+        inner = source[at + 1 : end if end >= 0 else len(source)]
+        return inner if source[at] == "'" else self._text(inner, notes), at + len(inner) + 2
 
     def _substitution(self, source: str, at: int, notes: list[str]) -> tuple[str, int]:
         """What stands for the `$...` at `at`, and where it ends."""
@@ -118,17 +140,27 @@ class Expander:
         if name := NAME.match(source, at + 1):
             return self._value(name[0], notes), name.end()
         if source[at + 1 : at + 2] in SPECIAL and source[at + 1 : at + 2]:
-            return "", at + 2
+            return self._special(source[at + 1], notes), at + 2
         return "$", at + 1
 
     def _command(self, command: str, notes: list[str]) -> str:
         notes.append(f"$({' '.join(command.split())}) is not run, and left empty")
         return ""
 
+    def _special(self, name: str, notes: list[str]) -> str:
+        """`$@`, `$#`, `$1` and their like."""
+        positional = self._variables.positional
+        if name in "@*":
+            notes += [note for text in positional for note in text.notes]
+            return MARK.join(text.text for text in positional)
+        return str(len(positional)) if name == "#" else self._value(name, notes)
+
     def _value(self, name: str, notes: list[str]) -> str:
         value = self._variables.get(name)
         if value is None:
-            notes.append(f"${name} is not set, and left empty; set it before the command: {name}=... fivefold import")
+            is_name = NAME.fullmatch(name) is not None
+            fix = f"; set it before the command: {name}=... fivefold import" if is_name else ""
+            notes.append(f"${name} is not set, and left empty{fix}")
             return ""
         notes += value.notes
         return value.text
@@ -149,7 +181,7 @@ class Expander:
         if length:
             return str(len(self._value(name, notes)))
         if not rest:
-            return "" if name in SPECIAL else self._value(name, notes)
+            return self._special(name, notes) if name in SPECIAL else self._value(name, notes)
         return self._operation(name, rest, notes)
 
     def _item(self, name: str, index: str, notes: list[str]) -> str:
@@ -165,24 +197,36 @@ class Expander:
         assert operation is not None, "the caller has looked"
         sign, argument = operation[0], rest[operation.end() :]
         if operation[1] is None:
-            return _trimmed(self._value(name, notes), sign, self._unquoted(argument, notes))
+            return self._trimmed(self._value(name, notes), sign, argument, notes)
         is_given = value is not None and (bool(value.text) or not sign.startswith(":"))
         if sign[-1] == "+":
-            return self._unquoted(argument, notes) if is_given else ""
+            return self._text(argument, notes, _kept_together) if is_given else ""
         if is_given or sign[-1] == "?":
             return self._value(name, notes)
         own: list[str] = []
-        default = Text(self._unquoted(argument, own), tuple(own))
-        notes += default.notes
+        default = self._text(argument, own, _kept_together)
+        notes += own
         if sign[-1] == "=":
-            self._variables.texts[name] = default
-        return default.text
+            self._variables.texts[name] = Text(default.translate(RESTORE), tuple(own))
+        return default
 
-    def _unquoted(self, source: str, notes: list[str]) -> str:
-        """A default or a pattern, which may hold quotes and variables of its own."""
-        if len(source) > 1 and source[0] == source[-1] == "'":
-            return source[1:-1]
-        return self._text(source.replace('"', ""), notes)
+    def _trimmed(self, value: str, sign: str, argument: str, notes: list[str]) -> str:
+        """`${A##*/}`, `${A%.*}`, `${A//old/new}` and their like."""
+        if sign not in ("/", "//"):
+            return _cut(value, sign, re.compile(_regex(self._text(argument, notes, _taken_literally)), re.DOTALL))
+        match = REPLACEMENT.fullmatch(argument)
+        assert match is not None, "it matches any text"
+        place, old, new = match[1], match[2], self._text(match[3] or "", notes, str)
+        pattern = {"#": r"\A", "": "", "%": ""}[place] + _regex(self._text(old, notes, _taken_literally))
+        return re.sub(pattern + (r"\Z" if place == "%" else ""), lambda _: new, value, count=0 if sign == "//" else 1)
+
+
+def _kept_together(quoted: str) -> str:
+    return quoted.translate(KEEP)
+
+
+def _taken_literally(quoted: str) -> str:
+    return re.sub("(.)", r"\\\1", quoted, flags=re.DOTALL)
 
 
 def _closing(source: str, at: int) -> int:
@@ -196,12 +240,8 @@ def _closing(source: str, at: int) -> int:
     return len(source)
 
 
-def _trimmed(value: str, sign: str, argument: str) -> str:
-    """`${A##*/}`, `${A%.*}`, `${A//old/new}` and their like."""
-    if sign in ("/", "//"):
-        old, _, new = argument.partition("/")
-        return re.sub(_regex(old), lambda _: new, value, count=0 if sign == "//" else 1)
-    pattern = re.compile(_regex(argument), re.DOTALL)
+def _cut(value: str, sign: str, pattern: re.Pattern[str]) -> str:
+    """`value` without the shortest (`#`, `%`) or longest (`##`, `%%`) part at its begin or end that matches."""
     lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
     for length in lengths:
         cut = length if sign[0] == "#" else len(value) - length
@@ -211,8 +251,10 @@ def _trimmed(value: str, sign: str, argument: str) -> str:
 
 
 def _regex(pattern: str) -> str:
+    """Of the shell's `*` and `?`; a character after a backslash stands for itself."""
     wild = {"*": ".*", "?": "."}
-    return "".join(wild.get(character, re.escape(character)) for character in pattern)
+    tokens = re.findall(r"\\?.", pattern, flags=re.DOTALL)
+    return "".join(wild.get(token, re.escape(token[-1])) for token in tokens)
 
 
 def _number(node: ast.expr, integer: Callable[[str], int]) -> int:

@@ -15,6 +15,10 @@ OPENERS = frozenset({"for", "if", "elif", "while", "until", "then", "else", "do"
 ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")
 PLACEHOLDER = re.compile(r"<[\w./-]+>")
 REDIRECTIONS = frozenset({"<", ">", ">>", "<<<", "<<", "<<-", "&>", "&>>", ">&", "<&", ">|"})
+ESCAPES = {"n": "\n", "t": "\t"}
+"""Of `$'...'`, those that do not stand for the character itself."""
+DESCRIPTOR = re.compile(r"\d+(?=[<>])")
+"""Of `2>&1`, the number that is no word."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class _Lexer:
         return Token("word", line, word=self._word())
 
     def _operator(self) -> str | None:
+        if descriptor := DESCRIPTOR.match(self._text, self._at):
+            self._at = descriptor.end()
         for operator in (*OPERATORS, *SINGLE):
             if self._text.startswith(operator, self._at):
                 self._at += len(operator)
@@ -132,7 +138,7 @@ class _Lexer:
                 end = self._end_of_substitution(self._at)
             elif character == "`":
                 end = self._close("`", self._at + 1) + 1
-            elif character in "'\"\\":
+            elif character in "'\"\\" or self._text.startswith(("$'", '$"'), self._at):
                 pieces += [Piece(plain, quoted=False, expands=True)] * bool(plain) + self._quoted(character)
                 plain = ""
                 continue
@@ -156,7 +162,17 @@ class _Lexer:
             self._at = end + 1
             return [Piece(text, quoted=True, expands=False)]
         self._at += 1
+        if quote == "$":
+            # `$"..."` is translated text, and quoted as any other; `$'...'` has escapes.
+            return self._quoted('"') if self._text[self._at] == '"' else [self._escaped()]
         return self._double_quoted()
+
+    def _escaped(self) -> Piece:
+        """What stands in `$'...'`."""
+        end = self._close("'", self._at + 1, has_escapes=True)
+        text = re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[1]), self._text[self._at + 1 : end])
+        self._at = end + 1
+        return Piece(text, quoted=True, expands=False)
 
     def _double_quoted(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -205,10 +221,10 @@ class _Lexer:
                 at += 1
         raise ValueError(f"line {self._line(start)}: `{opening}` is not closed; add `{closing}`")
 
-    def _close(self, quote: str, at: int) -> int:
+    def _close(self, quote: str, at: int, *, has_escapes: bool = False) -> int:
         start = at
         while at < len(self._text) and self._text[at] != quote:
-            at += 2 if self._text[at] == "\\" and quote != "'" else 1
+            at += 2 if self._text[at] == "\\" and (has_escapes or quote != "'") else 1
         if at >= len(self._text):
             raise ValueError(f"line {self._line(start)}: a {quote} is not closed")
         return at

@@ -8,9 +8,11 @@ from typing import Any
 from fivefold.config.dialects import verl_tree
 from fivefold.config.dialects.dialect import Dialect
 from fivefold.config.dialects.draft import Draft, Rule, off, unsupported
-from fivefold.config.dialects.verl_rules import ACTOR, ROLLOUT
+from fivefold.config.dialects.verl_rules import ACTOR, MODEL, ROLLOUT
 from fivefold.config.dialects.verl_rules import RULES as TREE_RULES
 from fivefold.config.dialects.verl_tree import Tree
+
+DECAY, WARMUP_STYLE = ACTOR + "optim.lr_decay_style", ACTOR + "optim.warmup_style"
 
 DEFAULTS: Mapping[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -20,6 +22,8 @@ DEFAULTS: Mapping[str, Any] = {
     ACTOR + "ppo_mini_batch_size": 256,
     ACTOR + "ppo_micro_batch_size_per_gpu": 1,
     ACTOR + "clip_ratio_c": 3.0,
+    DECAY: "linear",
+    MODEL + "enable_gradient_checkpointing": True,
     ROLLOUT + "n": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
@@ -41,6 +45,10 @@ def convert(draft: Draft) -> None:
     """siiRL's own default for an unset expert tensor degree is 1."""
     verl_tree.convert_tree(draft, Tree(etp_follows_tp=False))
     verl_tree.warmup_and_rates(draft, ACTOR + "optim.", verl_tree.training_steps(draft, ""))
+    if draft.plans["actor"].shards_weights:
+        draft.implied(DECAY, f"siiRL's FSDP reads {WARMUP_STYLE} in its place")
+    else:
+        draft.implied(WARMUP_STYLE, f"siiRL's Megatron reads {DECAY} in its place")
     draft.apply(RULES)
 
 

@@ -176,13 +176,29 @@ _NOTHING = object()
 def _lookup(expression: str, key: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
     resolver, colon, argument = expression.partition(":")
     if not colon:
-        return values.get(_absolute(expression, key), _NOTHING)
+        return _at(_absolute(expression, key), values)
     name, comma, default = (part.strip() for part in argument.partition(","))
     if resolver == "oc.env" and name in environment:
         return _typed(environment[name])
     if resolver == "oc.select" and _absolute(name, key) in values:
-        return values[_absolute(name, key)]
+        return _at(_absolute(name, key), values)
     return _typed(default) if comma and resolver in ("oc.env", "oc.select") else _NOTHING
+
+
+def _at(key: str, values: Mapping[str, Any]) -> Any:
+    """The value of `key`, whose own relative interpolations are counted from there."""
+    value = values.get(key, _NOTHING)
+    if not isinstance(value, str):
+        return value
+    return INTERPOLATION.sub(lambda match: _made_absolute(match[1], key), value)
+
+
+def _made_absolute(expression: str, key: str) -> str:
+    resolver, colon, argument = expression.partition(":")
+    if not colon:
+        return f"${{{_absolute(expression.strip(), key)}}}"
+    name, comma, default = argument.partition(",")
+    return f"${{{resolver}:{_absolute(name.strip(), key)}{comma}{default}}}"
 
 
 def _absolute(reference: str, key: str) -> str:

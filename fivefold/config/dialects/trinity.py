@@ -13,11 +13,11 @@ from typing import Any
 
 from fivefold.config.dialects import megatron, verl_tree
 from fivefold.config.dialects.dialect import Dialect, merged
-from fivefold.config.dialects.draft import Draft, RolePlan, number, whole
-from fivefold.config.dialects.meanings import ESTIMATOR, advantages, betas, rollout_engine, warmup
-from fivefold.config.dialects.source import Document
+from fivefold.config.dialects.draft import Draft, RolePlan, number, positive, whole
+from fivefold.config.dialects.meanings import ESTIMATOR, ON_MEGATRON, advantages, rollout_engine, warmup
+from fivefold.config.dialects.source import INTERPOLATION, Document
 from fivefold.config.dialects.trinity_rules import OLD_NAMES, RULES, TREE
-from fivefold.config.dialects.verl_rules import ACTOR, MODEL, OVERRIDE
+from fivefold.config.dialects.verl_rules import ACTOR, MODEL
 from fivefold.config.dialects.verl_tree import Tree
 
 ENGINE = "explorer.rollout_model."
@@ -29,6 +29,7 @@ DEFAULTS: Mapping[str, Any] = {
     "algorithm.optimizer.min_lr_ratio": 0.01,
     "algorithm.policy_loss_fn_args.clip_ratio_c": 3.0,
     "algorithm.kl_loss_fn_args.kl_coef": 0.001,
+    TREE + MODEL + "enable_gradient_checkpointing": True,
     "buffer.batch_size": 1,
     "explorer.eval_interval": 100,
     ENGINE + "engine_num": 1,
@@ -56,8 +57,17 @@ def _renamed(document: Document) -> Document:
                 return new + key.removeprefix(old)
         return key
 
-    values = {name(key): value for key, value in document.values.items()}
+    values = {name(key): _below_tree(value) if is_tree else value for key, value in document.values.items()}
     return replace(document, values=values, caveats={name(key): note for key, note in document.caveats.items()})
+
+
+def _below_tree(value: Any) -> Any:
+    """`${actor_rollout_ref.x}` of the trainer's own file, which now stands below `trainer.trainer_config`."""
+    if not isinstance(value, str):
+        return value
+    return INTERPOLATION.sub(
+        lambda match: match[0] if match[1].startswith(".") or ":" in match[1] else f"${{{TREE}{match[1]}}}", value
+    )
 
 
 def convert(draft: Draft) -> None:
@@ -82,10 +92,10 @@ def convert(draft: Draft) -> None:
 
 def _group_size(draft: Draft) -> int:
     key = "algorithm.repeat_times"
-    size = draft.get(key, GROUP_SIZES.get(str(draft.get("algorithm.algorithm_type")), 2))
-    draft.recipe["gconfig.n_samples"] = whole(size)
-    draft.mapped(key, "gconfig.n_samples", whole(size))
-    return whole(size)
+    size: int = draft.read(key, positive, GROUP_SIZES.get(str(draft.get("algorithm.algorithm_type")), 2))
+    draft.recipe["gconfig.n_samples"] = size
+    draft.mapped(key, "gconfig.n_samples", size)
+    return size
 
 
 def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
@@ -115,8 +125,10 @@ def _kl(draft: Draft, algorithm: str) -> None:
     if kind != "none":
         estimator = ESTIMATOR(kind) if str(kind).lower() in ("k1", "k2", "k3", "low_var_kl") else None
         draft.recipe["actor.kl_in"] = place
-        draft.recipe["actor.kl_ctl"] = number(draft.get(weight, 0.001))
+        draft.recipe["actor.kl_ctl"] = draft.read(weight, number, 0.001)
         draft.mapped(weight, "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
+        if not (draft.writes(key) and draft.writes(weight)):
+            draft.notes.append(f"{key}={kind}, weighted {draft.recipe['actor.kl_ctl']:g}: the default of {algorithm}")
         if estimator is not None:
             draft.recipe["actor.kl_estimator"] = estimator
             draft.mapped(key, "actor.kl_estimator", estimator)
@@ -138,7 +150,7 @@ def _clipping(draft: Draft) -> None:
         ("clip_range_high", "actor.eps_clip_higher"),
     ):
         if draft.get(own + name) is not None:
-            draft.mapped(own + name, target, number(draft.get(own + name)))
+            draft.mapped(own + name, target, draft.read(own + name, number))
     if not draft.keys(own + "clip_range*"):
         verl_tree.clipping(draft, TREE)
 
@@ -154,11 +166,12 @@ def _lay_out(draft: Draft) -> None:
     draft.lay_out(ENGINE + "tensor_parallel_size", "rollout", "tp")
     if draft.writes(ENGINE + "pipeline_parallel_size"):
         draft.lay_out(ENGINE + "pipeline_parallel_size", "rollout", "pp")
-    rollout.n_devices = whole(draft.get(ENGINE + "engine_num")) * rollout.get("tp") * rollout.get("pp")
+    rollout.n_devices = draft.read(ENGINE + "engine_num", positive) * rollout.get("tp") * rollout.get("pp")
     if draft.writes(ENGINE + "engine_num"):
         rollout.keys[ENGINE + "engine_num"] = ""
     verl_tree.lay_out_trainers(draft, Tree(etp_follows_tp=True, prefix=TREE))
     _lay_out_trainer(draft)
+    verl_tree.recompute(draft, TREE)
     nodes, per_node = draft.get("cluster.node_num"), draft.get("cluster.gpu_per_node")
     is_one = draft.get("mode") == "colocate" or (nodes, per_node) == (1, 1)
     draft.is_shared = is_one
@@ -173,13 +186,15 @@ def _lay_out_trainer(draft: Draft) -> None:
     """`trainer.trainer_strategy` and `trainer.megatron`, which rule over the tree."""
     plan, strategy = draft.plans["actor"], "trainer.trainer_strategy"
     if draft.writes(strategy):
-        plan.backend = "megatron" if str(draft.get(strategy)).startswith("megatron") else "fsdp"
-        plan.keys[strategy] = ""
+        plan.shards_weights = not str(draft.get(strategy)).startswith("megatron")
+        plan.keys[strategy] = ON_MEGATRON if plan.shards_weights else ""
     own = draft.keys("trainer.megatron.*")
-    if plan.backend == "megatron" and own:
+    if plan.shards_weights:
+        megatron.ignore(draft, "trainer.megatron.")
+    elif own:
         plan.degrees.clear()
         megatron.degrees(draft, "actor", "trainer.megatron.")
-    if plan.backend == "fsdp" and draft.writes("trainer.ulysses_sequence_parallel_size"):
+    if plan.shards_weights and draft.writes("trainer.ulysses_sequence_parallel_size"):
         plan.degrees.clear()
         draft.lay_out("trainer.ulysses_sequence_parallel_size", "actor", "cp")
     if own or draft.writes(strategy):
@@ -191,7 +206,7 @@ def _lay_out_trainer(draft: Draft) -> None:
 
 def _batches(draft: Draft, n_samples: int) -> None:
     """`batch_size` tasks are explored a step; the trainer takes `train_batch_size` experiences an update."""
-    key, tasks = "buffer.train_batch_size", whole(draft.get("buffer.batch_size"))
+    key, tasks = "buffer.train_batch_size", draft.read("buffer.batch_size", positive)
     update, step = draft.get(key), tasks * n_samples
     if isinstance(update, int) and update > 0:
         if step % update or tasks % (step // update):
@@ -236,9 +251,9 @@ def _tasks(draft: Draft) -> None:
             continue
         _path(draft, held_out, "valid_dataset")
         temperature = held_out + "rollout_args.temperature"
-        if draft.get(temperature) is not None and number(draft.get(temperature)) > 0:
+        if (value := draft.read(temperature, number, 0)) > 0:
             draft.recipe["evaluator.greedy"] = False
-            draft.mapped(temperature, "evaluator.temperature", number(draft.get(temperature)), "evaluator.greedy=false")
+            draft.mapped(temperature, "evaluator.temperature", value, "evaluator.greedy=false")
         draft.implied(temperature, "evaluation is greedy")
         for name in ("top_p", "top_k"):
             draft.unsupported(held_out + f"rollout_args.{name}", f"evaluation takes {name} from gconfig")
@@ -262,14 +277,9 @@ def _optimizer(draft: Draft) -> None:
     own, total = "algorithm.optimizer.", draft.get("buffer.total_steps", draft.get("trainer.total_steps"))
     if draft.writes(own + "lr_warmup_steps"):
         warmup(draft, own + "lr_warmup_steps", total if isinstance(total, int) else None)
-    if draft.writes(own + "betas"):
-        betas(draft, own + "betas")
     if draft.get(own + "lr_scheduler_type", draft.get(own + "warmup_style", "constant")) == "constant":
         draft.implied(own + "min_lr_ratio", "the rate is constant")
     verl_tree.warmup_and_rates(draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None)
-    switch = TREE + MODEL + "enable_gradient_checkpointing"
-    if draft.plans["actor"].backend == "megatron":
-        megatron.recompute(draft, TREE + ACTOR + OVERRIDE, switch, is_on=True)
 
 
 def _files(draft: Draft) -> None:

@@ -31,6 +31,7 @@ from fivefold.config.dialects.meanings import (
     OWN_OUTPUTS,
     SCHEDULE,
     SYNCHRONOUS,
+    betas,
     run_name,
     top_k,
     trackers,
@@ -99,6 +100,7 @@ ALGORITHM: Mapping[str, Rule] = {
     "enable_router_replay": off("router choices of the rollout are not replayed"),
     "bypass_old_logprobs": implied("old log-probabilities are computed where they can differ"),
     "rollout_correction.*": off("samples are not weighted by the mismatch of rollout and trainer"),
+    "optimizer.betas": betas,
     "optimizer.lr": to("actor.optimizer.lr", number),
     "optimizer.weight_decay": to("actor.optimizer.weight_decay", number),
     "optimizer.clip_grad": to("actor.optimizer.gradient_clipping", number),
@@ -155,6 +157,8 @@ BUFFER: Mapping[str, Rule] = {
     "explorer_input.eval_tasksets.0.format.prompt_key": to("valid_dataset.prompt_key", text),
     "explorer_input.eval_tasksets.0.format.response_key": to("valid_dataset.answer_key", text),
     "explorer_input.eval_tasksets.0.repeat_times": to("evaluator.n_samples", whole),
+    "explorer_input.eval_tasksets": implied("empty"),
+    "explorer_input.tasksets": implied("empty"),
     "explorer_input.tasksets.*": unsupported("there is one data set; put them into one folder"),
     "explorer_input.default_workflow_type": only(
         "math_workflow", "simple_workflow", holds="prompt, response, reward", otherwise=NO_AGENTS

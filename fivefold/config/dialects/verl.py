@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.config.dialects import verl_tree
 from fivefold.config.dialects.dialect import Dialect
 from fivefold.config.dialects.draft import Draft
-from fivefold.config.dialects.verl_rules import ACTOR, ROLLOUT, RULES
+from fivefold.config.dialects.verl_rules import ACTOR, MODEL, ROLLOUT, RULES
 from fivefold.config.dialects.verl_tree import Tree
 
 DEFAULTS: Mapping[str, Any] = {
@@ -18,6 +18,7 @@ DEFAULTS: Mapping[str, Any] = {
     "data.max_response_length": 512,
     ACTOR + "ppo_mini_batch_size": 256,
     ACTOR + "clip_ratio_c": 3.0,
+    MODEL + "enable_gradient_checkpointing": True,
     ROLLOUT + "n": 1,
     ROLLOUT + "tensor_model_parallel_size": 2,
     "trainer.nnodes": 1,

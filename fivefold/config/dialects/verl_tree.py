@@ -8,8 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fivefold.config.dialects import megatron
-from fivefold.config.dialects.draft import Draft, Role, RolePlan, Unfit, number, whole
-from fivefold.config.dialects.meanings import ESTIMATOR, advantages, min_lr, rollout_engine, token_budget, warmup
+from fivefold.config.dialects.draft import Draft, Role, RolePlan, Unfit, flag, number, positive, whole
+from fivefold.config.dialects.meanings import (
+    ESTIMATOR,
+    ON_MEGATRON,
+    advantages,
+    min_lr,
+    rollout_engine,
+    token_budget,
+    warmup,
+)
 from fivefold.config.dialects.verl_rules import ACTOR, MODEL, OVERRIDE, REF, ROLLOUT
 
 
@@ -27,11 +35,12 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     at = tree.prefix
     _advantages(draft, at)
     lay_out_trainers(draft, tree)
+    recompute(draft, at)
     _lay_out_rollout(draft, at)
     _mini_batches(draft, at)
     micro_batches(draft, at, sequence_length(draft, at))
     kl(draft, at)
-    clipping(draft, at)
+    clipping(draft, at, unwritten=0.2)
     _evaluation(draft, at)
 
 
@@ -62,7 +71,7 @@ def micro_batches(draft: Draft, at: str, length: int | None) -> None:
     if draft.get(dynamic) is True and draft.get(tokens) is not None:
         shards = draft.plans["actor"].get("cp")
         note = f"times {shards} context parallel shards" if shards > 1 else ""
-        draft.mapped(tokens, "actor.mb_spec.max_tokens_per_mb", whole(draft.get(tokens)) * shards, note)
+        draft.mapped(tokens, "actor.mb_spec.max_tokens_per_mb", draft.read(tokens, whole) * shards, note)
         draft.implied(sequences, f"{dynamic} is on: {tokens} rules")
     elif draft.get(sequences) is not None:
         token_budget(draft, sequences, draft.get(sequences), length)
@@ -77,19 +86,26 @@ def lay_out_trainers(draft: Draft, tree: Tree) -> None:
     """The actor's and the reference's plans."""
     at = tree.prefix
     actor = draft.plans["actor"] = RolePlan(etp_follows_tp=tree.etp_follows_tp)
-    actor.backend = _backend(draft, at)
+    actor.shards_weights = not _trains_on_megatron(draft, at)
     actor.n_devices = _n_devices(draft, at)
     _degrees(draft, "actor", at + ACTOR)
     # Where the reference's own degree is not written, the actor's holds.
     draft.plans["ref"] = replace(actor, degrees=dict(actor.degrees), keys={})
     _degrees(draft, "ref", at + REF)
-    if actor.backend == "megatron":
-        switch = at + MODEL + "enable_gradient_checkpointing"
+
+
+def recompute(draft: Draft, at: str) -> None:
+    """What is computed again in the backward pass, by the keys of the engine that the source trains with."""
+    switch = at + MODEL + "enable_gradient_checkpointing"
+    if draft.plans["actor"].shards_weights:
+        megatron.checkpoint_layers(draft, switch, is_on=draft.read(switch, flag, True))
+        megatron.ignore(draft, at + ACTOR + "megatron.")
+    else:
         megatron.recompute(draft, at + ACTOR + OVERRIDE, switch, is_on=True)
 
 
 def _degrees(draft: Draft, role: Role, section: str) -> None:
-    if draft.plans["actor"].backend == "megatron":
+    if not draft.plans["actor"].shards_weights:
         megatron.degrees(draft, role, section + "megatron.")
         return
     for key in (section + "ulysses_sequence_parallel_size", section + "fsdp_config.ulysses_sequence_parallel_size"):
@@ -97,22 +113,21 @@ def _degrees(draft: Draft, role: Role, section: str) -> None:
             draft.lay_out(key, role, "cp")
 
 
-def _backend(draft: Draft, at: str) -> str:
-    """What the actor trains with: written, or named by the trainer's configuration, or told by the keys in use."""
+def _trains_on_megatron(draft: Draft, at: str) -> bool:
+    """Whether Megatron-Core trains: written, or named by the trainer's configuration, or told by the keys in use."""
     key = at + ACTOR + "strategy"
     strategy = draft.get(key, draft.get(at + "model_engine"))
     hints = [str(draft.get(flag_, "")) for flag_ in ("--config-name", "--config-path")]
     if strategy is None:
-        is_megatron = any("megatron" in hint for hint in hints) or bool(draft.keys(at + ACTOR + "megatron.*"))
-        return "megatron" if is_megatron else "fsdp"
+        return any("megatron" in hint for hint in hints) or bool(draft.keys(at + ACTOR + "megatron.*"))
     for written in (key, at + "model_engine"):
         if not draft.writes(written):
             continue
         if strategy in ("megatron", "fsdp", "fsdp2"):
-            draft.plans["actor"].keys[written] = ""
+            draft.plans["actor"].keys[written] = "" if strategy == "megatron" else ON_MEGATRON
         else:
             draft.unsupported(written, f"{strategy!r} is not offered; megatron is laid out in its place")
-    return "fsdp" if strategy in ("fsdp", "fsdp2") else "megatron"
+    return strategy not in ("fsdp", "fsdp2")
 
 
 def _n_devices(draft: Draft, at: str) -> int | None:
@@ -138,7 +153,7 @@ def _lay_out_rollout(draft: Draft, at: str) -> None:
 
 def _advantages(draft: Draft, at: str) -> None:
     key, std = at + "algorithm.adv_estimator", at + "algorithm.norm_adv_by_std_in_grpo"
-    estimator, n_samples = str(draft.get(key, "gae")), draft.get(at + ROLLOUT + "n", 1)
+    estimator, n_samples = str(draft.get(key, "gae")), draft.read(at + ROLLOUT + "n", positive, 1)
     divides = draft.get(std, True) is True
     advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
     if estimator == "grpo":
@@ -176,7 +191,7 @@ def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str,
         for key in (weight, estimator):
             draft.unsupported(key, f"there is one KL term, and it is in the {draft.recipe.get('actor.kl_in')}")
         return
-    value = number(draft.get(weight, 0.001))
+    value = draft.read(weight, number, 0.001)
     draft.recipe["actor.kl_ctl"] = value
     draft.mapped(weight, "actor.kl_ctl", value)
     try:
@@ -188,17 +203,23 @@ def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str,
     draft.mapped(estimator, "actor.kl_estimator", kind)
 
 
-def clipping(draft: Draft, at: str) -> None:
-    """PPO's clip range: one ratio for both sides, or one for each."""
+def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
+    """PPO's clip range: one ratio for both sides, or one for each.
+
+    `unwritten` is what a side has that is not written; None: the ratio for both.
+    """
     both, low, high = (at + ACTOR + name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
     if draft.writes(low) or draft.writes(high):
-        if draft.get(low) is not None:
-            draft.mapped(low, "actor.eps_clip", number(draft.get(low)))
-            draft.implied(both, f"{low} and {high} rule")
-        if draft.get(high) is not None:
-            draft.mapped(high, "actor.eps_clip_higher", number(draft.get(high)))
-    if draft.get(both) is not None:
-        draft.mapped(both, "actor.eps_clip", number(draft.get(both)))
+        for key, target in ((low, "actor.eps_clip"), (high, "actor.eps_clip_higher")):
+            value = draft.read(key, number, draft.read(both, number, 0.2) if unwritten is None else unwritten)
+            draft.recipe[target] = value
+            draft.mapped(key, target, value)
+        draft.implied(both, f"{low} and {high} rule")
+    elif unwritten is not None and draft.get(both, unwritten) != unwritten:
+        reason = f"clip_ratio_low and clip_ratio_high rule over it, {unwritten} unless written"
+        draft.unsupported(both, f"{reason}; where your release has neither, set actor.eps_clip")
+    elif draft.writes(both):
+        draft.mapped(both, "actor.eps_clip", draft.read(both, number))
 
 
 def _evaluation(draft: Draft, at: str) -> None:
@@ -206,11 +227,12 @@ def _evaluation(draft: Draft, at: str) -> None:
     own = at + ROLLOUT + "val_kwargs."
     if not draft.keys(own + "*"):
         return
-    samples = draft.get(own + "do_sample", False) is True and draft.get(own + "temperature", 0) > 0
+    temperature = draft.read(own + "temperature", number, 0)
+    samples = draft.get(own + "do_sample", False) is True and temperature > 0
     if draft.writes(own + "do_sample"):
         draft.mapped(own + "do_sample", "evaluator.greedy", not samples)
     if samples and draft.writes(own + "temperature"):
-        draft.mapped(own + "temperature", "evaluator.temperature", number(draft.get(own + "temperature")))
+        draft.mapped(own + "temperature", "evaluator.temperature", temperature)
     draft.implied(own + "temperature", "evaluation is greedy")
     for name in ("top_p", "top_k"):
         as_trained = draft.get(own + name) == draft.get(at + ROLLOUT + name, {"top_p": 1.0, "top_k": -1}[name])
@@ -230,7 +252,7 @@ def warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> Non
     steps = section + "lr_warmup_steps"
     if draft.writes(steps):
         warmup(draft, steps, total_steps)
-        if (draft.get(steps) or 0) > 0:
+        if draft.read(steps, whole) > 0:
             draft.implied(section + "lr_warmup_steps_ratio", f"{steps} rules")
     if draft.writes(section + "min_lr"):
         min_lr(draft, section + "min_lr", section + "lr")

@@ -11,7 +11,7 @@ from fivefold.layout.rollout_memory import RolloutMemory
 from fivefold.layout.timing import StepTime
 
 MEMORY_COLOURS = {
-    "waiting trainer": "#e3e7eb",
+    "waiting roles": "#d7dde3",
     "weights": "#4e79a7",
     "reference": "#a0bbd8",
     "gradients": "#f28e2b",
@@ -40,14 +40,17 @@ class Bar:
     label: str
     parts: Mapping[str, float]
     note: str
+    is_bold: bool = False
+    """The one that matters most."""
 
 
-def trainer_parts(memory: RankMemory) -> dict[str, float]:
-    """The kinds of memory that are alive together; they sum to the total."""
+def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
+    """The kinds of memory that are alive together on a GPU, `beside` what the roles there keep while they wait."""
     turn = (
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
     return {
+        "waiting roles": beside,
         "weights": memory.weights,
         "reference": memory.reference,
         "gradients": memory.gradients,
@@ -60,9 +63,9 @@ def trainer_parts(memory: RankMemory) -> dict[str, float]:
 
 
 def rollout_parts(memory: RolloutMemory, beside: int) -> dict[str, float]:
-    """The same of a rank that generates, `beside` a trainer that waits."""
+    """The same of a rank that generates."""
     return {
-        "waiting trainer": beside,
+        "waiting roles": beside,
         "weights": memory.weights,
         "KV cache": memory.kv_cache,
         "buffers": memory.workspace,
@@ -93,12 +96,12 @@ def draw_bars(
     scale = (width - label_width - note_width) / max(full, *(sum(bar.parts.values()) for bar in bars))
     top = y
     for bar in bars:
-        canvas.text(x, y + 14, bar.label)
+        canvas.text(x, y + 14, bar.label, bold=bar.is_bold)
         left = x + label_width
         for name, amount in bar.parts.items():
             canvas.rectangle(left, y, amount * scale, 20, fill=colours[name], tooltip=name)
             left += amount * scale
-        canvas.text(x + width - note_width + 16, y + 14, bar.note, size=11, fill=FAINT)
+        canvas.text(x + width - note_width + 16, y + 14, bar.note, size=11, fill=INK if bar.is_bold else FAINT)
         y += 26
     if limit:
         end = x + label_width + full * scale

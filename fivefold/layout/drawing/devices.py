@@ -17,6 +17,8 @@ LABEL_WIDTH = 58
 MOST_NODES = 64
 GAP_OF_BLOCKS = 9
 CELL_HEIGHT = 44
+ROOMY = 64
+"""Width of a cell that has room for the device's index."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def draw_devices(
     for node, ranks in list(rows.items())[:MOST_NODES]:
         if labels:
             canvas.text(x, y + CELL_HEIGHT / 2 + 4, f"node {node}", fill=FAINT)
-        _draw_row(canvas, ranks, view, left, y, cell)
+        _draw_row(canvas, placed, ranks, view, left, y, cell)
         y += CELL_HEIGHT + 14
     if len(rows) > MOST_NODES:
         canvas.text(left, y + 8, f"and {len(rows) - MOST_NODES} more nodes, laid out alike", fill=FAINT)
@@ -109,7 +111,9 @@ def widest_row(placed: RolePlacement, view: View) -> tuple[int, int]:
     return max((len(ranks), len({view.block(position) for position in ranks})) for ranks in rows.values())
 
 
-def _draw_row(canvas: Canvas, ranks: Sequence[RankPosition], view: View, x: float, y: float, cell: float) -> None:
+def _draw_row(
+    canvas: Canvas, placed: RolePlacement, ranks: Sequence[RankPosition], view: View, x: float, y: float, cell: float
+) -> None:
     start = 0
     while start < len(ranks):
         end = start
@@ -118,25 +122,33 @@ def _draw_row(canvas: Canvas, ranks: Sequence[RankPosition], view: View, x: floa
         block = ranks[start:end]
         canvas.rectangle(x - 3, y - 3, cell * len(block) + 2, CELL_HEIGHT + 6, stroke=LINE, fill="#f6f8fa", radius=6)
         for position in block:
-            _draw_cell(canvas, position, view, x, y, cell)
+            _draw_cell(canvas, position, placed.devices[position.rank].local, view, x, y, cell)
             x += cell
         x += GAP_OF_BLOCKS
         start = end
 
 
-def _draw_cell(canvas: Canvas, position: RankPosition, view: View, x: float, y: float, cell: float) -> None:
+def _draw_cell(
+    canvas: Canvas, position: RankPosition, device: int, view: View, x: float, y: float, cell: float
+) -> None:
+    """A device: its rank, its index on the node where there is room for it, and its pieces of the model."""
     colour = view.colour(position)
     width = cell - 4
     canvas.rectangle(
         x, y, width, CELL_HEIGHT, fill=tint(colour), stroke=colour, radius=4, tooltip=view.tooltip(position)
     )
     canvas.text(x + 6, y + 16, str(position.rank), size=12, bold=True)
-    chips = view.chips(position)
-    left, space = x + 3, (width - 6 - 2 * (len(chips) - 1)) / max(len(chips), 1)
-    for chip in chips:
-        canvas.rectangle(
-            left, y + CELL_HEIGHT - 19, space, 16, fill=shard_colour(chip.kind, chip.index, chip.count), radius=3
-        )
-        size = min(10.0, 10.0 * (space - 3) / max(text_width(chip.text, 10), 1))
-        canvas.text(left + space / 2, y + CELL_HEIGHT - 7.5, chip.text, size=round(size, 1), fill=INK, anchor="middle")
-        left += space + 2
+    if cell >= ROOMY:
+        canvas.text(x + width - 5, y + 15, f"dev {device}", size=9, fill=FAINT, anchor="end")
+    _draw_chips(canvas, view.chips(position), x + 3, y + CELL_HEIGHT - 19, width - 6)
+
+
+def _draw_chips(canvas: Canvas, chips: Sequence[Chip], x: float, y: float, width: float) -> None:
+    """Chips side by side, as wide as their texts want."""
+    wanted = [text_width(chip.text, 10) + 8 for chip in chips]
+    for chip, share in zip(chips, wanted, strict=True):
+        space = (width - 2 * (len(chips) - 1)) * share / sum(wanted)
+        canvas.rectangle(x, y, space, 16, fill=shard_colour(chip.kind, chip.index, chip.count), radius=3)
+        size = min(10.0, 10.0 * (space - 3) / text_width(chip.text, 10))
+        canvas.text(x + space / 2, y + 11.5, chip.text, size=round(size, 1), fill=INK, anchor="middle")
+        x += space + 2

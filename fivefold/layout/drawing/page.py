@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fivefold.layout.blueprint import Blueprint, TrainerPlan
+from fivefold.layout.blueprint import Blueprint
 from fivefold.layout.drawing.picture import draw
 from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.rank_table import RANK_COLUMNS, rank_rows
+from fivefold.layout.role_plans import TrainerPlan
 
 _STYLE = """
 body { font-family: Inter, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif; color: #1f2933; }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.layout.blueprint import Blueprint, RolloutPlan, TrainerPlan, gb
+from fivefold.layout.blueprint import Blueprint
 from fivefold.layout.drawing.bars import (
     MEMORY_COLOURS,
     TIME_COLOURS,
@@ -22,9 +22,11 @@ from fivefold.layout.drawing.devices import (
     widest_row,
 )
 from fivefold.layout.drawing.svg import FAINT, INK, LINE, Canvas, stage_colour, text_width, tint
+from fivefold.layout.memory import RankMemory
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.layout.plan_shape import PlanShape
+from fivefold.layout.role_plans import RolloutPlan, TrainerPlan, gb
 from fivefold.layout.stages import Stage, stages
 
 WIDTH, MARGIN = 1360.0, 32.0
@@ -39,7 +41,7 @@ def draw(blueprint: Blueprint) -> str:
     canvas = Canvas(WIDTH)
     title = f"{question.shape.name} on {_cluster(blueprint)}"
     canvas.text(MARGIN, 44, title, size=22, bold=True)
-    canvas.text(MARGIN, 68, str(question.allocation), size=13, fill=FAINT, mono=True)
+    canvas.text(MARGIN, 68, question.text, size=13, fill=FAINT, mono=True)
     y = 100.0
     for trainer in blueprint.trainers:
         y = _trainer(canvas, blueprint, trainer, y)
@@ -106,7 +108,7 @@ def _degrees(**degrees: int) -> str:
 
 def _reading(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float) -> float:
     """How to read the frames and labels."""
-    parts = []
+    parts = ["large: rank, small: device of the node"]
     if layout.tp > 1:
         parts.append("t: shard of every matrix")
     if layout.cp > 1:
@@ -137,7 +139,7 @@ def _stages(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float) 
 
 def _contents(stage: Stage) -> str:
     before = "embedding, " if stage.has_embedding else ""
-    return f"{before}layers {stage.spans.replace('-', '–')}" + (", LM head" if stage.has_head else "")
+    return f"{before}layers {stage.summary.replace('-', '–')}" + (", LM head" if stage.has_head else "")
 
 
 def _rollout(canvas: Canvas, blueprint: Blueprint, rollout: RolloutPlan, y: float) -> float:
@@ -149,7 +151,7 @@ def _rollout(canvas: Canvas, blueprint: Blueprint, rollout: RolloutPlan, y: floa
     _heading(canvas, placed.role, detail, y)
     view = attention_view(placed)
     cell = _cell_width(placed, [view])
-    return draw_devices(canvas, placed, view, x=MARGIN, y=y + 20, cell=min(cell, 74.0), labels=True) + 34
+    return draw_devices(canvas, placed, view, x=MARGIN, y=y + 20, cell=cell, labels=True) + 34
 
 
 def _memory(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
@@ -172,10 +174,18 @@ def _trainer_bars(trainer: TrainerPlan) -> list[Bar]:
     if len(chosen) > MOST_BARS:
         largest = sorted(chosen[1:-1], key=lambda stage: -stage.total)[: MOST_BARS - 2]
         chosen = [chosen[0], *sorted(largest, key=lambda stage: stage.stage), chosen[-1]]
-    return [
-        Bar(f"{trainer.placed.role}, stage {stage.stage}", trainer_parts(stage), f"{gb(stage.total)} GB")
-        for stage in chosen
-    ]
+    return [_trainer_bar(trainer, stage) for stage in chosen]
+
+
+def _trainer_bar(trainer: TrainerPlan, stage: RankMemory) -> Bar:
+    needed = f"{gb(stage.total + trainer.beside)} GB"
+    is_binding = stage is trainer.binding and len(trainer.memory) > 1
+    return Bar(
+        f"{trainer.placed.role}, stage {stage.stage}",
+        trainer_parts(stage, trainer.beside),
+        f"{needed}, binding (rank {trainer.binding_rank})" if is_binding else needed,
+        is_bold=is_binding,
+    )
 
 
 def _time(canvas: Canvas, blueprint: Blueprint, y: float) -> float:

@@ -51,6 +51,18 @@ def test_shards_stay_below_their_size_and_the_index_finds_all(source: Path, tmp_
     assert all(torch.equal(contents(tmp_path / "out")[name], tensor) for name, tensor in TENSORS.items())
 
 
+def test_the_tokenizer_may_be_another_models(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "tokenizer.json", "vocab.txt"):
+        (other / name).write_text("{}")
+    save_hf(tmp_path / "out", TENSORS.items(), source, tokenizer_source=other)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "tokenizer.json", "vocab.txt", "model.safetensors"}
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
+
+
 def test_one_shard_needs_no_index(source: Path, tmp_path: Path) -> None:
     save_hf(tmp_path / "out", TENSORS.items(), source)
     assert [file.name for file in tmp_path.glob("out/model*")] == ["model.safetensors"]
@@ -136,7 +148,7 @@ def test_a_hub_name_is_fetched(source: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_neither_folder_nor_hub_name_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="no such folder"):
         resolve_model_folder(tmp_path / "nowhere")
 
 

@@ -6,7 +6,11 @@ import signal
 import subprocess
 import sys
 
-IGNORES = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+IGNORES = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 STARTS_ONE = "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode)"
 KEEPS = "from fivefold.cluster.interrupt import keep_exit_statuses; keep_exit_statuses();"
 

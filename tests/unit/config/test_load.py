@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from fivefold.config.load import RecipeError, load_recipe, resolved_yaml
 from fivefold.config.problems import known_keys, nearest_keys
@@ -63,7 +65,7 @@ def test_defaults_come_from_the_schema(write: Any) -> None:
         ("gconfig.stop_token_ids=[1, 2]", [1, 2]),
         ("reward.kwargs={tolerance: 1e-3, deep: {a: [1]}}", {"tolerance": 1e-3, "deep": {"a": [1]}}),
         ("reward.kwargs.tolerance=0.5", {"tolerance": 0.5}),
-        ("actor.megatron.transformer.moe_aux_loss_coeff=1e-3", {"moe_aux_loss_coeff": 1e-3}),
+        ("actor.megatron.transformer.moe_aux_loss_coeff=1e-3", 1e-3),
         ("tokenizer_path=null", None),
         ("tokenizer_path=", None),
         ("tokenizer_path=a=b", "a=b"),
@@ -223,6 +225,17 @@ def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str)
             "actor.ppo_n_minibatches=5",
             "train_dataset.batch_size=32 must be a multiple of actor.ppo_n_minibatches=5, so that groups stay whole",
         ),
+        ("gconfig.stop_token_ids=[-1]", "gconfig.stop_token_ids.0=-1: must be at least 0"),
+        (
+            "actor.megatron.transformer.moe_aux_los_coeff=1",
+            "actor.megatron.transformer.moe_aux_los_coeff=1: unknown key; did you mean "
+            "actor.megatron.transformer.moe_aux_loss_coeff?",
+        ),
+        (
+            "actor.megatron.ddp.bucket_size=1.5",
+            "actor.megatron.ddp.bucket_size=1.5: must be a whole number, not a fraction",
+        ),
+        ("actor.megatron.transformer.hidden_dropout=0.1", "actor.megatron.transformer.hidden_dropout=0.1: unknown key"),
     ],
 )
 def test_values_that_break_a_rule(write: Any, override: str, expected: str | None) -> None:
@@ -230,6 +243,43 @@ def test_values_that_break_a_rule(write: Any, override: str, expected: str | Non
         load_recipe(write(MINIMAL), [override], TrainRecipe)
     else:
         assert problems(write(MINIMAL), override) == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["actor.optimizer.min_lr_ratio=0.1"],
+            "min_lr_ratio=0.1 is the end of a decay, but lr_scheduler_type=constant",
+        ),
+        (["scheduler.address=10.0.0.1:6379"], "type=local starts Ray for this run alone"),
+        (["valid_dataset.path=v", "evaluator.temperature=0.7"], "has no effect with greedy=true"),
+        (["evaluator.freq_steps=5"], "no effect without held-out prompts"),
+        (["valid_dataset={path: v, batch_size: 4}"], "valid_dataset.batch_size=4: unknown key"),
+    ],
+)
+def test_keys_that_would_have_no_effect_are_refused(write: Any, overrides: list[str], expected: str) -> None:
+    (problem,) = problems(write(MINIMAL), *overrides)
+    assert expected in problem
+
+
+def undescribed(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Keys below `section` that have neither a description nor keys of their own."""
+    for name, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if is_section(kind)]
+        if inner:
+            yield from undescribed(inner[0], f"{prefix}{name}.")
+        elif not field.description:
+            yield prefix + name
+
+
+def is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+@pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe])
+def test_every_key_is_described(recipe: type[BaseModel]) -> None:
+    assert list(undescribed(recipe)) == []
 
 
 def test_all_problems_are_listed_at_once(write: Any) -> None:

@@ -173,7 +173,8 @@ def test_chat_messages_need_a_chat_template(write_jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"a": 1}\nnonsense\n', "line 2: not JSON"),
+        ("a.jsonl", b'{"a": 1}\nnonsense\n', "line 2: not JSON in UTF-8"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', "line 2: not JSON in UTF-8 .*can't decode byte 0xe9"),
         ("a.jsonl", b"[1, 2]\n", "line 1: holds a list"),
         ("a.parquet", b"not parquet", "not a readable parquet file"),
         ("a.csv", b"a,b\n", "must end in .jsonl or .parquet"),

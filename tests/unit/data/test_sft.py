@@ -35,6 +35,7 @@ def test_long_examples_are_dropped_with_their_response_counted(
     rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 2, 3, 4)]  # 4 + n tokens
     dataset = load_sft(config(write_jsonl(rows), max_length=6), tokenizer)
     assert (len(dataset), dataset.n_rows, dataset.n_too_long) == (2, 4, 2)
+    assert dataset.usage == "2 of 4 rows, 2 too long"
     with pytest.raises(ValueError, match=r"all 4 examples .* more than max_length=4 tokens"):
         load_sft(config(write_jsonl(rows), max_length=4), tokenizer)
 

@@ -44,6 +44,7 @@ def layout(backend: str, **degrees: int) -> ParallelLayout:
         ("megatron:d8t2p2v8c1e4", layout("megatron", dp=8, tp=2, pp=2, vpp=8, ep=4, edp=4)),
         ("megatron:d1t2p4c1", layout("megatron", tp=2, pp=4, edp=2)),
         ("megatron:d1t2p1e1", layout("megatron", tp=2, edp=2)),
+        ("megatron:d2t2\n", layout("megatron", dp=2, tp=2, edp=4)),
         (" megatron : ( attn : d2 | ffn : e2 ) ", layout("megatron", dp=2, ep=2)),
     ],
 )
@@ -92,6 +93,8 @@ REFUSED = [
     ("megatron:d0", 10, "a degree is 1 or more"),
     ("megatron:d02", 10, "a degree is 1 or more"),
     ("megatron:d-2", 10, "a number is missing"),
+    ("megatron:d1234567", 10, "at most 6 digits"),
+    ("megatron:d" + "0" * 5000, 10, "a degree is 1 or more"),
     ("megatron:d4d2", 11, "`d` (data) is given twice"),
     ("megatron:(attn:t2t2|ffn:e2)", 17, "`t` (tensor) is given twice"),
     ("megatron:t*", 10, "goes with d only"),

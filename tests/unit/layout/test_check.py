@@ -29,14 +29,12 @@ MOE = ModelShape(
     shared_expert_ffn_hidden=36,
     moe_layers=(True,) * 12,
     norm_topk_prob=True,
-    router_aux_loss_coef=0.0,
     qkv_bias=True,
     qk_norm=False,
     tied_embeddings=True,
     rms_norm_eps=1e-6,
     rope_theta=1e4,
     rope_scaling=None,
-    sliding_window=None,
 )
 DENSE = replace(MOE, family="qwen2", n_experts=0, top_k=0, shared_expert_ffn_hidden=0, moe_layers=(False,) * 12)
 
@@ -75,6 +73,7 @@ def test_layouts_that_fit(text: str) -> None:
         ("megatron:(attn:d3|ffn:t3)", MOE, "20 columns of an expert cannot be split over ffn t3"),
         ("megatron:d2e2", DENSE, "e2 splits experts, and qwen2 has none"),
         ("megatron:(attn:d2|ffn:t2)", DENSE, "ffn t2 splits experts, and qwen2 has none"),
+        ("megatron:d1", replace(MOE, top_k=1), "each token visits one expert with norm_topk_prob=true"),
         ("vllm:t6", replace(MOE, expert_ffn_hidden=24), "4 key/value heads"),
         ("vllm:t4", replace(MOE, expert_ffn_hidden=22), "22 columns of an expert"),
     ],
@@ -119,6 +118,13 @@ def test_recipes_are_checked_role_by_role() -> None:
     with pytest.raises(RecipeError) as caught:
         check_recipe(bad, MOE)
     assert {problem.partition(":")[0] for problem in caught.value.problems} == {"actor", "rollout"}
+
+
+def test_router_losses_need_a_router() -> None:
+    megatron = {"transformer": {"moe_aux_loss_coeff": 0.1}}
+    check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)
+    with pytest.raises(RecipeError, match=r"moe_aux_loss_coeff=0\.1 is a router's loss, and qwen2 has none"):
+        check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), DENSE)
 
 
 def test_a_reference_model_of_its_own_shape_is_checked_in_the_actors_layout() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fivefold.layout.devices import parse_devices
+from fivefold.layout.devices import device_text, parse_devices
 from fivefold.layout.errors import AllocationError
 
 
@@ -50,6 +52,9 @@ def test_spellings(text: str, expected: tuple[int, ...]) -> None:
         ("0-3,", 4, "is expected"),
         ("0 1", 2, "does not belong here"),
         ("1.5", 1, "does not belong here"),
+        ("list(range(0, 80000000000))", 14, "at most 6 digits"),
+        ("0-3, 5-1234567", 7, "at most 6 digits"),
+        ("٣", 0, "is expected"),
     ],
 )
 def test_refused(text: str, position: int, rule: str) -> None:
@@ -57,3 +62,12 @@ def test_refused(text: str, position: int, rule: str) -> None:
         parse_devices(text)
     assert rule in caught.value.rule
     assert caught.value.position == position
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, unique=True))
+def test_printed_lists_parse_to_the_same(devices: list[int]) -> None:
+    assert parse_devices(device_text(devices)) == tuple(devices)
+
+
+def test_neighbours_are_printed_together() -> None:
+    assert device_text([0, 1, 2, 5, 4, 8, 9]) == "0-2, 5, 4, 8-9"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from megatron.core.parallel_state import RankGenerator
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.layout.allocation import parse_backend
-from fivefold.layout.grid import RankPosition, rank_grid, rank_groups, stage_layers
+from fivefold.layout.grid import Axis, RankPosition, rank_grid, rank_groups, stage_layers
 from fivefold.layout.parallel import ParallelLayout
 
 ORDER = "tp-cp-ep-dp-pp"
+DENSE: list[list[Axis]] = [["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"], ["tp", "cp"], ["tp", "pp"]]
+EXPERTS: list[list[Axis]] = [["etp"], ["ep"], ["edp"], ["etp", "ep"], ["etp", "ep", "pp"]]
 
 
 def random_layout(rng: random.Random) -> ParallelLayout:
@@ -31,10 +36,10 @@ def test_groups_are_those_of_megatron_core(seed: int) -> None:
     layout = random_layout(random.Random(seed))
     dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp, order=ORDER)
     experts = RankGenerator(tp=layout.etp, ep=layout.ep, dp=layout.edp, pp=layout.pp, cp=1, order=ORDER)
-    for axes in (["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"], ["tp", "cp"], ["tp", "pp"]):
+    for axes in DENSE:
         assert as_sets(rank_groups(layout, *axes)) == as_sets(dense.get_ranks("-".join(axes)))
     names = {"etp": "tp", "ep": "ep", "edp": "dp", "pp": "pp"}
-    for axes in (["etp"], ["ep"], ["edp"], ["etp", "ep"], ["etp", "ep", "pp"]):
+    for axes in EXPERTS:
         assert as_sets(rank_groups(layout, *axes)) == as_sets(experts.get_ranks("-".join(names[axis] for axis in axes)))
 
 
@@ -71,6 +76,28 @@ def test_stages_hold_each_layer_once(text: str) -> None:
     stages = [stage_layers(layout, 24, stage) for stage in range(layout.pp)]
     assert sorted(layer for stage in stages for chunk in stage for layer in chunk) == list(range(24))
     assert all(len(stage) == layout.vpp for stage in stages)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_virtual_stages_hold_the_layers_of_megatron_core(seed: int) -> None:
+    rng = random.Random(seed)
+    pp, vpp, size = rng.randint(2, 8), rng.randint(1, 6), rng.randint(1, 4)
+    config = TransformerConfig(
+        num_layers=pp * vpp * size,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_dtype=torch.float32,
+    )
+    layout = parse_backend(f"megatron:p{pp}v{vpp}")
+    for stage in range(pp):
+        chunks = stage_layers(layout, config.num_layers, stage)
+        offsets = [
+            get_transformer_layer_offset(config, vp_stage=chunk if vpp > 1 else None, pp_rank=stage)
+            for chunk in range(vpp)
+        ]
+        assert chunks == tuple(range(offset, offset + size) for offset in offsets)
 
 
 def test_virtual_stages_are_dealt_in_turn() -> None:

@@ -159,7 +159,9 @@ def test_a_longer_sequence_than_a_micro_batch_counts_in_full() -> None:
 def test_the_reference_model_costs_its_weights() -> None:
     layout, shape = parse_backend("megatron:d2"), layers_of("Qwen3-8B", 4)
     work = Workload(1024, 8, 1024)
-    without, with_reference = (training_memory(layout, shape, work, has_reference=flag)[0] for flag in (False, True))
+    without, with_reference = (
+        training_memory(layout, shape, work, reference=shape if flag else None)[0] for flag in (False, True)
+    )
     assert with_reference.total - without.total == without.weights
 
 

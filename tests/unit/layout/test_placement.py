@@ -52,6 +52,48 @@ def test_shared_when_there_is_not() -> None:
     assert placement.sharers("actor") == ("rollout",)
 
 
+def listed(**mappings: Any) -> TrainRecipe:
+    """Backends of four devices each, put on lists."""
+    sections = {"actor": {"path": "m", "backend": "megatron:d2t2"}, "rollout": {"backend": "vllm:d*"}}
+    for role, mapping in mappings.items():
+        sections[role]["device_mapping"] = mapping
+    return TrainRecipe.model_validate(
+        {"experiment_name": "place", "cluster": {"n_gpus_per_node": 8}, "train_dataset": {"path": "d"}, **sections}
+    )
+
+
+def test_recipes_put_roles_on_lists() -> None:
+    placement = place(listed(actor="list(range(0,8,2))", rollout=[1, 3, 5, 6, 7]))
+    assert indices(placement, "actor") == [0, 2, 4, 6]
+    assert indices(placement, "rollout") == [1, 3, 5, 6, 7]
+    assert placement["rollout"].layout.dp == 5
+    assert placement.sharers("rollout") == ("actor",)
+
+
+@pytest.mark.parametrize(
+    ("mappings", "message"),
+    [
+        ({"actor": "0-3"}, "no list for rollout"),
+        ({"actor": "0-3", "rollout": "4-"}, r"rollout\.device_mapping: `-` does not belong here"),
+        ({"actor": "0-2", "rollout": "4-7"}, "d2t2 has 4 ranks, but its list has 3 devices"),
+        ({"actor": "6-9", "rollout": "0-3"}, "actor is put on device 8"),
+    ],
+)
+def test_lists_of_a_recipe_that_cannot_be(mappings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        place(listed(**mappings))
+
+
+def test_lists_exclude_other_ways_to_place() -> None:
+    on_lists = listed(actor="0-3", rollout="4-7")
+    colocated = on_lists.rollout.model_copy(update={"colocate": True})
+    with pytest.raises(RecipeError, match=r"device_mapping and rollout\.colocate both say"):
+        place(on_lists.model_copy(update={"rollout": colocated}))
+    cpu = on_lists.cluster.model_copy(update={"n_gpus_per_node": 0})
+    with pytest.raises(RecipeError, match="CPU processes"):
+        place(on_lists.model_copy(update={"cluster": cpu}))
+
+
 def test_shared_when_asked_for() -> None:
     placement = place(recipe("megatron:d4", "vllm:d4", colocate=True))
     assert indices(placement, "rollout") == indices(placement, "actor") == [0, 1, 2, 3]
@@ -216,7 +258,7 @@ def test_tensor_parallel_groups_across_nodes_are_reported() -> None:
     assert placement["actor"].straddling_tp_groups() == ((0, 1, 2, 3),)
     unused, straddling = placement.warnings()
     assert "2 of 8 GPUs are unused: node 1: 2-3" in unused
-    assert "1 tensor parallel groups of actor cross nodes (rank 0 on node 0, rank 3 on node 1)" in straddling
+    assert "1 tensor parallel group of actor crosses nodes (rank 0 on node 0, rank 3 on node 1)" in straddling
 
 
 def test_placement_by_list() -> None:

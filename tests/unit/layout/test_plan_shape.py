@@ -101,6 +101,22 @@ def test_names_are_found_as_people_write_them(written: str) -> None:
     assert find_shape(written).name == "Qwen3-8B"
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
+        ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3"),
+    ],
+)
+def test_variants_have_the_shape_of_their_model(written: str, name: str) -> None:
+    assert find_shape(written).name == name
+
+
 def test_a_config_file_is_read() -> None:
     file = SHAPES / "Qwen3-8B.json"
     assert find_shape(str(file)) == find_shape("Qwen3-8B")

@@ -56,8 +56,8 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     )
     assert seconds[0] == pytest.approx(fastest)
     assert all(parse_backend(candidate.text) == candidate.layout for candidate in found.best)
-    assert "to spare" in reasons(found.best[0], found.best[0], cluster.gpu)[0]
-    assert any(reason.startswith("loses") for reason in reasons(found.best[2], found.best[0], cluster.gpu))
+    assert "to spare" in reasons(found.best[0], found.best[0])[0]
+    assert any(reason.startswith("loses") for reason in reasons(found.best[2], found.best[0]))
 
 
 def test_advice_holds_where_nothing_fits() -> None:
@@ -66,9 +66,10 @@ def test_advice_holds_where_nothing_fits() -> None:
     assert (found.best, found.n_fitting) == ((), 0)
     advice = "\n".join(found.advice)
     assert "the nearest is" in advice
-    more = int(re.search(r"fits on (\d+) GPUs", advice)[1])
+    [more] = map(int, re.findall(r"fits on (\d+) GPUs", advice))
     assert search(shape, replace(cluster, n_gpus=more), WORK.recomputing("full")).best
-    names = re.search(r"GPUs on which it fits: (.*)", advice)[1].split(", ")
+    [listed] = re.findall(r"GPUs on which it fits: (.*)", advice)
+    names = listed.split(", ")
     for gpu in GPUS.values():
         assert bool(search(shape, replace(cluster, gpu=gpu), WORK).best) == (gpu.name in names)
 

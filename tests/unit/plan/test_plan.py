@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from fivefold.config.problems import RecipeError
-from fivefold.plan import plan, plan_model, plan_recipe
+from fivefold.plan import plan, plan_recipe
 
 FOLDED = "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
 RECIPE = """
@@ -124,8 +126,8 @@ def test_a_reference_model_lives_with_the_actor(recipe: Path) -> None:
 def test_roles_share_devices_where_there_are_too_few(recipe: Path) -> None:
     values = asked("--model", "Qwen3-8B", "--gpus", "8", "--rollout", "vllm:d4t2", "--actor", "megatron:d4t2")
     rollout = values["roles"][1]
-    assert rollout["memory"]["waiting_trainer"] > 0
-    assert any("sleeps" in note for note in values["notes"])
+    assert rollout["memory"]["waiting_roles"] > 0
+    assert any("rollout sleeps" in note for note in values["notes"])
 
 
 def test_without_a_layout_the_best_is_searched() -> None:
@@ -178,6 +180,8 @@ def test_tables_name_every_kind_and_dimension(recipe: Path) -> None:
         (("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:p8"), "36 layers do not divide"),
         (("--model", "Qwen3-8B", "--gpus", "8", "--actor", "fsdp:d8"), "plan it as megatron"),
         (("--model", "Qwen3-8B", "--gpus", "8", "--recompute", "some"), "none, selective, full"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--actor", "vllm:d8"), "vllm only generates"),
+        (("--model", "Qwen3-8B", "--gpus", "8", "--rollout", "megatron:d8"), "megatron trains"),
     ],
 )
 def test_wrong_questions_are_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -212,6 +216,76 @@ def test_cpu_processes_are_planned_without_a_limit(recipe: Path) -> None:
     assert values["roles"][0]["memory"][0]["total"] > 0
 
 
-def test_a_plan_is_instant() -> None:
-    answer = plan_model("Qwen3-30B-A3B", 64, actor="megatron:d16t2p2e8")
-    assert answer.fits
+def test_a_plan_needs_none_of_the_heavy_packages() -> None:
+    code = (
+        "import sys; from fivefold.plan import plan_model; "
+        "assert plan_model('Qwen3-30B-A3B', 64, actor='megatron:d16t2p2e8').fits; "
+        "print([name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_map_of_devices() -> None:
+    """Trainer and reference framework-style on all 32 GPUs, generation on some of them."""
+    values = asked(
+        "--model", "Qwen3-30B-A3B", "--gpus", "32", "--actor", "megatron:d*t2p2v8e4", "--rollout", "sglang:d*t2",
+        "--devices", "actor=list(range(0,32))", "--devices", "rollout=[0, 1, 8, 9]", "--gpu", "h200",
+    )  # fmt: skip
+    actor, rollout = values["roles"]
+    assert values["devices"]["rollout"] == [0, 1, 8, 9]
+    assert rollout["layout"]["dp"] == 2
+    assert rollout["devices"] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert rollout["memory"]["waiting_roles"] > 0
+    assert actor["waiting_roles"] > 0
+    assert actor["stages"][1]["virtual_stages"][:2] == [[3, 5], [9, 11]]
+
+
+def test_a_layout_is_searched_for_listed_devices() -> None:
+    values = asked("--model", "Qwen3-8B", "--gpus", "16", "--devices", "actor=0-3, 8-11")
+    assert values["roles"][0]["layout"]["tp"] * values["roles"][0]["layout"]["dp"] <= 8
+    assert len(values["roles"][0]["ranks"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (("actor=0-9",), "numbered 0 to 7"),
+        (("actor=0-6",), "8 ranks, but its list has 7"),
+        (("ref=0-7",), "write ROLE=LIST once for each of actor"),
+        (("actor=0-7", "actor=0-7"), "write ROLE=LIST once"),
+        (("actor=0-",), "does not belong here"),
+    ],
+)
+def test_maps_that_cannot_be(devices: tuple[str, ...], message: str) -> None:
+    options = [part for each in devices for part in ("--devices", each)]
+    with pytest.raises(ValueError, match=message):
+        raise run("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:d8", *options).exception or AssertionError
+
+
+def test_every_role_has_a_list_or_none_has() -> None:
+    with pytest.raises(ValueError, match="no list for rollout"):
+        raise (
+            run(
+                "--model", "Qwen3-8B", "--gpus", "8", "--rollout", "vllm:d4", "--devices", "actor=0-3"
+            ).exception or AssertionError
+        )  # fmt: skip
+
+
+def test_the_binding_rank_groups_and_modes_are_named(recipe: Path) -> None:
+    text = run(str(recipe), "--gpu", "h200").output
+    assert "rank 0 of actor (stage 0) needs the most" in text
+    assert "actor by recompute mode: none" in text
+    assert "selective" in text
+    groups = [line.split() for line in text.splitlines() if line.startswith(("actor tp", "actor pp", "rollout tp"))]
+    assert groups == [
+        ["actor", "tp", "8", "2", "all", "2"],
+        ["actor", "pp", "4", "4", "0", "of", "4", "2"],
+        ["rollout", "tp", "4", "4", "all", "4"],
+    ]
+
+
+def test_virtual_stages_are_listed() -> None:
+    result = run("--model", "Qwen3-30B-A3B", "--gpus", "32", "--actor", "megatron:d8t2p2v8e4")
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["1", "3-5", "9-11", "15-17", "21-23", "27-29", "33-35", "39-41", "45-47"] in lines

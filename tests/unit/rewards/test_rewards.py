@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.config.schema import RewardConfig
-from fivefold.rewards import NamedReward, compute_rewards, resolve_reward
+from fivefold.rewards import NamedReward, check_ground_truths, compute_rewards, math_reward, resolve_reward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.math_reward import MathReward, VerifierProcess
 from fivefold.rewards.math_worker import last_box
@@ -101,6 +105,125 @@ def test_an_answer_that_cannot_be_evaluated_in_time_is_wrong_and_the_next_one_is
     assert MathReward(timeout_s=20)("7", "7", data_source="", extra_info={}) == 1.0
 
 
+def test_a_time_limited_answer_costs_its_limit_and_little_more() -> None:
+    verifier = VerifierProcess()
+    assert verifier.is_equal(r"\boxed{\frac{1}{2}}", ["0.5"], 20) is True
+    judged = 5
+    before = os.times()
+    start = time.perf_counter()
+    for _ in range(judged):
+        assert verifier.is_equal(r"\boxed{9^{9^{9^9}}}", ["3"], 0.1) is None
+    took = time.perf_counter() - start
+    verifier.close()
+    after = os.times()
+    # Processor time of the ended forks: the machine may be busy. A new process with its imports takes 0.5 s and more.
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < judged * 0.1 + 1.5
+    assert took < 20
+
+
+def test_the_worker_does_not_import_torch() -> None:
+    """With torch a process takes seconds to start, and some hundred MB."""
+    verifier = VerifierProcess()
+    assert verifier.is_equal("7", ["7"], 20) is True
+    assert verifier._process is not None
+    libraries = [region.path for region in psutil.Process(verifier._process.pid).memory_maps()]
+    verifier.close()
+    assert any("python" in path for path in libraries)
+    assert not [path for path in libraries if "torch" in path]
+
+
+def test_an_answer_that_crashes_the_judge_is_wrong() -> None:
+    verifier = VerifierProcess()
+    assert verifier.is_equal("7", ["7"], 20) is True
+    assert verifier._process is not None
+    fork = psutil.Process(verifier._process.pid).children()[0]
+    # In the middle of a long job, as a C stack that overflows would.
+    threading.Timer(0.5, fork.send_signal, [signal.SIGSEGV]).start()
+    assert verifier.is_equal(r"\boxed{9^{9^{9^9}}}", ["3"], 60) is None
+    assert verifier.is_equal("7", ["7"], 20) is True
+    verifier.close()
+
+
+def test_a_judge_that_somebody_kills_between_jobs_is_an_error() -> None:
+    verifier = VerifierProcess()
+    assert verifier.is_equal("7", ["7"], 20) is True
+    assert verifier._process is not None
+    psutil.Process(verifier._process.pid).children()[0].kill()
+    with pytest.raises(RuntimeError, match="ended with status 137"):
+        verifier.is_equal("7", ["7"], 20)
+    verifier.close()
+
+
+def test_closing_ends_a_comparison_and_its_fork() -> None:
+    verifier = VerifierProcess()
+    assert verifier.is_equal("7", ["7"], 20) is True
+    assert verifier._process is not None
+    fork = psutil.Process(verifier._process.pid).children()[0]
+    threading.Timer(0.3, verifier.close).start()
+    with pytest.raises(RuntimeError, match="ended"):
+        verifier.is_equal(r"\boxed{9^{9^{9^9}}}", ["3"], 60)
+    fork.wait(timeout=20)
+
+
+def test_answers_are_judged_side_by_side_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_reward, "n_processes", lambda: 3)
+    pool = math_reward.VerifierPool(3)
+    monkeypatch.setattr(math_reward, "_verifiers", lambda: pool)
+    at_once, most, lock = 0, 0, threading.Lock()
+    is_equal = VerifierProcess.is_equal
+
+    def counted(self: VerifierProcess, *args: Any) -> bool | None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        try:
+            return is_equal(self, *args)
+        finally:
+            with lock:
+                at_once -= 1
+
+    monkeypatch.setattr(VerifierProcess, "is_equal", counted)
+    reward = resolve_reward(RewardConfig(fn="math", kwargs={"timeout_s": 0.4}))
+    responses = [r"\boxed{9^{9^{9^9}}}" if i % 4 == 1 else f"it is {i}" for i in range(12)]
+    prompts = [Prompt(i, "q", (1,), str(i if i % 3 else -i)) for i in range(12)]
+    assert compute_rewards(reward, prompts, responses) == [
+        float(bool(i % 3 or i == 0) and i % 4 != 1) for i in range(12)
+    ]
+    assert most == 3
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("fn", "truth", "message"),
+    [
+        ("math", "", r"the ground truth \[''\] holds no mathematical answer"),
+        ("math", [], r"the ground truth \[\] holds no mathematical answer"),
+        ("math", {"a": 1}, r"the ground truth holds {'a': 1}, a dict"),
+        ("math", False, "the ground truth holds False, a bool"),
+        ("exact_match", " ", "the ground truth is ' ': give a text that is not blank"),
+        ("exact_match", [], r"the ground truth is \[\]"),
+        ("exact_match", ["a", {"b": 1}], r"the ground truth is \['a', {'b': 1}\]"),
+        ("exact_match", None, "the ground truth is None"),
+    ],
+)
+def test_ground_truths_that_cannot_be_judged_are_refused_beforehand(fn: str, truth: Any, message: str) -> None:
+    reward = resolve_reward(RewardConfig(fn=fn))
+    fine = [Prompt(i, "q", (1,), value) for i, value in enumerate(["1", 2, 0.5, ["3", 4], r"\frac{1}{2}"])]
+    check_ground_truths(reward, fine)
+    with pytest.raises(
+        ValueError, match=rf"prompt 5 \('What\?'\): the reward '{fn}' cannot judge its answers: {message}"
+    ):
+        check_ground_truths(reward, [*fine, Prompt(5, "What?", (1,), truth), Prompt(6, "Why?", (1,), truth)])
+
+
+def test_a_ground_truth_that_takes_too_long_is_refused_beforehand() -> None:
+    reward = resolve_reward(RewardConfig(fn="math", kwargs={"timeout_s": 0.3}))
+    with pytest.raises(ValueError, match=r"cannot be read within 0\.3 s"):
+        check_ground_truths(reward, [Prompt(0, "q", (1,), "(" * 400 + "3" + ")" * 400)])
+
+
 def test_a_verifier_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     verifier = VerifierProcess()
@@ -141,6 +264,13 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def nothing(response, ground_truth, **_): pass\n"
         "def infinite(response, ground_truth, **_): return float('inf')\n"
         "def raising(response, ground_truth, **_): return 1 / 0\n"
+        "def slow(response, ground_truth, *, seconds, **_):\n"
+        "    import time\n"
+        "    try:\n"
+        "        time.sleep(seconds)\n"
+        "    except Exception:\n"
+        "        pass\n"
+        "    return 1.0\n"
         "def other_order(data_source, solution_str): return 0.0\n"
     )
     (tmp_path / "broken_rewards_under_test.py").write_text("import no_such_dependency\n")
@@ -203,3 +333,29 @@ def test_an_exception_of_the_function_is_noted_with_its_sample() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         judge(resolve_reward(RewardConfig(fn="my_rewards_under_test:raising")), "response", "truth")
     assert "'my_rewards_under_test:raising' on prompt 5" in caught.value.__notes__[0]
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_a_function_that_hangs_ends_with_an_error_that_says_where() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    config = RewardConfig(fn="my_rewards_under_test:slow", kwargs={"seconds": 60})
+    start = time.perf_counter()
+    with pytest.raises(
+        ValueError,
+        match=r"'my_rewards_under_test:slow' took longer than scheduler.timeout_s=0.2 s for 1 responses, being at "
+        r"prompt 5 \(data_source 'sums', ground truth 'truth'\), response 'response'",
+    ) as caught:
+        judge(resolve_reward(config, timeout_s=0.2), "response", "truth")
+    assert time.perf_counter() - start < 30
+    assert "in slow" in "".join(traceback.format_exception(caught.value))
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+@pytest.mark.usefixtures("in_folder")
+@pytest.mark.parametrize("timeout_s", [None, 30])
+def test_a_function_that_is_slow_within_the_limit_is_left_alone(timeout_s: float | None) -> None:
+    config = RewardConfig(fn="my_rewards_under_test:slow", kwargs={"seconds": 0.05})
+    threads = threading.active_count()
+    assert judge(resolve_reward(config, timeout_s=timeout_s), "response", "truth") == 1.0
+    while threading.active_count() > threads:
+        time.sleep(0.01)

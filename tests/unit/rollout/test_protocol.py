@@ -17,8 +17,12 @@ def test_sampling_params_carry_every_option_of_the_recipe() -> None:
     )
     params = SamplingParams.from_config(config)
     assert params == SamplingParams(7, 2, False, 0.5, 0.9, 4, (1,), ("x",))
-    evaluator = EvaluatorConfig(greedy=True, temperature=0.3)
-    assert SamplingParams.for_evaluation(config, evaluator) == SamplingParams(7, 2, True, 0.3, 0.9, 4, (1,), ("x",))
+    for evaluator, greedy, temperature in [
+        (EvaluatorConfig(greedy=True), True, 1.0),
+        (EvaluatorConfig(greedy=False, temperature=0.3), False, 0.3),
+    ]:
+        own = SamplingParams(7, 2, greedy, temperature, 0.9, 4, (1,), ("x",))
+        assert SamplingParams.for_evaluation(config, evaluator) == own
 
 
 def test_contradictions_are_errors() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fivefold.config.schema import GenerationConfig
 from fivefold.rollout import decode, kv_cache
-from fivefold.rollout.hf_model import build_model
+from fivefold.rollout.hf_model import build_model, load_tokenizer
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, group_requests
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
@@ -42,6 +46,11 @@ def sampling(**options: Any) -> SamplingParams:
 def ragged_prompts(n: int, seed: int = 0) -> list[list[int]]:
     source = random.Random(seed)
     return [[source.randrange(3, VOCABULARY) for _ in range(source.randint(1, 9))] for _ in range(n)]
+
+
+def rounded(completions: list[Completion]) -> list[Completion]:
+    """Log-probs to 3 digits: kernels round differently with the alignment of memory and the size of a batch."""
+    return [dataclasses.replace(c, logprobs=tuple(round(value, 3) for value in c.logprobs)) for c in completions]
 
 
 def reference(path: Path) -> PreTrainedModel:
@@ -256,15 +265,80 @@ def test_a_tied_output_layer_is_not_sent(model_folder: Folder) -> None:
         engine.update_weights([*weights.items(), ("lm_head.weight", weights["model.embed_tokens.weight"])], version=1)
 
 
-def test_a_sleeping_engine_refuses_to_generate(model_folder: Folder) -> None:
-    engine = engine_at(model_folder("llama"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sleep_frees_the_weights_and_the_next_update_brings_them_back(family: str, model_folder: Folder) -> None:
+    """`qwen2` has tied weights, `qwen3_moe` and `mixtral` fused experts whose files' tensors are views."""
+    path = model_folder(family)
+    model, _ = build_model(str(path), dtype=torch.float32, device=torch.device("cpu"), load_weights=True)
+    engine: RolloutEngine = TransformersEngine(model, None, end_token_ids=[END], max_batch_size=64, weight_version=0)
     requests = group_requests(ragged_prompts(3), 1, ())
     expected = engine.generate(requests, sampling())
-    engine.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.generate(requests, sampling())
-    engine.wake()
-    assert engine.generate(requests, sampling()) == expected
+    source = load_file(path / "model.safetensors")
+    for _ in range(2):
+        engine.sleep()
+        engine.sleep()
+        assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) == 0
+        for refused in (
+            lambda: engine.generate(requests, sampling()),
+            lambda: engine.update_weights(source.items(), version=1),
+            lambda: dict(engine.weights()),
+        ):
+            with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) and update_weights\(\) first"):
+                refused()
+        engine.wake()
+        with pytest.raises(RuntimeError, match="it has slept since"):
+            engine.generate(requests, sampling())
+        engine.update_weights(source.items(), version=0)
+        engine.wake()
+        assert rounded(engine.generate(requests, sampling())) == rounded(expected)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, VOCABULARY + 5])
+def test_a_stop_token_outside_the_vocabulary_is_refused(token: int, model_folder: Folder) -> None:
+    params = dataclasses.replace(sampling(min_new_tokens=2), stop_token_ids=(3, token))
+    with pytest.raises(ValueError, match=f"stop_token_ids holds {token}, but the model's vocabulary has {VOCABULARY}"):
+        engine_at(model_folder("llama")).generate([GenerationRequest((5,), 0)], params)
+
+
+def test_end_tokens_that_the_model_does_not_have_are_left_out(model_folder: Folder, tmp_path: Path) -> None:
+    source = model_folder("llama")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    generation = {"eos_token_id": [-1, END, VOCABULARY]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    requests, params = group_requests(ragged_prompts(3), 1, ()), sampling(min_new_tokens=2)
+    assert engine_at(tmp_path).generate(requests, params) == engine_at(source).generate(requests, params)
+
+
+class _LiveBuffers(TorchFunctionMode):
+    """Before each operation that makes a layer's new buffer: how many of `buffers` are still alive."""
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._buffers = [weakref.ref(buffer) for buffer in buffers]
+        self.counts: list[int] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.cat, Tensor.index_select):
+            self.counts.append(sum(buffer() is not None for buffer in self._buffers))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("change", ["grow", "keep"])
+def test_the_cache_is_replaced_layer_by_layer(change: str) -> None:
+    n_layers, cache = 3, kv_cache.RowCache(n_rows=2, prompt_length=4)
+    cache.begin_prompts(slice(0, 2), torch.arange(2))
+    for layer in range(n_layers):
+        cache.update(torch.ones(2, 1, 4, 2), torch.ones(2, 1, 4, 2), layer)
+    cache.length = cache._keys[0].shape[2]
+    with _LiveBuffers([*cache._keys, *cache._values]) as live:
+        if change == "grow":
+            cache.begin_token()
+        else:
+            cache.keep(torch.tensor([1]))
+    assert live.counts == list(range(2 * n_layers, 0, -1))
 
 
 @pytest.mark.parametrize(
@@ -279,6 +353,45 @@ def test_a_sleeping_engine_refuses_to_generate(model_folder: Folder) -> None:
 def test_an_impossible_request_is_an_error(prompt: tuple[int, ...], message: str, model_folder: Folder) -> None:
     with pytest.raises(ValueError, match=message):
         engine_at(model_folder("llama")).generate([GenerationRequest(prompt, 0)], sampling())
+
+
+def test_the_answers_are_the_same_however_seldom_the_host_looks(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_at(model_folder("qwen2"))
+    requests = group_requests(ragged_prompts(20, seed=8), 2, ())
+    cases = [
+        sampling(max_new_tokens=45, temperature=3.0, stop_token_ids=[9, 40], stop=["ab", "c d", "Q", "</s>"]),
+        sampling(max_new_tokens=45, temperature=3.0, stop=["a", "b"], min_new_tokens=13),
+        sampling(max_new_tokens=45, temperature=2.0),
+        sampling(max_new_tokens=5, temperature=2.0, stop=["a"]),
+    ]
+    monkeypatch.setattr(decode, "_MOST_UNSEEN", 1)
+    each_token = [rounded(engine.generate(requests, params)) for params in cases]
+    for most_unseen, share in [(8, 16), (8, 1), (64, 1)]:
+        monkeypatch.setattr(decode, "_MOST_UNSEEN", most_unseen)
+        monkeypatch.setattr(decode, "_UNSEEN_SHARE", share)
+        assert [rounded(engine.generate(requests, params)) for params in cases] == each_token
+
+
+def test_overflow_is_reported_long_before_the_token_limit(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_folder("llama")
+    model, _ = build_model(str(path), dtype=torch.float32, device=torch.device("cpu"), load_weights=True)
+    engine = TransformersEngine(model, None, end_token_ids=[], max_batch_size=4, weight_version=0)
+    n_forwards = 0
+
+    def overflow(*_: Any) -> None:
+        nonlocal n_forwards
+        n_forwards += 1
+        if n_forwards == 40:
+            model.lm_head.weight[:] = torch.nan
+
+    model.register_forward_pre_hook(overflow)
+    with pytest.raises(RuntimeError, match="not finite"):
+        engine.generate([GenerationRequest((5,), 0)], sampling(max_new_tokens=100))
+    assert n_forwards < 50
 
 
 def test_weights_that_overflow_are_an_error(model_folder: Folder) -> None:
@@ -298,6 +411,13 @@ def test_a_checkpoint_that_lacks_a_tensor_is_an_error(model_folder: Folder, tmp_
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"does not fit its config.json: .*layers\.1\.mlp\.up_proj"):
         engine_at(tmp_path, tokenizer_path=str(path))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=rf"'{tmp_path}' has no usable tokenizer: .*recipe's `tokenizer_path`"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_sliding_windows_are_refused(model_folder: Folder, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ PRINTS_ITS_ARGUMENTS = """
 python3() { printf '%s\\n' "$@"; }
 ray() { while [ "$1" != python3 ]; do shift; done; "$@"; }
 date() { :; }
+echo() { :; }
 """
 
 

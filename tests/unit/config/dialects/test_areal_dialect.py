@@ -96,7 +96,7 @@ def test_a_full_recipe_keeps_its_values() -> None:
         "experiment_name": "sums-grpo",
         "seed": 3,
         "cluster.fileroot": "/scratch/runs",
-        "allocation_mode": "sglang:d4+fsdp:d4",
+        "allocation_mode": "sglang:d4+megatron:d4",
         "actor.optimizer.lr": 2e-5,
         "actor.mb_spec.max_tokens_per_mb": 9216,
         "actor.reward_clip": 20.0,  # AReaL's default
@@ -139,6 +139,8 @@ def test_critics_and_lora_are_unsupported_with_the_reason() -> None:
     assert "no critic" in conversion["critic.optimizer.lr"].note
     assert "LoRA" in conversion["actor.use_lora"].note
     assert {"critic.backend", "critic.path", "actor.use_lora"} <= conversion.unsupported()
+    conversion = convert_fixture("areal", "areal_ppo.yaml", overrides=["critic.scheduling_strategy.type=colocation"])
+    assert "critic.scheduling_strategy.type" in conversion.unsupported()
 
 
 def test_steps_and_roles_that_share_devices(tmp_path: Path) -> None:

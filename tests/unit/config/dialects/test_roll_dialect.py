@@ -98,7 +98,7 @@ def test_expert_tensor_degree_is_1_unless_written() -> None:
     assert recipe["actor.backend"] == "megatron:d2p2v6t2c2e4"
     overrides += [f"{TRAIN}{CONFIG}expert_tensor_parallel_size=2"]
     recipe = convert_fixture("roll", "roll_grpo_moe.yaml", overrides=overrides).recipe
-    assert recipe["actor.backend"] == "megatron:(attn:d2p2v6t2c2|ffn:d1p2v6t2e4)"
+    assert recipe["actor.backend"] == "megatron:(attn:d2p2v6t2c2|ffn:d1t2e4)"
 
 
 def test_updates_that_do_not_divide_the_batch_are_unsupported() -> None:
@@ -122,7 +122,8 @@ def test_ppo_with_a_critic_is_unsupported_and_what_is_left_is_trained_with_grpo(
         INFER + "device_mapping",
     }
     expected = {
-        "actor.backend": "fsdp:d4",
+        "actor.backend": "megatron:d4",
+        "actor.megatron.recompute": "full",  # ROLL's default
         "rollout.backend": "transformers:d4",
         "gconfig.max_new_tokens": 1536 - 512,
         "actor.mb_spec.max_tokens_per_mb": 2 * 1536,

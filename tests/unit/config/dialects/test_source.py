@@ -87,7 +87,7 @@ def test_interpolations_lead_to_other_keys_and_to_the_environment() -> None:
         "env": "${oc.env:COUNT}",
         "default": "${oc.env:UNSET,7}",
         "nested": "${oc.env:UNSET,${a}}",
-        "select": "${oc.select:nowhere,8}",
+        "select": "${oc.select:missing,8}",
         "found": "${oc.select:c.d,8}",
         "list": ["${a}", "x"],
         "loop": "${loop}",

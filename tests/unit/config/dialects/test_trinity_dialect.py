@@ -19,7 +19,7 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "cluster.fileroot": "/scratch",
         "cluster.n_nodes": 2,
         "rollout.backend": "vllm:d2t2",
-        "actor.backend": "fsdp:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
+        "actor.backend": "megatron:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
         "rollout.colocate": False,
         "gconfig.n_samples": 6,
         "gconfig.max_new_tokens": 768,
@@ -58,7 +58,7 @@ def test_ppo_on_megatron() -> None:
     }
     assert conversion.recipe.items() >= expected.items()
     critic = {entry.key for entry in conversion.report.entries if entry.key.startswith(TREE + "critic.")}
-    assert len(critic) == 13
+    assert len(critic) == 14
     filled = {key for key in critic if conversion[key].value is not None}
     assert {"algorithm.algorithm_type", "synchronizer.sync_interval", *filled} <= conversion.unsupported()
     # A reference is loaded only for a KL term.
@@ -83,7 +83,20 @@ def test_the_trainers_file_may_stand_apart(tmp_path: Path) -> None:
     recipe, report = convert("trinity", [run, trainer], [], {})
     (path,) = [entry for entry in report.entries if entry.key == "trainer.trainer_config_path"]
     assert path.outcome == "implied"
-    assert recipe["actor"]["backend"] == "megatron:d1t3"
+    # The number of nodes is not written, so neither is that of the replicas.
+    assert recipe["actor"]["backend"] == "megatron:d*t3"
+
+
+def test_interpolations_of_the_trainers_file_stay_in_it(tmp_path: Path) -> None:
+    run, trainer = tmp_path / "run.yaml", tmp_path / "train.yaml"
+    run.write_text("model: {model_path: some/model}\n", encoding="utf-8")
+    trainer.write_text(
+        "data: {clip: 0.1}\nactor_rollout_ref: {actor: {grad_clip: '${data.clip}', ppo_epochs: '${.epochs}', epochs: 2}}\n",
+        encoding="utf-8",
+    )
+    recipe, _ = convert("trinity", [run, trainer], [], {})
+    assert recipe["actor"]["optimizer"]["gradient_clipping"] == 0.1
+    assert recipe["actor"]["ppo_epochs"] == 2
 
 
 def test_keys_of_the_first_releases(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_siirl_keeps_experts_whole_unless_told() -> None:
 def test_verl_splits_experts_as_attention_unless_told() -> None:
     """64 devices, p4: stages of 16 ranks. Experts over e2 * t2 leave 4 expert replicas."""
     conversion = convert_fixture("verl", "verl_moe_megatron.sh")
-    assert conversion.recipe["actor.backend"] == "megatron:(attn:d4p4t2c2|ffn:d4p4t2e2)"
+    assert conversion.recipe["actor.backend"] == "megatron:(attn:d4p4t2c2|ffn:d4t2e2)"
     environment = {**ENVIRONMENT, "ACTOR_ETP": "1"}
     conversion = convert_fixture("verl", "verl_moe_megatron.sh", environment=environment)
     assert conversion.recipe["actor.backend"] == "megatron:d4p4t2c2e2"
@@ -131,7 +131,8 @@ def test_a_dense_model_with_a_reference_of_its_own_layout() -> None:
 def test_ppo_with_a_critic() -> None:
     conversion = convert_fixture("verl", "verl_ppo_fsdp.sh")
     expected = {
-        "actor.backend": "fsdp:d8",
+        "actor.backend": "megatron:d8",
+        "actor.megatron.recompute": "full",  # verl's default
         "actor.kl_in": "reward",
         "actor.kl_ctl": 0.01,
         "actor.kl_estimator": "k1",
@@ -153,7 +154,7 @@ def test_a_trainers_yaml() -> None:
     expected = {
         "train_dataset.path": "/other.parquet",
         "train_dataset.prompt_key": "question",
-        "actor.backend": "fsdp:d4c2",
+        "actor.backend": "megatron:d4c2",
         "actor.ppo_n_minibatches": 1,
         "actor.mb_spec.max_tokens_per_mb": 2 * 2048,
         "actor.reward_norm.mean_level": "batch",
@@ -187,6 +188,38 @@ def test_what_cannot_be_converted_says_why(
     conversion = convert_text(framework, tmp_path, f"python3 -m t {words}\n")
     assert key in conversion.unsupported()
     assert note in conversion[key].note
+
+
+@pytest.mark.parametrize(
+    ("words", "low", "high"),
+    [
+        ("clip_ratio=0.2", 0.2, None),
+        ("clip_ratio_high=0.28", 0.2, 0.28),
+        ("clip_ratio_low=0.1", 0.1, 0.2),
+        ("clip_ratio=0.3 clip_ratio_low=0.1 clip_ratio_high=0.4", 0.1, 0.4),
+    ],
+)
+def test_each_side_of_the_clip_range_has_its_own_default(
+    words: str, low: float, high: float | None, tmp_path: Path
+) -> None:
+    arguments = " ".join(ACTOR + word for word in words.split())
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {arguments}")
+    assert conversion.recipe.get("actor.eps_clip") == low
+    assert conversion.recipe.get("actor.eps_clip_higher") == high
+    assert conversion.unsupported() == set()
+
+
+def test_a_clip_ratio_that_is_overruled_is_unsupported(tmp_path: Path) -> None:
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {ACTOR}clip_ratio=0.3")
+    assert "clip_ratio_low and clip_ratio_high" in conversion[ACTOR + "clip_ratio"].note
+    assert "actor.eps_clip" not in conversion.recipe
+
+
+def test_siirls_megatron_decays_linearly_unless_told(tmp_path: Path) -> None:
+    schedule = "actor.optimizer.lr_scheduler_type"
+    assert convert_fixture("siirl", "siirl_megatron.sh").recipe[schedule] == "linear"
+    words = f"{ACTOR}strategy=fsdp {ACTOR}optim.warmup_style=cosine"
+    assert convert_text("siirl", tmp_path, f"python3 -m t {words}").recipe[schedule] == "cosine"
 
 
 def test_the_references_options_do_not_change_the_actor(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Overrides of Megatron-Core's own fields: checked by name and type, and each one accepted has its effect."""
+"""Megatron-Core's own fields that a recipe can set: each has its effect."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,85 +18,10 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import EngineConfig, MegatronConfig, OptimizerConfig
-from fivefold.layout.allocation import parse_backend
-from fivefold.layout.shape import load_shape
-from fivefold.mcore import settings
+from fivefold.config.schema import MegatronConfig, OptimizerConfig
 from fivefold.types import Batch
 
 ONE_SEQUENCE = uneven_batch(lengths=(29,))
-
-
-def transformer_config(folder: Path, **overrides: Any) -> Any:
-    config = EngineConfig(path=str(folder), dtype="float32", megatron=MegatronConfig(transformer=overrides))
-    return settings.transformer_config(config, parse_backend("megatron:d1"), load_shape(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("moe_aux_loss_coef", 0.1, "no such field; did you mean moe_aux_loss_coeff?"),
-        ("zzz", 1, "TransformerConfig has no such field"),
-        ("moe_aux_loss_coeff", "0.1", "takes .*float.*, not str"),
-        ("moe_aux_loss_coeff", True, "takes .*float.*, not bool"),
-        ("moe_z_loss_coeff", [1.0], "not list"),
-        ("num_layers", 3, r"Fivefold sets this field itself \(to 4\); drop the override"),
-        ("calculate_per_token_loss", False, "Fivefold sets this field itself"),
-        ("recompute_granularity", "full", "use actor.megatron.recompute instead"),
-        ("moe_router_dtype", "fp32", "use actor.megatron.router_dtype instead"),
-        ("tensor_model_parallel_size", 2, "use actor.backend instead"),
-        ("deterministic_mode", True, "use actor.megatron.use_deterministic_algorithms instead"),
-        ("init_method", "normal", "Fivefold sets this field itself"),
-        ("softmax_scale", 0.1, "Fivefold sets this field itself"),
-        ("moe_expert_capacity_factor", 1.5, "Fivefold sets this field itself"),
-    ],
-)
-def test_a_wrong_transformer_override_is_an_error(models: Path, name: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"actor.megatron.transformer.{name}={re.escape(repr(value))}: .*{message}"):
-        transformer_config(models / "qwen3_moe", **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("bucket_sise", 10, "did you mean bucket_size?"),
-        ("bucket_size", 1.5, "not float"),
-        ("average_in_collective", True, r"Fivefold sets this field itself \(to False\)"),
-        ("overlap_param_gather", True, "Fivefold sets this field itself"),
-    ],
-)
-def test_a_wrong_ddp_override_is_an_error(models: Path, name: str, value: Any, message: str) -> None:
-    config = EngineConfig(path=str(models / "qwen3"), megatron=MegatronConfig(ddp={name: value}))
-    with pytest.raises(ValueError, match=f"actor.megatron.ddp.{name}={value}: .*{message}"):
-        settings.ddp_config(config, parse_backend("megatron:d2"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("adam_beta", 0.5, "did you mean adam_beta1?"),
-        ("lr", 0.1, "use actor.optimizer.lr instead"),
-        ("min_lr", 0.1, "use actor.optimizer.min_lr_ratio instead"),
-        ("decoupled_lr", 0.1, "use actor.optimizer.lr instead"),
-        ("weight_decay", 0.1, "use actor.optimizer.weight_decay instead"),
-        ("clip_grad", 0.1, "use actor.optimizer.gradient_clipping instead"),
-        ("bf16", True, "use actor.dtype instead"),
-        ("optimizer", "sgd", "Fivefold sets this field itself"),
-        ("fp16", True, "Fivefold sets this field itself"),
-    ],
-)
-def test_a_wrong_optimizer_override_is_an_error(models: Path, name: str, value: Any, message: str) -> None:
-    config = EngineConfig(path=str(models / "qwen3"), megatron=MegatronConfig(optimizer={name: value}))
-    with pytest.raises(ValueError, match=f"actor.megatron.optimizer.{name}={value!r}: .*{message}"):
-        settings.optimizer_config(config, OptimizerConfig())
-
-
-def test_dropout_is_refused(models: Path) -> None:
-    """With it, the ratio of new and old log-probs would be noise before the first update."""
-    case = Case("megatron:d1", MegatronConfig(transformer={"hidden_dropout": 0.5}))
-    config = EngineConfig(path=str(models / "qwen3"), megatron=case.megatron)
-    with pytest.raises(ValueError, match="hidden_dropout"):
-        settings.transformer_config(config, parse_backend(case.layout), load_shape(models / "qwen3"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Writes docs/recipe.md, every key of a recipe, from the schema: `python scripts/recipe_reference.py`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fivefold.config.problems import section_of
+from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
+INTRODUCTION = """\
+# The recipe: every key
+
+Made from `fivefold/config/schema.py` by `python scripts/recipe_reference.py`. A key without a default is required. An
+unknown key is an error, and so is a value that breaks a key's rule. `a.b=c` on the command line sets a key,
+`${a.b}` in a value stands for another key's value and `${oc.env:NAME}` for an environment variable. The resolved recipe
+of a run, with every key, is in `recipe.yaml` in its folder.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *_recipe("`fivefold train`", TrainRecipe), *_recipe("`fivefold sft`", SFTRecipe)])
+
+
+def _recipe(title: str, schema: type[RunConfig]) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield from _section("", schema)
+
+
+def _section(prefix: str, schema: type[BaseModel]) -> Iterator[str]:
+    """The table of a section's own keys, then the tables of the sections in it."""
+    fields = schema.model_fields
+    sections = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
+    plain = [name for name in fields if name not in sections]
+    if prefix:
+        yield f"### {prefix.removesuffix('.')}\n"
+        note = (schema.__doc__ or "").strip()
+        if note:
+            yield " ".join(note.split()) + "\n"
+    if plain:
+        yield "| key | values | default | |\n|---|---|---|---|"
+        yield from (_row(f"{prefix}{name}", fields[name]) for name in plain)
+        yield ""
+    for name, section in sections.items():
+        yield from _section(f"{prefix}{name}.", section)
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{_written(field.default)}`"
+    words = " ".join((field.description or "").split())
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{key}`", _values(field), default, words)) + " |"
+
+
+def _values(field: FieldInfo) -> str:
+    kind, rules = _kind(field.annotation)
+    bounds = [*_bounds(field.metadata), *rules]
+    return f"{kind}, {' and '.join(bounds)}" if bounds else kind
+
+
+def _kind(annotation: Any) -> tuple[str, list[str]]:
+    """A type in words, and the bounds that stand inside of it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments), []
+    if origin in (Union, types.UnionType):
+        kinds = [_kind(argument) for argument in arguments if argument is not type(None)]
+        null = ["null"] if type(None) in arguments else []
+        return " or ".join([*(kind for kind, _ in kinds), *null]), [rule for _, rules in kinds for rule in rules]
+    if hasattr(annotation, "__metadata__"):
+        kind, rules = _kind(arguments[0])
+        return kind, [*rules, *(bound for info in annotation.__metadata__ for bound in _bounds(info.metadata))]
+    if origin is list:
+        kind, rules = _kind(arguments[0])
+        return f"list of {kind}", rules
+    if origin is dict:
+        return "mapping", []
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}[annotation.__name__], []
+
+
+def _bounds(metadata: list[Any]) -> Iterator[str]:
+    signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
+    for rule in metadata:
+        if sign := signs.get(type(rule).__name__):
+            yield f"{sign} {getattr(rule, type(rule).__name__.lower())}"
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

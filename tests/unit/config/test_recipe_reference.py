@@ -1,0 +1,24 @@
+"""The page with every key of a recipe is made from the schema of now."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from fivefold.config.problems import known_keys
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
+
+
+def test_the_page_is_current() -> None:
+    module = runpy.run_path(str(ROOT / "scripts/recipe_reference.py"))
+    assert module["page"]() == PAGE, "run: python scripts/recipe_reference.py"
+
+
+def test_the_page_has_every_key() -> None:
+    for schema in (TrainRecipe, SFTRecipe):
+        keys = set(known_keys(schema))
+        values = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+        assert {key for key in values if f"`{key}`" not in PAGE} == set()

@@ -1,0 +1,66 @@
+"""Which groups of ranks stay inside a node, where roles lie as a user put them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.layout.allocation import parse, parse_role
+from fivefold.layout.gpus import find_gpu
+from fivefold.layout.groups import GroupSpread, group_spreads
+from fivefold.layout.placement import place_allocation, place_by_list
+from fivefold.layout.plan_shape import find_shape
+from fivefold.layout.stages import stages
+from fivefold.layout.timing import step_time
+from fivefold.layout.traffic import step_traffic
+from fivefold.layout.workload import Workload
+
+WORK = Workload(4096, 64, 8192)
+
+
+def spreads(text: str, role: str = "actor", n_nodes: int = 2, *, is_moe: bool = True) -> dict[str, GroupSpread]:
+    placed = place_allocation(parse(text), n_nodes, 8)[role]
+    return {spread.dimension: spread for spread in group_spreads(placed, is_moe=is_moe)}
+
+
+def test_the_folded_example() -> None:
+    found = spreads("sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", n_nodes=4)
+    assert {name: (each.n_groups, each.size) for name, each in found.items()} == {
+        "tp": (8, 2), "cp": (8, 2), "ep": (4, 4), "dp": (8, 2), "pp": (4, 4)
+    }  # fmt: skip
+    assert {name for name, each in found.items() if each.n_inside < each.n_groups} == {"pp"}
+    assert found["pp"].ranks_per_node == 2
+
+
+def test_a_dense_model_has_no_groups_of_experts() -> None:
+    assert "edp" in spreads("megatron:d4t4")
+    assert set(spreads("megatron:d4t4", is_moe=False)) == {"tp", "dp"}
+
+
+def test_replicas_of_an_engine_have_no_group() -> None:
+    assert set(spreads("sglang:d4t4", "rollout")) == {"tp"}
+
+
+@pytest.mark.parametrize("backend", ["(attn:d4p2t4c2|ffn:e16)", "(attn:d8t4|ffn:t4e8)", "d8p2t2c4e32", "d16t2e4"])
+def test_from_the_first_gpu_of_a_node_on_it_is_what_the_search_assumes(backend: str) -> None:
+    shape = find_shape("Qwen3-30B-A3B")
+    found = spreads(f"megatron:{backend}", n_nodes=16)
+    layout = parse(f"megatron:{backend}").resolve()["actor"]
+    for item in step_traffic(layout, shape, WORK, stages(layout, shape)[0], 8):
+        assert item.ranks_per_node == found[item.dimension].ranks_per_node
+
+
+def test_a_role_that_begins_within_a_node_pays_for_it() -> None:
+    shape, gpu = find_shape("Qwen3-8B"), find_gpu("h100")
+    found = spreads("sglang:d4+megatron:d1t8", is_moe=False)
+    assert (found["tp"].n_inside, found["tp"].ranks_per_node) == (0, 4)
+    layout = parse_role("megatron:t8").resolve()
+    apart = step_time(layout, shape, WORK, gpu, 8, {"tp": found["tp"].ranks_per_node})
+    assert apart.exposed > 2 * step_time(layout, shape, WORK, gpu, 8).exposed
+
+
+def test_a_list_decides_who_is_neighbour() -> None:
+    role = parse_role("megatron:d2t2")
+    across = place_by_list({"actor": (role, (0, 8, 1, 9))}, 2, 8)["actor"]
+    tensor, data = group_spreads(across, is_moe=False)
+    assert (tensor.dimension, tensor.n_inside) == ("tp", 0)
+    assert (data.dimension, data.n_inside) == ("dp", 2)
