@@ -4,7 +4,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: help install quickstart quickstart-5d smollm2 test test-all lint format clean
+.PHONY: help install quickstart quickstart-5d smollm2 test lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,14 +26,8 @@ smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
 	test -d data/additions || $(RUN)/fivefold data additions -o data/additions
 	$(RUN)/fivefold train recipes/smollm2-addition.yaml --overwrite
 
-QUICK := tests/unit tests/e2e tests/layouts/test_agreement.py tests/layouts/test_checkpoint.py \
-	--ignore=tests/unit/config/dialects --ignore=tests/unit/cluster/test_run_is_interrupted.py
-
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(or $(ARGS),$(QUICK))
-
-test-all: $(STAMP) ## run every test, also all layouts of all families: about half an hour
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(ARGS)
 
 lint: $(STAMP) ## format, lint, types and import directions
 	$(RUN)/ruff format --check .

@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.dialects.draft import Draft, Role, RolePlan
+from fivefold.config.dialects.draft import Degree, Draft, Role, RolePlan
 from fivefold.config.dialects.meanings import WHOLE_WEIGHTS
 from fivefold.layout.allocation import AllocationError, RoleAllocation, RuleError, parse, parse_role
 from fivefold.layout.devices import parse_devices
-from fivefold.layout.plan_shape import find_shape
+from fivefold.layout.plan_shape import PlanShape, find_shape
 
 MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
 DEFAULT_GPUS_PER_NODE = 8
@@ -41,6 +41,7 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
     if plan is None:
         return None
     to = f"{role}.backend"
+    _equalize_stages(draft, plan)
     try:
         allocation = _fitting(draft, plan)
     except ValueError as error:
@@ -62,6 +63,7 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
     if not draft.recipe.get("actor.kl_ctl"):
         reason = "no reference model is loaded: the weight of the KL term is 0"
     else:
+        _equalize_stages(draft, plan)
         try:
             own = _allocation(draft, plan)
         except ValueError as error:
@@ -74,6 +76,23 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
                 draft.mapped(key, "ref.backend", str(own), note)
     for key in plan.keys:
         draft.implied(key, reason)
+
+
+def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
+    """Fewer stages, for a model whose layers do not divide into equal ones: elsewhere, stages may be unequal."""
+    shape = _shape(draft)
+    stages = plan.get("pp") * plan.get("vpp")
+    if plan.backend != "megatron" or shape is None or shape.n_layers % stages == 0:
+        return
+    n_layers = shape.n_layers
+    fewer = max(p for p in range(1, plan.get("pp") + 1) if n_layers % p == 0)
+    lost: list[Degree] = ["vpp"] if fewer == plan.get("pp") else ["vpp", "pp"]
+    plan.degrees |= {"pp": fewer, "vpp": 1}
+    for degree in lost:
+        if (key := plan.degree_keys.get(degree)) in plan.keys:
+            del plan.keys[key]
+            reason = f"{n_layers} layers do not divide into {stages} equal stages: p{fewer} is laid out in their place"
+            draft.unsupported(key, reason)
 
 
 def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
@@ -118,14 +137,22 @@ def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
     """What is written; else, where the framework hands none to Megatron-Core, the tensor degree, for an MoE model."""
     if plan.backend != "megatron":
         return 1
-    model = str(draft.recipe.get("actor.path", ""))
-    try:
-        is_moe = find_shape(model).is_moe
-    except ValueError:
-        is_moe = plan.get("ep") > 1 or bool(MOE_NAME.search(model))
+    shape = _shape(draft)
+    if shape is None:
+        is_moe = plan.get("ep") > 1 or bool(MOE_NAME.search(str(draft.recipe.get("actor.path", ""))))
+    else:
+        is_moe = shape.is_moe
     if not is_moe:
         return 1
     return plan.degrees.get("etp", plan.get("tp") if plan.etp_follows_tp else 1)
+
+
+def _shape(draft: Draft) -> PlanShape | None:
+    """The model's shape, if its name or folder tells it."""
+    try:
+        return find_shape(str(draft.recipe.get("actor.path", "")))
+    except ValueError:
+        return None
 
 
 # Lists of devices

@@ -16,8 +16,10 @@ INTERRUPTED = 130
 
 
 def keep_exit_statuses() -> None:
-    """Undo an ignored SIGCHLD, which this process may have inherited from a service manager or a container's first
-    process: with it the kernel forgets how a child ended, and every child seems to have ended with status 0."""
+    """Undo an ignored SIGCHLD, with which the kernel forgets how a child ended: each seems to have ended with status 0.
+
+    It may be inherited, from a service manager or a container's first process, and Ray sets it in every process.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

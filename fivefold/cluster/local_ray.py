@@ -18,6 +18,7 @@ import psutil
 import ray
 import ray._private.worker
 
+from fivefold.cluster.interrupt import keep_exit_statuses
 from fivefold.observe.errors import RunFailed
 
 MAX_OBJECT_STORE = 8 * 2**30
@@ -167,7 +168,7 @@ def _silence_error_channel() -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """`ray.init` installs a SIGTERM handler of its own; signals belong to the program that calls us."""
+    """`ray.init` handles SIGTERM in its own way and ignores SIGCHLD; signals belong to the program that calls us."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -176,6 +177,7 @@ def _signals_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        keep_exit_statuses()
 
 
 def _short_folder() -> str:

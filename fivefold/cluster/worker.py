@@ -23,6 +23,8 @@ from typing import Any
 
 from ray import cloudpickle
 
+from fivefold.cluster.interrupt import keep_exit_statuses
+
 SIDES = {"feed": 1, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, a thread each: methods that are called beside the one under way."""
 
@@ -79,6 +81,7 @@ class Worker:
     def __init__(self, environment: Mapping[str, str], log: str) -> None:
         os.environ.update(environment)
         _redirect_output(Path(log))
+        keep_exit_statuses()
         self._held: Any = None
         self._store: Any = None
         self._thread = 0

@@ -42,7 +42,9 @@ def main() -> int:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # Both may have been inherited as ignored; with SIGCHLD ignored, the kernel forgets how a fork ended.
+    for number in (signal.SIGPROF, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     replies, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed must not get between the replies
     compare(_WARM_UP, ["0.5"])
     while (status := _fork(replies)) < 0:

@@ -125,7 +125,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(override: str, expec
     ("override", "expected"),
     [
         ("rollout.backend=vllm:d1", "does not run yet"),
-        ("cluster.n_gpus_per_node=1", "transformers:d2 needs 2"),
+        ("cluster.n_gpus_per_node=1", "needs 2"),
         ("gconfig.max_new_tokens=4000", "positions"),
         ("valid_dataset=null", "no valid_dataset"),
     ],

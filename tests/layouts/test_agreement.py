@@ -90,8 +90,9 @@ WAYS: dict[str, tuple[MegatronConfig, MicroBatchConfig]] = {
 }
 WAYS_LAYOUTS = (
     "megatron:d1",
+    "megatron:(attn:t2|ffn:e2)",
     "megatron:(attn:c2|ffn:t2)",
-    "megatron:(attn:t2p2v2|ffn:e2)",
+    "megatron:p2v2",
 )
 
 Trained = Callable[[str, str], Run]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -44,6 +45,8 @@ class RolePlan:
     n_devices: int | None = None
     keys: dict[str, str] = field(default_factory=dict)
     """The keys that say so, each with a note."""
+    degree_keys: dict[Degree, str] = field(default_factory=dict)
+    """The key that each degree was read from."""
     etp_follows_tp: bool = False
     """Of an expert tensor degree that is not written: whether it is the tensor degree, or else 1."""
     devices: Any = None
@@ -157,6 +160,7 @@ class Draft:
             return self.unsupported(key, str(error))
         if self.is_open(key) and key in self._values:
             plan.keys[key] = ""
+            plan.degree_keys[degree] = key
         return None
 
     def apply(self, rules: Mapping[str, Rule]) -> None:
@@ -202,7 +206,7 @@ class Draft:
 
 def whole(value: Any) -> int:
     """A whole number; 4.0 is one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value % 1:
         raise Unfit(f"{value!r} is not a whole number")
     return int(value)
 

@@ -73,6 +73,8 @@ def one_path(key: str) -> Rule:
     def rule(draft: Draft, source: str) -> None:
         value = draft.get(source)
         paths = value if isinstance(value, list) else [value]
+        if not paths:
+            raise Unfit(f"{value!r} names no file")
         if len(paths) > 1:
             draft.recipe.setdefault(key, str(paths[0]))
             draft.unsupported(

@@ -131,10 +131,10 @@ def _lengths(draft: Draft) -> None:
     """Either the response's length, or that of the whole sequence."""
     prompt, response, sequence = draft.get("prompt_length"), "response_length", "sequence_length"
     if isinstance(draft.get(response), int):
-        draft.mapped(response, "gconfig.max_new_tokens", whole(draft.get(response)))
+        draft.mapped(response, "gconfig.max_new_tokens", draft.read(response, whole))
         draft.implied(sequence, f"{response} rules")
     elif isinstance(draft.get(sequence), int) and isinstance(prompt, int):
-        longest = whole(draft.get(sequence)) - prompt
+        longest = draft.read(sequence, whole) - prompt
         draft.mapped(sequence, "gconfig.max_new_tokens", longest, f"less prompt_length={prompt}")
     draft.implied(INFER + "generating_args.max_new_tokens", "response_length rules")
     draft.implied("validation.generating_args.max_new_tokens", "response_length rules")

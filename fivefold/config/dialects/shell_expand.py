@@ -17,7 +17,7 @@ from fivefold.config.dialects.shell_words import CONTINUATION, Word
 NAME = re.compile(r"[A-Za-z_]\w*")
 SPECIAL = frozenset("@*#?-$!0123456789")
 PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?$!0-9])(\[[^\]]*\])?(.*)", re.DOTALL)
-OPERATION = re.compile(r"(:?[-=+?])|(##?|%%?)|(//?)")
+OPERATION = re.compile(r"(:?[-=+?])|(##?|%%?)|(//?)|(:)|(?:,,?|\^\^?)\Z")
 MARK = "\0"
 """Stands where one word ends and the next begins."""
 SPREAD = re.compile(r"\$@|\$\{@\}|\[@\]")
@@ -26,6 +26,12 @@ REPLACEMENT = re.compile(r"([#%]?)((?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*)
 KEEP = str.maketrans(" \t\n", "\ue001\ue002\ue003")
 """To what stands for blanks that quotes inside `${A:-"two words"}` keep together."""
 RESTORE = {kept: blank for blank, kept in KEEP.items()}
+CASES: Mapping[str, Callable[[str], str]] = {
+    ",,": str.lower,
+    "^^": str.upper,
+    ",": lambda text: text[:1].lower() + text[1:],
+    "^": lambda text: text[:1].upper() + text[1:],
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Expander:
         parts: list[str] = []
         notes: list[str] = []
         for piece in word:
-            text = self._text(piece.text, notes) if piece.expands else piece.text
+            text = self._text(piece.text, notes, in_quotes=piece.quoted) if piece.expands else piece.text
             # Only a substitution is split at blanks; the lexer has split what was written.
             splits = piece.expands and not piece.quoted and "$" in piece.text
             parts.append(re.sub(r"[ \t\n]+", MARK, text) if splits else text)
@@ -83,7 +89,9 @@ class Expander:
     def text(self, word: Word) -> Text:
         """The word as one text."""
         notes: list[str] = []
-        parts = [self._text(piece.text, notes) if piece.expands else piece.text for piece in word]
+        parts = [
+            self._text(piece.text, notes, in_quotes=piece.quoted) if piece.expands else piece.text for piece in word
+        ]
         return Text("".join(parts).replace(MARK, " ").translate(RESTORE), tuple(dict.fromkeys(notes)))
 
     def arithmetic(self, expression: str, notes: list[str]) -> str:
@@ -99,18 +107,28 @@ class Expander:
         value = self._variables.get(name)
         return int(value.text or "0") if value is not None else 0
 
-    def _text(self, source: str, notes: list[str], keep: Callable[[str], str] | None = None) -> str:
-        """`source`, filled in. With `keep`, quotes mean something in it, and `keep` marks what stands in them."""
+    def _text(
+        self, source: str, notes: list[str], keep: Callable[[str], str] | None = None, *, in_quotes: bool = False
+    ) -> str:
+        """`source`, filled in.
+
+        Args:
+            source: what stands in the script.
+            notes: receives what is not known about it.
+            keep: quotes mean something in it, and this marks what stands in them; None: they are text.
+            in_quotes: all of it stands in double quotes, between which `'` is text, and `\\` before most characters.
+        """
         result, at = "", 0
+        quotes = "" if keep is None else '"\\' if in_quotes else "'\"\\"
         while at < len(source):
-            if keep is not None and source[at] in "'\"\\":
+            if keep is not None and source[at] in quotes and not (in_quotes and _is_plain_backslash(source, at)):
                 quoted, end = self._quoted(source, at, notes)
                 result += keep(quoted)
             elif source[at] == "`":
                 end = source.index("`", at + 1) + 1
                 result += self._command(source[at + 1 : end - 1], notes)
             elif source[at] == "$":
-                filled, end = self._substitution(source, at, notes)
+                filled, end = self._substitution(source, at, notes, in_quotes)
                 result += filled
             else:
                 end = at + 1
@@ -124,9 +142,10 @@ class Expander:
             return source[at + 1 : at + 2], at + 2
         end = source.find(source[at], at + 1)
         inner = source[at + 1 : end if end >= 0 else len(source)]
-        return inner if source[at] == "'" else self._text(inner, notes), at + len(inner) + 2
+        text = inner if source[at] == "'" else self._text(inner, notes, in_quotes=True)
+        return text, at + len(inner) + 2
 
-    def _substitution(self, source: str, at: int, notes: list[str]) -> tuple[str, int]:
+    def _substitution(self, source: str, at: int, notes: list[str], in_quotes: bool) -> tuple[str, int]:
         """What stands for the `$...` at `at`, and where it ends."""
         if source.startswith("$((", at):
             end = _closing(source, at + 1)
@@ -136,7 +155,7 @@ class Expander:
             return self._command(source[at + 2 : end - 1], notes), end
         if source.startswith("${", at):
             end = _closing(source, at + 1)
-            return self._parameter(source[at + 2 : end - 1], source[at:end], notes), end
+            return self._parameter(source[at + 2 : end - 1], source[at:end], notes, in_quotes), end
         if name := NAME.match(source, at + 1):
             return self._value(name[0], notes), name.end()
         if source[at + 1 : at + 2] in SPECIAL and source[at + 1 : at + 2]:
@@ -165,7 +184,7 @@ class Expander:
         notes += value.notes
         return value.text
 
-    def _parameter(self, inner: str, whole: str, notes: list[str]) -> str:
+    def _parameter(self, inner: str, whole: str, notes: list[str], in_quotes: bool) -> str:
         """`${inner}`; `whole` is returned where that is none of the shell's, as in OmegaConf's `${actor.path}`."""
         match = PARAMETER.fullmatch(inner)
         if match is None or (match[4] and not OPERATION.match(match[4])):
@@ -182,7 +201,7 @@ class Expander:
             return str(len(self._value(name, notes)))
         if not rest:
             return self._special(name, notes) if name in SPECIAL else self._value(name, notes)
-        return self._operation(name, rest, notes)
+        return self._operation(name, rest, notes, in_quotes)
 
     def _item(self, name: str, index: str, notes: list[str]) -> str:
         items, place = self._variables.arrays[name], self.arithmetic(index[1:-1], notes)
@@ -191,24 +210,43 @@ class Expander:
         notes += items[int(place)].notes
         return items[int(place)].text
 
-    def _operation(self, name: str, rest: str, notes: list[str]) -> str:
+    def _operation(self, name: str, rest: str, notes: list[str], in_quotes: bool) -> str:
         value = self._variables.get(name)
         operation = OPERATION.match(rest)
         assert operation is not None, "the caller has looked"
         sign, argument = operation[0], rest[operation.end() :]
+        if sign == ":" and name in "@*":
+            notes.append(f"${{{name}{rest}}} is not followed, and left empty")
+            return ""
+        if sign == ":":
+            return self._slice(self._value(name, notes), argument, notes)
+        if sign in CASES:
+            return CASES[sign](self._value(name, notes))
         if operation[1] is None:
             return self._trimmed(self._value(name, notes), sign, argument, notes)
         is_given = value is not None and (bool(value.text) or not sign.startswith(":"))
         if sign[-1] == "+":
-            return self._text(argument, notes, _kept_together) if is_given else ""
+            return self._text(argument, notes, _kept_together, in_quotes=in_quotes) if is_given else ""
         if is_given or sign[-1] == "?":
             return self._value(name, notes)
         own: list[str] = []
-        default = self._text(argument, own, _kept_together)
+        default = self._text(argument, own, _kept_together, in_quotes=in_quotes)
         notes += own
         if sign[-1] == "=":
             self._variables.texts[name] = Text(default.translate(RESTORE), tuple(own))
         return default
+
+    def _slice(self, value: str, bounds: str, notes: list[str]) -> str:
+        """`${A:1:2}`: from a place on, so many characters; what is negative is counted from the end."""
+        first, _, length = bounds.partition(":")
+        start = int(self.arithmetic(first, notes) or "0") if first.strip() else 0
+        start += len(value) if start < 0 else 0
+        if start < 0:
+            return ""
+        if not length.strip():
+            return value[start:] if ":" not in bounds else ""
+        count = int(self.arithmetic(length, notes) or "0")
+        return value[start : start + count if count >= 0 else max(start, len(value) + count)]
 
     def _trimmed(self, value: str, sign: str, argument: str, notes: list[str]) -> str:
         """`${A##*/}`, `${A%.*}`, `${A//old/new}` and their like."""
@@ -221,6 +259,11 @@ class Expander:
         return re.sub(pattern + (r"\Z" if place == "%" else ""), lambda _: new, value, count=0 if sign == "//" else 1)
 
 
+def _is_plain_backslash(source: str, at: int) -> bool:
+    """Whether a backslash in double quotes stands for itself, since nothing follows that it could quote."""
+    return source[at] == "\\" and source[at + 1 : at + 2] not in ('"', "\\", "$", "`", "}")
+
+
 def _kept_together(quoted: str) -> str:
     return quoted.translate(KEEP)
 
@@ -230,13 +273,16 @@ def _taken_literally(quoted: str) -> str:
 
 
 def _closing(source: str, at: int) -> int:
-    """The position after the bracket that closes the one at `at`."""
+    """The position after the bracket that closes the one at `at`; quotes in between are skipped, where they close."""
     pairs = {"(": ")", "{": "}"}
     opening, closing, depth = source[at], pairs[source[at]], 0
-    for position in range(at, len(source)):
-        depth += (source[position] == opening) - (source[position] == closing)
+    while at < len(source):
+        if source[at] in "'\"":
+            at = max(at, source.find(source[at], at + 1))
+        depth += (source[at] == opening) - (source[at] == closing)
+        at += 2 if source[at] == "\\" else 1
         if depth == 0:
-            return position + 1
+            return at
     return len(source)
 
 

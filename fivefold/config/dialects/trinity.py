@@ -198,7 +198,7 @@ def _lay_out_trainer(draft: Draft) -> None:
         plan.degrees.clear()
         draft.lay_out("trainer.ulysses_sequence_parallel_size", "actor", "cp")
     if own or draft.writes(strategy):
-        draft.plans["ref"] = replace(plan, degrees=dict(plan.degrees), keys={})
+        draft.plans["ref"] = replace(plan, degrees=dict(plan.degrees), keys={}, degree_keys={})
 
 
 # Batches and data
@@ -221,7 +221,7 @@ def _micro_batches(draft: Draft) -> None:
     for key in ("trainer.max_token_len_per_gpu", "trainer.ppo_max_token_len_per_gpu"):
         if isinstance(draft.get(key), int):
             note = f"times {shards} context parallel shards" if shards > 1 else ""
-            draft.mapped(key, budget, whole(draft.get(key)) * shards, note)
+            draft.mapped(key, budget, draft.read(key, whole) * shards, note)
     draft.implied("trainer.use_dynamic_bsz", "micro-batches always have a token budget")
     if budget not in draft.recipe:
         verl_tree.micro_batches(draft, TREE, _sequence_length(draft))

@@ -90,7 +90,7 @@ def lay_out_trainers(draft: Draft, tree: Tree) -> None:
     actor.n_devices = _n_devices(draft, at)
     _degrees(draft, "actor", at + ACTOR)
     # Where the reference's own degree is not written, the actor's holds.
-    draft.plans["ref"] = replace(actor, degrees=dict(actor.degrees), keys={})
+    draft.plans["ref"] = replace(actor, degrees=dict(actor.degrees), keys={}, degree_keys={})
     _degrees(draft, "ref", at + REF)
 
 

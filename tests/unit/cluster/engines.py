@@ -40,6 +40,9 @@ class Engine:
     def echo(self, value: object, suffix: str = "") -> str:
         return f"{self.rank}:{value}{suffix}"
 
+    def status_of_a_child(self) -> int:
+        return subprocess.run([sys.executable, "-c", "raise SystemExit(3)"], check=False).returncode
+
     def environment(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]
 

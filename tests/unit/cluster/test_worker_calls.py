@@ -30,6 +30,11 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
         group.call_each("echo", ["a", "b"])
 
 
+def test_driver_and_workers_know_how_their_children_ended(session: Session) -> None:
+    assert launch(session, 1).call("status_of_a_child") == [3]
+    assert Engine.status_of_a_child(None) == 3  # type: ignore[arg-type]
+
+
 def test_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
     group, record = launch(session, 1), tmp_path / "yielded"
     stream = group.stream("items_on_record", str(record), 40)

@@ -90,6 +90,36 @@ def test_old_layouts_are_brought_up_to_date(old: str, new: str) -> None:
     parse_role(new) if "+" not in new else parse(new)
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "layout"),
+    [
+        (["allocation_mode=vllm:d4t2+fsdp:d8"], "allocation_mode", "vllm:d4t2+megatron:d8"),
+        (["allocation_mode=sglang[rollout]:d8|fsdp[actor]:d4t2"], "allocation_mode", "sglang[rollout]:d8|megatron[actor]:d4t2"),
+        (["allocation_mode=sglang:d4p1t1+d2c2"], "allocation_mode", "sglang:d4+megatron:d2c2"),
+        (["actor.backend=fsdp:d4c2", "rollout.backend=vllm:d8"], "actor.backend", "megatron:d4c2"),
+        (["actor.backend=archon:d2p2t2", "rollout.backend=vllm:d8"], "actor.backend", "megatron:d2p2t2"),
+    ],
+)  # fmt: skip
+def test_other_trainers_degrees_become_megatrons(words: list[str], key: str, layout: str, tmp_path: Path) -> None:
+    text = "actor: {path: Qwen/Qwen2.5-1.5B, gradient_checkpointing: true}\n"
+    conversion = convert_text("areal", tmp_path, text, *words)
+    assert conversion.recipe[key] == layout
+    assert "Megatron-Core in its place" in conversion[key].note
+    assert conversion.recipe["actor.megatron.recompute"] == "full"
+    assert conversion.unsupported() == set()
+    assert any("fivefold plan RECIPE --search" in note for note in conversion.report.notes)
+
+
+def test_options_of_an_engine_that_does_not_train_have_no_effect(tmp_path: Path) -> None:
+    text = (
+        "actor: {backend: 'fsdp:d8', megatron: {virtual_pipeline_parallel_size: 2}, archon: {offload_params: true}}\n"
+    )
+    conversion = convert_text("areal", tmp_path, text)
+    assert conversion["actor.megatron.virtual_pipeline_parallel_size"].outcome == "implied"
+    assert conversion["actor.archon.offload_params"].outcome == "implied"
+    assert "actor.megatron.virtual_pipeline_parallel_size" not in conversion.recipe
+
+
 def test_a_full_recipe_keeps_its_values() -> None:
     conversion = convert_fixture("areal", "areal_grpo_fsdp.yaml")
     expected = {

@@ -21,6 +21,14 @@ SNIPPETS = {
     "assigning default": """: ${A:=7}; python3 -m t a=$A b=${A:-8}""",
     "trimming": """P=/a/b.c/run.tar.gz; python3 -m t a=${P##*/} b=${P#*/} c=${P%.*} d=${P%%.*} e=${P/a/x} f=${P//\\//_} g=${#P}""",
     "quotes in defaults": """X='a b'; python3 -m t ${U:-"a=1 b=2"} ${U:-c=3 d=4} e=${U:-x"$X"y} $'f=it\\'s' """,
+    "quotes in quoted defaults": """X='a b'; python3 -m t a="${U:-'x y'}" b="${U:-"x y"}" c="${U:-'$X'}" d="${U:-"'$X'"}" """
+    """e="${U:-a\\"b}" f="${U:-a\\'b}" g="${U:-a\\b}" h="${U:-\\$X}" i="${X:+'q'}" j="${U:-${V:-'deep'}}" """
+    """k=${U:-"${V:-'deep'}"} l=${U:-'x}y'} m="${U:-'x}y'}" n="${W:='v w'}" o="$W" p=${U:-a\\}b} q="${U:-a\\}b}" """,
+    "quotes in quoted patterns": """P=abc; python3 -m t a="${P#'a'}" b="${P%'c'}" c="${P/'b'/x}" """,
+    "upper and lower case": """A='Hello World'; python3 -m t a="${A,,}" b="${A^^}" c="${A,}" d="${A^}" e=${U,,}""",
+    "parts of texts": """A='Hello World'; N=2; python3 -m t a="${A:1:2}" b="${A:6}" c="${A: -3}" d="${A:1:-2}" e="${A:(-3):2}" """
+    """f="${A:20}" g="${A:0:0}" h="${A: -20}" i="${A: -20:3}" j="${A:N}" k="${A:$N:3}" l="${A:N+1:$((N+1))}" m="${A::4}" """
+    """n="${A:3:}" o=${A:-2} p=${U:1:2}""",
     "patterns": """P=a/b*c; S=b; python3 -m t a=${P/#a/x} b=${P/%c/x} c="${P//'*'/-}" d=${P/\\*/-} e=${P/$S\\*/"$S"} f=${P//[/x}""",
     "arguments of functions": """run() { local N=$1; shift; python3 -m t n=$N c=$# d=${3:-none} "$@"; }; run 4 a=1 "b=2 3" """,
     "arithmetic": """A=6; B=4; python3 -m t a=$((A * B)) b=$(($A*$B+1)) c=$((-7 / 2)) d=$((-7 % 3)) e=$(((A+B)*2)) f=$((A>B))""",

@@ -149,6 +149,56 @@ def test_ppo_with_a_critic() -> None:
     }
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_fsdp_becomes_megatron_and_says_what_differs(strategy: str, tmp_path: Path) -> None:
+    words = (
+        f"{ACTOR}strategy={strategy} {ACTOR}ulysses_sequence_parallel_size=2 {ACTOR}fsdp_config.wrap_policy.min_num_params=0 "
+        f"{ACTOR}fsdp_config.forward_prefetch=True {ACTOR}fsdp_config.param_offload=True {ACTOR}fsdp_config.fsdp_size=4 "
+        f"{MEGATRON}override_transformer_config.moe_z_loss_coeff=0.1 trainer.nnodes=2 "
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True"
+    )
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {words}")
+    assert conversion.recipe["actor.backend"] == "megatron:d8c2"
+    assert "Megatron-Core in its place" in conversion[ACTOR + "strategy"].note
+    assert any("optimizer's states only" in note and "--search" in note for note in conversion.report.notes)
+    checkpointing = conversion["actor_rollout_ref.model.enable_gradient_checkpointing"]
+    assert (checkpointing.to, checkpointing.result) == ("actor.megatron.recompute", "full")
+    assert conversion.unsupported() == {ACTOR + "fsdp_config.param_offload", ACTOR + "fsdp_config.fsdp_size"}
+    # Megatron-Core's options had no effect there.
+    assert "actor.megatron.transformer.moe_z_loss_coeff" not in conversion.recipe
+
+
+def test_gradient_checkpointing_that_is_off_recomputes_nothing(tmp_path: Path) -> None:
+    switch = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {ACTOR}strategy=fsdp {switch}=False")
+    assert conversion[switch].outcome == "implied"
+    assert "actor.megatron.recompute" not in conversion.recipe
+
+
+@pytest.mark.parametrize(
+    ("degrees", "layout", "lost"), [((8, 6), "megatron:d32p2t4", {"pp", "vpp"}), ((2, 5), "megatron:d32p2t4", {"vpp"})]
+)
+def test_layers_that_do_not_divide_into_equal_stages(
+    degrees: tuple[int, int], layout: str, lost: set[str], tmp_path: Path
+) -> None:
+    """94 layers: 1, 2, 47 or 94 stages."""
+    keys = {"pp": MEGATRON + "pipeline_model_parallel_size", "vpp": MEGATRON + "virtual_pipeline_model_parallel_size"}
+    words = (
+        "actor_rollout_ref.model.path=Qwen/Qwen3-235B-A22B trainer.nnodes=32 "
+        f"{MEGATRON}tensor_model_parallel_size=4 {MEGATRON}expert_tensor_parallel_size=1 "
+        f"{keys['pp']}={degrees[0]} {keys['vpp']}={degrees[1]}"
+    )
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {words}")
+    assert conversion.recipe["actor.backend"] == layout
+    assert conversion.unsupported() == {keys[degree] for degree in lost}
+
+
+def test_adams_options_of_megatron(tmp_path: Path) -> None:
+    option = ACTOR + "optim.override_optimizer_config.decoupled_weight_decay"
+    conversion = convert_text("verl", tmp_path, f"python3 -m t {ACTOR}strategy=megatron +{option}=False")
+    assert conversion.recipe["actor.megatron.optimizer.decoupled_weight_decay"] is False
+
+
 def test_a_trainers_yaml() -> None:
     conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
     expected = {
