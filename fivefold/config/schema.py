@@ -29,9 +29,9 @@ class Section(BaseModel):
 
 
 class ClusterConfig(Section):
-    n_nodes: Positive = 1
+    n_nodes: Annotated[int, Field(ge=1, le=16384)] = 1
     """Machines in the run."""
-    n_gpus_per_node: NonNegative = 8
+    n_gpus_per_node: Annotated[int, Field(ge=0, le=256)] = 8
     """GPUs used on each machine. 0: every worker is a CPU process (gloo)."""
     fileroot: str = "runs"
     """Outputs go to `<fileroot>/<experiment_name>/<trial_name>/`."""

@@ -95,7 +95,7 @@ class AllocationParser:
         start = self._at
         word = self._word()
         if word == "archon":
-            self._fail("the archon backend is not offered", "train with megatron or fsdp", start)
+            self._fail("the archon backend is not offered", "train with megatron", start)
         if word not in BACKENDS:
             close = difflib.get_close_matches(word.lower(), BACKENDS, n=1)
             rule = f"unknown backend `{word}`" if word else "a backend is expected here"

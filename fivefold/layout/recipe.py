@@ -99,7 +99,7 @@ def _require(recipe: Recipe, problems: Iterable[str]) -> None:
 def _wrong_kind(role: RoleAllocation) -> str | None:
     if role.is_training == (role.role != "rollout"):
         return None
-    fix = "train with megatron or fsdp" if role.role != "rollout" else "generate with transformers, vllm or sglang"
+    fix = "train with megatron" if role.role != "rollout" else "generate with transformers, vllm or sglang"
     return (
         f"the {role.role} cannot run {role.backend}, which {'trains' if role.is_training else 'only generates'}; {fix}"
     )

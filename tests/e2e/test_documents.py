@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import SFTRecipe, TrainRecipe
 from fivefold.layout.check import check_recipe
@@ -58,6 +60,56 @@ def test_the_commands_of_the_readme_work(fivefold: Fivefold, tmp_path: Path) -> 
     assert '"accuracy"' in outputs[1]
     assert outputs[2].count("47+35-36=") == 4
     assert "actor" in outputs[3]
+
+
+FILES = {
+    "run_qwen3_moe.sh": "verl_moe_megatron.sh",
+    "launch.sh": "siirl_moe.sh",
+    "run.yaml": "trinity_ppo_megatron.yaml",
+    "train.yaml": "trinity_ppo_megatron.yaml",
+}
+"""What stands for the files that the documents name; `recipe.yaml` is what an import before it wrote."""
+
+
+def planning_commands(document: Path) -> list[tuple[dict[str, str], list[str]]]:
+    """The `fivefold ...` lines of a document's indented blocks, each with the variables before it."""
+    text = document.read_text().replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in re.findall(r"^    ((?:\w+=\w+ )?fivefold .*)$", text, re.M)]
+    return [
+        (dict(word.split("=") for word in line[: line.index("fivefold")]), line[line.index("fivefold") + 1 :])
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("document", ["coming-from.md", "layouts.md"])
+def test_the_commands_of_the_documents_work(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example_recipe: str
+) -> None:
+    fixtures = ROOT / "tests/unit/config/dialects/fixtures"
+    for name, fixture in FILES.items():
+        (tmp_path / name).write_text((fixtures / fixture).read_text())
+    (tmp_path / "recipe.yaml").write_text(example_recipe)
+    (tmp_path / "gsm8k.yaml").write_text("experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: openai/gsm8k}\n")
+    monkeypatch.chdir(tmp_path)
+    shown = planning_commands(ROOT / "docs" / document)
+    assert len(shown) >= 4
+    for environment, command in shown:
+        with monkeypatch.context() as changed:
+            for name, value in environment.items():
+                changed.setenv(name, value)
+            if command[0] == "import":
+                Path("recipe.yaml").unlink(missing_ok=True)
+            model = ["actor.path=Qwen3-30B-A3B"] if command[:2] == ["plan", "recipe.yaml"] else []
+            result = CliRunner().invoke(app, [*command, *model])
+        # 1: planned, and it does not fit
+        assert result.exit_code in (0, 1), (command, result.output)
+        assert "Traceback" not in result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit), command
+
+
+@pytest.fixture
+def example_recipe() -> str:
+    return (ROOT / "recipes/quickstart-5d.yaml").read_text().replace("n_gpus_per_node: 0", "n_gpus_per_node: 8")
 
 
 def test_the_make_targets_of_the_readme_exist() -> None:
