@@ -10,6 +10,7 @@ own groups, and what is returned is global and the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -245,17 +246,16 @@ class MegatronEngine:
             decoder = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             return chunk(micro_batch.local), partial(predict_and_lose, micro_batch, decoder)
 
-        self._megatron_config.no_sync_func = self._no_sync_functions() if backward else None
-        self._megatron_config.finalize_model_grads_func = self._finalize_gradients if backward else None
-        kept: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(micro_batches) for _ in self._chunks],
-            model=self._chunks,
-            num_microbatches=len(micro_batches),
-            seq_length=max(micro_batch.padded for micro_batch in micro_batches) // self.layout.cp,
-            micro_batch_size=1,
-            forward_only=not backward,
-        )
+        with self._gradient_functions() if backward else nullcontext():
+            kept: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=[iter(micro_batches) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=max(micro_batch.padded for micro_batch in micro_batches) // self.layout.cp,
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
         return kept
 
     def _predict(
@@ -288,9 +288,20 @@ class MegatronEngine:
         logprobs, entropy = whole.unbind(0)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
-    def _no_sync_functions(self) -> Any:
-        functions = [chunk.no_sync for chunk in self._chunks]
-        return functions if len(functions) > 1 else functions[0]
+    @contextmanager
+    def _gradient_functions(self) -> Iterator[None]:
+        """Inside, Megatron's schedules know how to put off and how to finish the reduction of gradients.
+
+        Not for good: the configuration would lead back to the engine by way of C++ objects, which Python's collector
+        does not see through, and no engine would ever be freed.
+        """
+        config, no_sync = self._megatron_config, [chunk.no_sync for chunk in self._chunks]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        config.finalize_model_grads_func = self._finalize_gradients
+        try:
+            yield
+        finally:
+            config.no_sync_func = config.finalize_model_grads_func = None
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         """Megatron's reductions over ranks, without its division by the token count: the loss is normalised already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ def lay_out(text: str) -> ParallelLayout:
     layout = parse_backend(text)
     if layout != _layout:
         parallel_state.destroy_model_parallel()
+        gc.collect()  # engines of earlier tests, whose groups would keep their threads
         rejoin()
         _layout = layout
     return layout

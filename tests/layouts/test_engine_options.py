@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,3 +271,20 @@ def test_the_vocabulary_is_padded_out_of_sight(workers: Workers, models: Path) -
     for layout in ("megatron:t2", "megatron:t4"):
         weights = workers(Case(layout).world_size).run(random_weights, Case(layout), models / "qwen3", 1)[0]
         assert weights["lm_head.weight"].shape == weights["model.embed_tokens.weight"].shape == (VOCAB, 32)
+
+
+def remains_after_training(case: Case, folder: Path) -> bool:
+    """In a worker: whether an engine outlives the last use of its name."""
+    engine = case.engine(folder, OptimizerConfig())
+    engine.forward_backward(uneven_batch(), SFTLoss())
+    engine.optim_step()
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    return reference() is not None
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2"])
+def test_an_engine_that_nobody_uses_is_freed(workers: Workers, models: Path, layout: str) -> None:
+    case = Case(layout)
+    assert not any(workers(case.world_size).run(remains_after_training, case, models / "qwen3_moe"))
