@@ -1,4 +1,4 @@
-"""Worker processes and tiny models, made once and shared by all tests of this folder."""
+"""Worker processes, shared by the tests of a file, and tiny models, made once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from tiny_models import save_models
 from worker_pool import WorkerPool, Workers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """The pool of n processes, started at its first use."""
+    """The pool of n processes, started at its first use in a file.
+
+    Every layout leaves a process some threads of gloo, so that the tests would get slower from file to file.
+    """
     pools: dict[int, WorkerPool] = {}
 
     def pool(n: int) -> WorkerPool:
@@ -26,8 +29,10 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture(scope="session")
-def models(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny models: `models / name`."""
     folder = tmp_path_factory.mktemp("models")
-    workers(1).run(save_models, folder)
+    pool = WorkerPool(1)
+    pool.run(save_models, folder)
+    pool.stop()
     return folder
