@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -183,6 +184,7 @@ def rejoin() -> None:
 
 def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file: Path) -> None:
     global _membership
+    gc.freeze()  # what the imports made stays: collections need not walk through it
     torch.set_num_threads(1)
     _membership = _Membership(rank, world_size, store)
     with stack_file.open("w") as stacks:
