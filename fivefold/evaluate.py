@@ -21,6 +21,7 @@ from fivefold.layout.check import layout_problems
 from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.layout.shape import ModelShape, load_shape
+from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
 from fivefold.roles import Rollout, check_engines, rollout_role
@@ -103,6 +104,7 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, or its rollout cannot run here.
+        RunFailed: a worker or the reward failed.
     """
     path = resolve_model_path(model or recipe.actor.path)
     shape = load_shape(resolve_model_folder(path))
@@ -119,7 +121,7 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
         role = rollout_role(recipe, placement, path, load_weights=True)
         rollout = Rollout(session.launch(role)["rollout"], shares_devices=False)
         with timers.phase("evaluation"):
-            result = evaluator.run(rollout)
+            result = _run(evaluator, rollout)
     shutil.rmtree(logs)
     return {
         "model": path,
@@ -129,6 +131,13 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
         "n_prompts": result.n_prompts,
         "n_too_long": evaluator.data.n_too_long,
     }
+
+
+def _run(evaluator: Evaluator, rollout: Rollout) -> Evaluation:
+    try:
+        return evaluator.run(rollout)
+    except ValueError as error:  # a reward that fails on an answer, say: too late to be wrong input
+        raise RunFailed(str(error)) from error
 
 
 def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:

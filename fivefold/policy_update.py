@@ -97,7 +97,7 @@ class SkipGuard:
             raise RunFailed(
                 f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}, "
                 f"first in {', '.join(result.non_finite)}. The weights are those before them. "
-                "Lower actor.optimizer.lr, or look at the samples and rewards of these steps"
+                "Lower actor.optimizer.lr, or look at what these steps trained on"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +67,24 @@ class Actor:
 class Reference:
     """The frozen model that the KL divergence is measured against, in the actor's processes or in its own."""
 
-    def __init__(self, group: WorkerGroup, beside_actor: bool) -> None:
+    def __init__(self, group: WorkerGroup, *, beside_actor: bool, actor_on_devices: WorkerGroup | None = None) -> None:
+        """`actor_on_devices`: the actor, if it has processes of its own on devices of the reference."""
         self._group = group
-        self._method = "compute_reference_logprobs" if beside_actor else "compute_logprobs"
+        self._beside_actor = beside_actor
+        self._actor_on_devices = actor_on_devices
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
         """float32 [T]: log-probs of the trained tokens."""
-        result: torch.Tensor = self._group.call_first(self._method, batch, temperature)
+        if self._beside_actor:
+            return self._call("compute_reference_logprobs", batch, temperature)
+        if self._actor_on_devices is not None:
+            self._actor_on_devices.call("release_cache")
+        result = self._call("compute_logprobs", batch, temperature)
+        self._group.call("release_cache")  # for whoever else is on its devices
+        return result
+
+    def _call(self, method: str, batch: Batch, temperature: float) -> torch.Tensor:
+        result: torch.Tensor = self._group.call_first(method, batch, temperature)
         return result
 
 
@@ -160,8 +171,16 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
     return Roles(
         actor=Actor(groups["actor"]),
         rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
-        reference=Reference(groups["actor" if beside_actor else "ref"], beside_actor) if needs_reference else None,
+        reference=_reference(groups, placement) if needs_reference else None,
     )
+
+
+def _reference(groups: Mapping[str, WorkerGroup], placement: Placement) -> Reference:
+    actor = groups["actor"]
+    if "ref" not in placement:
+        return Reference(actor, beside_actor=True)
+    shares = "actor" in placement.sharers("ref")
+    return Reference(groups["ref"], beside_actor=False, actor_on_devices=actor if shares else None)
 
 
 def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:

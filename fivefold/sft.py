@@ -141,13 +141,15 @@ def _loop(
             with timers.phase("train"):
                 result = actor.update(batch, SFTLoss())
             guard.check(result, step)
-            metrics = average_updates([result])
-            if recipe.saver.is_due(step, total_steps):
-                with timers.phase("save"):
-                    actor.save(run.weights)
             seconds = timers.take()
-            metrics["tokens_per_second"] = batch.n_tokens / seconds["train"]
-            log.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
+            metrics = average_updates([result]) | {"tokens_per_second": batch.n_tokens / seconds["train"]}
+            try:
+                if recipe.saver.is_due(step, total_steps):
+                    with timers.phase("save"):
+                        actor.save(run.weights)
+            finally:
+                seconds |= timers.take()
+                log.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
             screen.step(step, metrics, seconds)
         after = _held_out_nll(actor, plan.valid, timers, screen, "after training")
     return before, after

@@ -156,6 +156,9 @@ def _loop(
                 )
             with timers.phase("rewards"):
                 samples = make_samples(prompts, completions, plan.tokenizer, plan.reward)
+            # Before the update: whatever ends the run there, these are looked for.
+            for sample in samples[: recipe.stats.n_logged_samples]:
+                generations.write(as_record(sample, step=step))
             with roles.training(timers):
                 batch, metrics = update.prepare(samples)
                 with timers.phase("train"):
@@ -164,16 +167,16 @@ def _loop(
                 actor.send_weights(rollout, version=step)
             seconds = timers.take()
             metrics |= sample_metrics(samples) | _speed(plan, batch, seconds, time.perf_counter() - began)
-            if recipe.saver.is_due(step, plan.total_steps):
-                with timers.phase("save"):
-                    actor.save(run.weights)
-            if recipe.evaluator.is_due(step, plan.total_steps):
-                evaluation = _evaluate(plan, roles, timers, screen, step)
-                metrics |= _evaluation_metrics(evaluation)
-            metrics |= {f"seconds/{phase}": value for phase, value in timers.take().items()}
-            log.write(step, metrics)
-            for sample in samples[: recipe.stats.n_logged_samples]:
-                generations.write(as_record(sample, step=step))
+            try:
+                if recipe.saver.is_due(step, plan.total_steps):
+                    with timers.phase("save"):
+                        actor.save(run.weights)
+                if recipe.evaluator.is_due(step, plan.total_steps):
+                    evaluation = _evaluate(plan, roles, timers, screen, step)
+                    metrics |= _evaluation_metrics(evaluation)
+            finally:
+                metrics |= {f"seconds/{phase}": value for phase, value in timers.take().items()}
+                log.write(step, metrics)
             screen.step(step, metrics, seconds)
     return before, evaluation
 

@@ -260,8 +260,8 @@ class RowsConfig(Section):
 
     path: str
     """Parquet or JSONL file, folder of such files, `datasets` name, or `package:<name>`."""
-    split: str = "train"
-    """Split to read, for a `datasets` name."""
+    split: str | None = None
+    """Of a `datasets` or package name, or of a folder whose files are named by splits. None: `train`."""
     max_length: Positive = 1024
     """Longest prompt, in tokens; longer ones are dropped and counted."""
     limit: Positive | None = None
@@ -388,6 +388,7 @@ class TrainRecipe(RunConfig):
             raise ValueError(
                 "the evaluator section has no effect without held-out prompts: set valid_dataset.path, or drop it"
             )
+        self._check_reference()
         if self.gconfig.greedy:
             raise ValueError(
                 "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
@@ -409,6 +410,18 @@ class TrainRecipe(RunConfig):
                 f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches}, so that groups stay whole"
             )
         return self
+
+    def _check_reference(self) -> None:
+        if self.actor.kl_ctl == 0 and self.ref != ReferenceConfig():
+            raise ValueError(
+                "actor.kl_ctl is 0, so no reference model is loaded and the ref section has no effect: "
+                "raise actor.kl_ctl, or drop ref"
+            )
+        if self.ref.device_mapping is not None and self.ref.backend is None:
+            raise ValueError(
+                f"ref.device_mapping={self.ref.device_mapping} has no effect without ref.backend, for the reference "
+                "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
+            )
 
 
 class SFTRowsConfig(RowsConfig):

@@ -16,6 +16,9 @@ from fivefold.config.schema import RowsConfig
 Row = dict[str, Any]
 
 SUFFIXES = (".jsonl", ".parquet")
+DEFAULT_SPLIT = "train"
+_SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""In the names of files that hold a split each."""
 _PACKAGE = "package:"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 
@@ -27,12 +30,14 @@ def load_rows(config: RowsConfig) -> list[Row]:
 
         data/train.parquet, data/train.jsonl     a file
         data/train                               a folder of such files, read in the order of their names
+        data                                     the same; of files named by splits, those of `config.split`
         package:arithmetic/train                 a file that ships with Fivefold
         package:arithmetic                       the same, `config.split` naming the file
         openai/gsm8k:main                        a `datasets` name (and configuration), read at `config.split`
 
     Raises:
-        ValueError: nothing there, no rows, or a file that is not what its suffix says.
+        ValueError: nothing there, no rows, a split that is not there or of a single file, or a file that is not what
+            its suffix says.
     """
     rows = list(islice(_iterate(config), config.limit))
     if not rows:
@@ -65,37 +70,62 @@ def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
 
 
 def _iterate(config: RowsConfig) -> Iterator[Row]:
+    local = Path(config.path).expanduser()
     if config.path.startswith(_PACKAGE):
         with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
             yield from _read_file(file)
-        return
-    local = Path(config.path).expanduser()
-    if local.is_dir():
-        for file in _files_of(local):
+    elif local.is_dir():
+        for file in _files_of(local, config.split):
             yield from _read_file(file)
     elif local.is_file():
+        _refuse_split(config.path, config.split)
         yield from _read_file(local)
     elif local.suffix in SUFFIXES or not _HUB_NAME.fullmatch(config.path):
         raise ValueError(
             f"the data set {config.path!r} does not exist (looked in {Path.cwd()}): give a file, a folder or a hub name"
         )
     else:
-        yield from _read_hub(config.path, config.split)
+        yield from _read_hub(config.path, config.split or DEFAULT_SPLIT)
 
 
-def _files_of(folder: Path) -> list[Path]:
+def _refuse_split(path: str, split: str | None) -> None:
+    if split is not None:
+        raise ValueError(
+            f"the data set {path!r} is one file, which has no split {split!r}: drop split, or give the folder"
+        )
+
+
+def _files_of(folder: Path, split: str | None) -> list[Path]:
+    """The files of a split in `folder`; all of them, if no split is asked for and none of their names holds one."""
     found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     if not found:
         raise ValueError(f"the folder {str(folder)!r} holds no {' or '.join(SUFFIXES)} file: give the folder that does")
-    return found
+    if split is None and not any(_is_of_split(file, name) for file in found for name in _SPLIT_NAMES):
+        return found
+    wanted = split or DEFAULT_SPLIT
+    chosen = [file for file in found if _is_of_split(file, wanted)]
+    if not chosen:
+        raise ValueError(
+            f"no file in the folder {str(folder)!r} has the split {wanted!r} in its name; there are "
+            f"{', '.join(file.name for file in found)}: set split to one of theirs, or give the file"
+        )
+    return chosen
 
 
-def _packaged(name: str, split: str) -> Traversable:
+def _is_of_split(file: Path, split: str) -> bool:
+    """Whether the file's name holds the split's, set off as in `train.jsonl`, `test-00000-of-00002.parquet`."""
+    return re.search(rf"(^|[-_. ]){re.escape(split)}([-_. ]|$)", file.stem) is not None
+
+
+def _packaged(name: str, split: str | None) -> Traversable:
     root = files("fivefold.data") / "packaged"
-    for candidate in (name, f"{name}/{split}"):
-        for suffix in SUFFIXES:
-            if (file := root / f"{candidate}{suffix}").is_file():
-                return file
+    wanted = split or DEFAULT_SPLIT
+    for suffix in SUFFIXES:
+        if (file := root / f"{name}{suffix}").is_file():
+            _refuse_split(f"{_PACKAGE}{name}", split)
+            return file
+        if (file := root / f"{name}/{wanted}{suffix}").is_file():
+            return file
     folders = [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
     shipped = sorted(
         f"{folder.name}/{Path(file.name).stem}"
@@ -103,7 +133,7 @@ def _packaged(name: str, split: str) -> Traversable:
         for file in folder.iterdir()
         if file.name.endswith(SUFFIXES)
     )
-    raise ValueError(f"no data set {_PACKAGE}{name} (split {split!r}) ships with Fivefold; there are {shipped}")
+    raise ValueError(f"no data set {_PACKAGE}{name} (split {wanted!r}) ships with Fivefold; there are {shipped}")
 
 
 def _read_file(file: Path) -> Iterator[Row]:

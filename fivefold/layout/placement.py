@@ -74,7 +74,7 @@ class Placement:
         return any(placed.role == role for placed in self.roles)
 
     def sharers(self, role: str) -> tuple[str, ...]:
-        """Roles with a device in common with `role`: they sleep while it works, and it sleeps while they do."""
+        """Roles with a device in common with `role`: one of them works at a time."""
         devices = set(self[role].devices)
         return tuple(placed.role for placed in self.roles if placed.role != role and devices & set(placed.devices))
 

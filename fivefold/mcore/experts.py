@@ -15,6 +15,9 @@ from torch import nn
 from fivefold.mcore.kernels import accumulate, swiglu
 from fivefold.mcore.main_grad import main_grad, mark_accumulated
 
+_ALIGNMENT = 16
+"""Bytes: torch's grouped matmul wants rows to start at multiples of it, on any device, however many rows there are."""
+
 
 class GroupedExperts(MegatronModule):
     """SwiGLU experts, down(silu(gate(x)) * up(x) * probability), for tokens sorted by expert.
@@ -45,11 +48,11 @@ class GroupedExperts(MegatronModule):
         """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
-        gate_up = _GroupedLinear.apply(tokens, self.weight1, ends)
-        return _GroupedLinear.apply(swiglu(gate_up, permuted_probs), self.weight2, ends), None
+        gate_up = GroupedLinear.apply(tokens, self.weight1, ends)
+        return GroupedLinear.apply(swiglu(gate_up, permuted_probs), self.weight2, ends), None
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     """Rows ends[e-1] .. ends[e] of x [N, I] times the transpose of weight[e], weight [E, O, I]. Returns [N, O].
 
     The weight's gradient goes straight into its float32 `main_grad` where Megatron's DDP keeps one.
@@ -76,12 +79,18 @@ class _GroupedLinear(torch.autograd.Function):
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Grouped product over rows of `a` (b [E, K, M]), or over columns of `a` and rows of `b` (both matrices).
 
-    CUDA's kernel takes bfloat16 only and reads rows of 16 bytes; anything else is multiplied group by group.
+    What torch's kernels cannot take is multiplied group by group, at the cost of a wait for the device.
     """
-    if not a.is_cuda or (a.dtype == torch.bfloat16 and a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0):
+    is_taken = a.dtype == torch.bfloat16 or not a.is_cuda
+    if is_taken and _is_aligned(a) and _is_aligned(b) and b.shape[-1] * b.element_size() % _ALIGNMENT == 0:
         return F.grouped_mm(a, b, offs=ends)
     stops = ends.tolist()
     starts = [0, *stops[:-1]]
     if b.dim() == 3:
         return torch.cat([a[start:stop] @ b[e] for e, (start, stop) in enumerate(zip(starts, stops, strict=True))])
     return torch.stack([a[:, start:stop] @ b[start:stop] for start, stop in zip(starts, stops, strict=True)])
+
+
+def _is_aligned(matrices: torch.Tensor) -> bool:
+    """Whether all rows (columns, where those are contiguous) start at multiples of 16 bytes."""
+    return max(matrices.stride()[-2:]) * matrices.element_size() % _ALIGNMENT == 0

@@ -155,14 +155,23 @@ class RunDir:
             )
         status = json.loads(self.status.read_text(encoding="utf-8"))
         state = status["state"]
-        if state in ("setup", "running") and _is_alive(status):
+        goes_on = state in ("setup", "running")
+        if goes_on and status["host"] != socket.gethostname():
+            if overwrite:
+                return
+            raise ValueError(
+                f"a run on {status['host']} (process {status['pid']}) may still go on in {self.path}, which cannot be "
+                f"seen from here: choose another trial_name, such as trial_name={self._free_name()}, or, if it has "
+                "ended, delete its results with --overwrite"
+            )
+        if goes_on and _is_alive(status):
             raise ValueError(
                 f"a run goes on in {self.path} (process {status['pid']}): choose another trial_name, such as "
                 f"trial_name={self._free_name()}, or end that run first"
             )
         has_results = any(_has_content(path) for path in (self.metrics, self.samples, self.weights, self.summary))
         if has_results and not overwrite:
-            word = state if state not in ("setup", "running") else "killed"
+            word = "killed" if goes_on else state
             raise ValueError(
                 f"{self.path} holds the results of a {word} run of {status['began']}: choose another trial_name, "
                 f"such as trial_name={self._free_name()}, or delete those results with --overwrite"
@@ -200,8 +209,8 @@ def _has_content(path: Path) -> bool:
 
 
 def _is_alive(status: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote `status` still runs; its number may have gone to another one since."""
-    if status["host"] != socket.gethostname() or not psutil.pid_exists(status["pid"]):
+    """Whether the process of this machine that wrote `status` still runs; its number may have gone to another since."""
+    if not psutil.pid_exists(status["pid"]):
         return False
     changed = datetime.fromisoformat(status["changed"]).timestamp()
     return bool(psutil.Process(status["pid"]).create_time() < changed + 1.0)

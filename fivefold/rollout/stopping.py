@@ -72,15 +72,21 @@ class _StopTexts:
         found = torch.zeros(len(tails), n_new, dtype=torch.bool)
         # Few tails hold a text at all: only those are worth finding its end in.
         for row, text in enumerate(self._decode(tails)):
-            if self._holds_any(text):
-                ends = range(len(tails[row]) - n_new + 1, len(tails[row]) + 1)
-                windows = self._decode([tails[row][max(0, end - self.window) : end] for end in ends])
-                found[row] = torch.tensor([self._holds_any(window) for window in windows])
+            if any(stop in text for stop in self._texts):
+                found[row] = torch.tensor(self._completing(tails[row], n_new))
         found[:, :n_exempt] = False
         return found.to(tails_BW.device)
 
     def _decode(self, tails: list[list[int]]) -> list[str]:
         return self._tokenizer.batch_decode(tails, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _holds_any(self, text: str) -> bool:
-        return any(stop in text for stop in self._texts)
+    def _completing(self, tail: list[int], n_new: int) -> list[bool]:
+        """Which of the last `n_new` tokens complete a text: it stands further right with the token than without it."""
+        ends = range(len(tail) - n_new + 1, len(tail) + 1)
+        starts = [max(0, end - self.window) for end in ends]
+        with_it = self._decode([tail[start:end] for start, end in zip(starts, ends, strict=True)])
+        without = self._decode([tail[start : end - 1] for start, end in zip(starts, ends, strict=True)])
+        return [
+            any(after.rfind(stop) > before.rfind(stop) for stop in self._texts)
+            for after, before in zip(with_it, without, strict=True)
+        ]

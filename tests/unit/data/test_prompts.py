@@ -91,6 +91,31 @@ def test_folders_are_read_in_order_of_names_and_limit_counts_rows(write_jsonl: W
     assert load_rows(plain(str(folder), limit=4)) == PLAIN[:4]
 
 
+def test_a_folder_of_splits_gives_the_one_that_is_asked_for(write_jsonl: Write) -> None:
+    for name, rows in (
+        ("sums_train", PLAIN[:2]),
+        ("test-00000-of-00002", PLAIN[2:3]),
+        ("test-00001-of-00002", PLAIN[3:]),
+    ):
+        folder = str(Path(write_jsonl(rows, f"set/{name}.jsonl")).parent)
+    assert load_rows(plain(folder)) == load_rows(plain(folder, split="train")) == PLAIN[:2]
+    assert load_rows(plain(folder, split="test")) == PLAIN[2:]
+    with pytest.raises(ValueError, match=r"has the split 'dev' in its name; there are sums_train.jsonl, test-00000-of"):
+        load_rows(plain(folder, split="dev"))
+
+
+def test_a_split_that_nothing_is_named_by_is_refused(write_jsonl: Write) -> None:
+    file = write_jsonl(PLAIN, "set/part-0.jsonl")
+    for path, message in (
+        (file, "is one file, which has no split 'test'"),
+        (str(Path(file).parent), "has the split 'test' in its name"),
+        ("package:arithmetic/train", "is one file, which has no split 'test'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(plain(path, split="test"))
+    assert len(load_rows(plain("package:arithmetic", split="test"))) == 512
+
+
 def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
     rows = [{"question": "x" * n, "answer": str(n)} for n in (1, 9, 2, 8, 3)]
     dataset = load_prompts(plain(write_jsonl(rows), max_length=4), tokenizer)  # <s> counts

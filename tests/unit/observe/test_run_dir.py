@@ -140,3 +140,16 @@ def test_versions_name_what_numbers_depend_on() -> None:
     assert torch.__version__.startswith(found["torch"].split("+")[0])
     assert found["ray"] == ray.__version__
     assert {"fivefold", "python", "megatron-core", "transformers"} <= set(found)
+
+
+@pytest.mark.parametrize("has_results", [True, False])
+def test_a_run_of_another_machine_counts_as_alive(tmp_path: Path, has_results: bool) -> None:
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    run.status.write_text(json.dumps({**status(run), "host": "elsewhere"}))
+    if has_results:
+        run.metrics.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"a run on elsewhere .* may still go on.*trial_name=trial-1.*--overwrite"):
+        RunDir.create(recipe(tmp_path), overwrite=False)
+    assert run.logs.exists()
+    assert not RunDir.create(recipe(tmp_path), overwrite=True).metrics.exists()

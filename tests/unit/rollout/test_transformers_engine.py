@@ -180,6 +180,32 @@ def test_stop_texts_end_a_completion_where_they_first_stand(model_folder: Folder
         assert short.finish_reason == ("stop" if ends else "length")
 
 
+@pytest.mark.parametrize("min_new_tokens", [2, 3, 4, 7])
+def test_a_stop_text_before_the_least_length_ends_nothing(model_folder: Folder, min_new_tokens: int) -> None:
+    path = model_folder("qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    engine = engine_at(path)
+    requests = group_requests(ragged_prompts(30, seed=6), 2, ())
+    free = engine.generate(requests, sampling(temperature=3.0, max_new_tokens=30, min_new_tokens=min_new_tokens))
+    # Texts of a few tokens, each of which stands early in one completion at least.
+    stops = [tokenizer.decode(completion.token_ids[start : start + 2]) for completion in free[:4] for start in (0, 2)]
+    stopped = engine.generate(
+        requests, sampling(temperature=3.0, max_new_tokens=30, min_new_tokens=min_new_tokens, stop=stops)
+    )
+    n_early = 0
+    for long, short in zip(free, stopped, strict=True):
+        texts = [tokenizer.decode(long.token_ids[:length]) for length in range(len(long.token_ids) + 1)]
+        completed = [
+            length
+            for length in range(1, len(texts))
+            if any(texts[length].count(stop) > texts[length - 1].count(stop) for stop in stops)
+        ]
+        n_early += any(length < min_new_tokens for length in completed)
+        ends = [length for length in completed if length >= min_new_tokens]
+        assert len(short.token_ids) == (ends[0] if ends else len(long.token_ids))
+    assert n_early or min_new_tokens == 2
+
+
 def test_a_stop_text_without_a_tokenizer_is_an_error(model_folder: Folder) -> None:
     path = str(model_folder("llama"))
     model, _ = build_model(path, dtype=torch.float32, device=torch.device("cpu"), load_weights=True)
