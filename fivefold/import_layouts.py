@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.dialects.draft import Degree, Draft, Role, RolePlan
-from fivefold.config.dialects.meanings import WHOLE_WEIGHTS
-from fivefold.layout.allocation import AllocationError, RoleAllocation, RuleError, parse, parse_role
+from fivefold.config.dialects.meanings import NO_REFERENCE, WHOLE_WEIGHTS
+from fivefold.layout.allocation import Allocation, AllocationError, RoleAllocation, RuleError, parse, parse_role
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.plan_shape import PlanShape, find_shape
 
@@ -23,6 +23,8 @@ def lay_out(draft: Draft) -> None:
     A plan that its devices cannot hold makes its keys unsupported; the role then takes whatever devices there are.
     """
     _check_strings(draft)
+    if not draft.recipe.get("actor.kl_ctl"):
+        _drop_reference(draft)
     _read_device_lists(draft)
     actor = _settle(draft, "actor")
     _settle(draft, "rollout")
@@ -55,27 +57,37 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
     return allocation
 
 
+def _drop_reference(draft: Draft) -> None:
+    """Its layout and its devices count for nothing, where there is no KL term."""
+    plan = draft.plans.pop("ref", None)
+    for key in plan.keys if plan else ():
+        draft.implied(key, NO_REFERENCE)
+    if "allocation_mode" not in draft.recipe:
+        return
+    allocation = parse(draft.recipe["allocation_mode"])
+    groups = [tuple(role for role in group if role.role != "ref") for group in allocation.groups]
+    kept = tuple(group for group in groups if group)
+    if kept and kept != allocation.groups:
+        draft.revise("allocation_mode", str(Allocation(kept)), NO_REFERENCE)
+
+
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
     """The reference lives in the actor's processes, unless it is laid out otherwise on the same devices."""
     plan = draft.plans.get("ref")
     if plan is None:
         return
-    if not draft.recipe.get("actor.kl_ctl"):
-        reason = "no reference model is loaded: the weight of the KL term is 0"
-    else:
-        _equalize_stages(draft, plan)
-        try:
-            own = _allocation(draft, plan)
-        except ValueError as error:
-            for key in plan.keys:
-                draft.unsupported(key, f"{error}; the reference is laid out as the actor instead")
-            return
-        reason = "as the actor, in whose processes the reference runs"
-        if actor is None or replace(own, vpp=1) != replace(actor, vpp=1):
-            for key, note in plan.keys.items():
-                draft.mapped(key, "ref.backend", str(own), note)
+    _equalize_stages(draft, plan)
+    try:
+        own = _allocation(draft, plan)
+    except ValueError as error:
+        for key in plan.keys:
+            draft.unsupported(key, f"{error}; the reference is laid out as the actor instead")
+        return
+    if actor is None or replace(own, vpp=1) != replace(actor, vpp=1):
+        for key, note in plan.keys.items():
+            draft.mapped(key, "ref.backend", str(own), note)
     for key in plan.keys:
-        draft.implied(key, reason)
+        draft.implied(key, "as the actor, in whose processes the reference runs")
 
 
 def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
@@ -119,7 +131,8 @@ def _allocation(draft: Draft, plan: RolePlan) -> RoleAllocation:
     dp = None
     if plan.n_devices is not None:
         if plan.n_devices < replica or plan.n_devices % replica:
-            raise ValueError(f"{plan.n_devices} devices do not hold whole replicas of t*p*c = {replica}")
+            holds = "device does" if plan.n_devices == 1 else "devices do"
+            raise ValueError(f"{plan.n_devices} {holds} not hold whole replicas of t*p*c = {replica}")
         dp = plan.n_devices // replica
     return RoleAllocation(
         plan.backend,
@@ -168,7 +181,7 @@ def _read_device_lists(draft: Draft) -> None:
             lists[role] = parse_devices(str(plan.devices))
         except AllocationError as error:
             del plan.keys[plan.devices_key]
-            draft.unsupported(plan.devices_key, str(error))
+            draft.unsupported(plan.devices_key, f"{error.rule}; {error.fix}")
             continue
         plan.n_devices = len(lists[role])
         plan.keys[plan.devices_key] = f"{plan.n_devices} devices"
@@ -211,4 +224,4 @@ def _check_strings(draft: Draft) -> None:
         try:
             parse(value) if key == "allocation_mode" else parse_role(value)
         except (AllocationError, RuleError) as error:
-            draft.demote(key, f"{getattr(error, 'rule', error)}; {getattr(error, 'fix', '')}")
+            draft.demote(key, f"{error.rule}; {error.fix}")

@@ -14,20 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 from rich.console import Console
 
 from fivefold.config.dialects import areal, roll, siirl, trinity, verl
 from fivefold.config.dialects.dialect import Dialect
 from fivefold.config.dialects.draft import Draft
-from fivefold.config.dialects.meanings import run_name
+from fivefold.config.dialects.meanings import NO_REFERENCE, run_name
 from fivefold.config.dialects.report import Report
 from fivefold.config.dialects.shell import OVERRIDE
 from fivefold.config.dialects.source import Document, read_document, read_overrides, resolve
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe
+from fivefold.data.rows import SUFFIXES
 from fivefold.import_layouts import lay_out
 from fivefold.layout.placement import place
 
@@ -81,15 +82,16 @@ def import_recipe(
         environment: variables that launch scripts and `${oc.env:...}` may ask for; None: this process's own.
 
     Raises:
-        ValueError: files that cannot be read, `output` exists, or, with `strict`, keys that are unsupported.
+        ValueError: files that cannot be read, `output` exists or cannot be written, or, with `strict`, keys that are
+            unsupported.
     """
-    if output.exists() and not overwrite:
-        raise ValueError(f"{output} exists; give another name, or --overwrite")
+    _check_output(output, overwrite=overwrite)
     recipe, report = convert(framework, files, overrides, os.environ if environment is None else environment)
     Console(stderr=True).print(report.table())
     if strict and report.unsupported:
         lines = "\n".join(f"- {entry.key}: {entry.note}" for entry in report.unsupported)
-        raise ValueError(f"{len(report.unsupported)} keys are unsupported, and --strict allows none:\n{lines}")
+        count = "1 key is" if len(report.unsupported) == 1 else f"{len(report.unsupported)} keys are"
+        raise ValueError(f"{count} unsupported, and --strict allows none:\n{lines}")
     _write(output, recipe, report)
     if as_json:
         json.dump({**report.as_dict(), "recipe": str(output)}, sys.stdout, indent=2)
@@ -97,9 +99,21 @@ def import_recipe(
     return report
 
 
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    # To os.path, what it cannot look at is not there: `_write` then says why.
+    if os.path.isdir(output):
+        raise ValueError(f"-o {output} is a folder; name a file, such as {output / 'recipe.yaml'}")
+    nearest = next(parent for parent in output.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(nearest):
+        raise ValueError(f"-o {output}: {nearest} is a file, not a folder; name a file in a folder")
+    if os.path.exists(output) and not overwrite:
+        raise ValueError(f"{output} exists; give another name, or --overwrite")
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Files and overrides, told apart: what looks like `a.b=c` and is no file is an override."""
-    overrides = [word for word in arguments if OVERRIDE.match(word) and not Path(word).exists()]
+    # Unlike Path's, this `exists` takes a word that is too long for a file's name.
+    overrides = [word for word in arguments if OVERRIDE.match(word) and not os.path.exists(word)]
     return [Path(word) for word in arguments if word not in overrides], overrides
 
 
@@ -149,7 +163,6 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         draft.notes.append(
             "one response a prompt leaves no signal within its group, so rewards are normalised over the batch"
         )
-    _drop_what_has_no_effect(draft)
     missing = [key for key in NEEDED if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return missing
@@ -165,11 +178,18 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
         draft.demote("evaluator.temperature", "evaluation is greedy", "implied")
     if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
         draft.demote("actor.optimizer.min_lr_ratio", "the rate is constant", "implied")
+    if not recipe.get("actor.kl_ctl"):
+        for key in [key for key in recipe if key.startswith("ref.")]:
+            draft.demote(key, NO_REFERENCE, "implied")
+    for section in ("train_dataset", "valid_dataset"):
+        if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
+            draft.demote(f"{section}.split", "one file has no splits", "implied")
 
 
 def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
     """The recipe, nested. Values that the schema refuses are taken back, and their keys become unsupported."""
     while True:
+        _drop_what_has_no_effect(draft)
         recipe = _nested({key: "to-be-given" if key in to_give else value for key, value in draft.recipe.items()})
         try:
             checked = TrainRecipe.model_validate(recipe)
@@ -233,7 +253,13 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
     """Report and recipe in one file, which is read back as `fivefold train` will."""
-    body = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=120)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(f"{report.comments()}\n{body}", encoding="utf-8")
+    # By OmegaConf, which reads it back: texts that it would take for numbers, such as 1e-6, are quoted.
+    body = OmegaConf.to_yaml(OmegaConf.create(dict(recipe)))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(f"{report.comments()}\n{body}", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"-o {output}: the recipe cannot be written there ({error.strerror}); name a file in a folder of yours"
+        ) from error
     load_recipe(output, [f"{key}=to-be-given" for key in report.to_give], TrainRecipe)

@@ -10,7 +10,7 @@ from fivefold.config.dialects import megatron
 from fivefold.config.dialects.areal_rules import RULES
 from fivefold.config.dialects.dialect import Dialect
 from fivefold.config.dialects.draft import Draft, flag, number, positive, whole
-from fivefold.config.dialects.meanings import ON_MEGATRON, WHOLE_WEIGHTS
+from fivefold.config.dialects.meanings import NO_REFERENCE, ON_MEGATRON, WHOLE_WEIGHTS
 
 MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 TRAINERS = ("fsdp", "megatron", "archon")
@@ -21,6 +21,7 @@ DEFAULTS: Mapping[str, Any] = {
     "actor.optimizer.lr": 1e-3,
     "actor.optimizer.warmup_steps_proportion": 0.001,
     "actor.ppo_n_minibatches": 4,
+    "actor.recompute_logprob": False,
     "actor.reward_clip": 20.0,
     "gconfig.n_samples": 1,
     "gconfig.max_new_tokens": 16384,
@@ -75,7 +76,7 @@ def _backends(draft: Draft) -> set[str]:
         if on_megatron(value) == draft.recipe.get("actor.backend"):
             draft.implied("ref.backend", "as the actor, in whose processes the reference runs")
         _map_layout(draft, "ref.backend", value)
-    draft.implied("ref.backend", "no reference model is loaded")
+    draft.implied("ref.backend", NO_REFERENCE)
     _colocation(draft)
     # An actor that nothing lays out gets the recipe's default, one Megatron worker.
     return trainers or {"megatron"}
@@ -180,7 +181,7 @@ def _kl(draft: Draft) -> None:
         draft.implied("actor.kl_ctl", "no reference is configured")
     draft.implied("actor.kl_estimator", "there is no KL term")
     for key in draft.keys("ref.*"):
-        draft.implied(key, "no reference model is loaded: actor.kl_ctl is 0")
+        draft.implied(key, NO_REFERENCE)
 
 
 def _unused(draft: Draft, trainers: set[str]) -> None:
@@ -210,8 +211,11 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
 
 def _decoupled(draft: Draft) -> None:
     """The decoupled objective, and what only it reads."""
-    key = "actor.use_decoupled_loss"
-    if draft.get(key, False) is not True:
+    key, recompute = "actor.use_decoupled_loss", "actor.recompute_logprob"
+    if draft.get(key, False) is True:
+        if draft.get(recompute) is not True:
+            draft.implied(recompute, f"{key} computes them, whatever this says")
+    else:
         for name in ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_*", "actor.prox_logp_method"):
             for unused in draft.keys(name):
                 draft.implied(unused, f"{key} is off")

@@ -128,7 +128,7 @@ class Draft:
         if caveat and self._values[key] in (None, ""):
             self.unsupported(key, caveat)
             return None
-        if isinstance(value, str) and "${" in value:
+        if "${" in str(value):
             return self.unsupported(key, "this interpolation leads to no plain value")
         if self.recipe.setdefault(to, value) != value:
             other = next((entry.key for entry in self._entries.values() if entry.to == to), "another key")
@@ -151,6 +151,12 @@ class Draft:
         for entry in [entry for entry in self._entries.values() if entry.to == to]:
             self._settle(entry.key, outcome, "", reason)
 
+    def revise(self, to: str, value: Any, reason: str) -> None:
+        """Changes the recipe's `to`, and with it the entries of the keys that set it."""
+        self.recipe[to] = value
+        for entry in [entry for entry in self._entries.values() if entry.to == to]:
+            self._settle(entry.key, "mapped", to, "; ".join(filter(None, (entry.note, reason))))
+
     def lay_out(self, key: str, role: Role, degree: Degree, otherwise: int = 1) -> None:
         """`key` gives `role` a degree of parallelism. Its entry follows when the layout is known."""
         plan = self.plans.setdefault(role, RolePlan())
@@ -158,7 +164,7 @@ class Draft:
             plan.degrees[degree] = positive(self.get(key, otherwise))
         except Unfit as error:
             return self.unsupported(key, str(error))
-        if self.is_open(key) and key in self._values:
+        if self.is_open(key):
             plan.keys[key] = ""
             plan.degree_keys[degree] = key
         return None

@@ -9,6 +9,7 @@ from typing import Any
 from fivefold.config.dialects.draft import Degree, Draft, Role, RolePlan, Rule, Unfit, number, one_of, whole
 
 NO_CRITIC = "there is no critic: advantages are rewards, normalised over groups or the batch"
+NO_REFERENCE = "no reference model is loaded: there is no KL term"
 NO_RESUME = "an interrupted run cannot be resumed"
 NO_OFFLOAD = "weights, gradients and optimizer states stay on their devices"
 NO_LORA = "all weights are trained; LoRA is not offered"
@@ -75,6 +76,8 @@ def one_path(key: str) -> Rule:
         paths = value if isinstance(value, list) else [value]
         if not paths:
             raise Unfit(f"{value!r} names no file")
+        if "${" in str(paths):
+            raise Unfit("this interpolation leads to no plain value")
         if len(paths) > 1:
             draft.recipe.setdefault(key, str(paths[0]))
             draft.unsupported(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 from rich.markup import escape
@@ -49,7 +50,8 @@ class Report:
         """One line of counts."""
         counts = ", ".join(f"{len(self.of(outcome))} {outcome}" for outcome in ("mapped", "implied", "unsupported"))
         total = sum(not entry.is_default for entry in self.entries)
-        return f"{total} keys: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}"
+        keys = "1 key" if total == 1 else f"{total} keys"
+        return f"{keys}: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -75,7 +77,9 @@ class Report:
 
     def comments(self) -> str:
         """The report as YAML comments."""
-        return "".join(f"# {line}".rstrip() + "\n" for line in self._lines())
+        # A note may have several lines: a layout, and a caret under the character that is to blame.
+        lines = "\n".join(self._lines()).splitlines()
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
     def _lines(self) -> Iterator[str]:
         yield f"Converted from {self.framework} ({', '.join(self.sources)}) by `fivefold import`."
@@ -111,7 +115,8 @@ def shown(entry: Entry, *, shorten: bool = True) -> str:
 
 def _words(value: Any) -> str:
     words = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return " ".join(words.split())
+    # Control characters are not allowed in YAML, and not in its comments either.
+    return " ".join("".join(character if character.isprintable() else " " for character in words).split())
 
 
 def _short(value: Any) -> str:
@@ -123,7 +128,7 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield ""
         yield f"{title}:"
-        yield from (f"  {line}" for line in lines)
+        yield from (indent(line, "  ") for line in lines)
 
 
 def _line(entry: Entry) -> str:

@@ -256,6 +256,7 @@ ACTORS_MODEL: Mapping[str, Rule] = {
     **MODEL_ARGS,
     "dtype": implied("the actor's"),
     "model_name_or_path": implied("the actor's"),
+    "moe_aux_loss_coef": implied("only training adds it to a loss"),
 }
 
 RULES: Mapping[str, Rule] = {

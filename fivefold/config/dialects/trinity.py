@@ -167,7 +167,7 @@ def _lay_out(draft: Draft) -> None:
     if draft.writes(ENGINE + "pipeline_parallel_size"):
         draft.lay_out(ENGINE + "pipeline_parallel_size", "rollout", "pp")
     rollout.n_devices = draft.read(ENGINE + "engine_num", positive) * rollout.get("tp") * rollout.get("pp")
-    if draft.writes(ENGINE + "engine_num"):
+    if draft.is_open(ENGINE + "engine_num"):
         rollout.keys[ENGINE + "engine_num"] = ""
     verl_tree.lay_out_trainers(draft, Tree(etp_follows_tp=True, prefix=TREE))
     _lay_out_trainer(draft)

@@ -147,6 +147,41 @@ def test_a_full_recipe_keeps_its_values() -> None:
     assert conversion["ref.path"].note.startswith("no reference model is loaded")
 
 
+RECOMPUTE = "actor.recompute_logprob"
+
+
+@pytest.mark.parametrize(
+    ("words", "written", "outcome"),
+    [
+        # AReaL's old log-probs are the inference engine's, unless told otherwise.
+        ([], False, "mapped"),
+        (["actor.use_decoupled_loss=false"], False, "mapped"),
+        (["actor.recompute_logprob=true"], True, "mapped"),
+        (["actor.recompute_logprob=true", "actor.use_decoupled_loss=true"], True, "mapped"),
+        # The decoupled loss computes them anyway.
+        (["actor.use_decoupled_loss=true"], None, "implied"),
+        (["actor.recompute_logprob=false", "actor.use_decoupled_loss=true"], None, "implied"),
+        # The rollout's log-probs are of a cut distribution.
+        (["gconfig.top_p=0.9"], None, "unsupported"),
+        (["gconfig.top_k=50"], None, "unsupported"),
+        (["gconfig.top_p=0.9", "actor.recompute_logprob=true"], True, "mapped"),
+    ],
+)
+def test_old_log_probs_are_whose_areal_says(
+    words: list[str], written: bool | None, outcome: str, tmp_path: Path
+) -> None:
+    conversion = convert_text("areal", tmp_path, "actor: {path: some/model}\n", *words)
+    assert conversion.recipe.get(RECOMPUTE) is written
+    assert conversion[RECOMPUTE].outcome == outcome
+
+
+def test_a_split_is_of_a_hub_name_not_of_a_file(tmp_path: Path) -> None:
+    text = "train_dataset: {path: openai/gsm8k, split: main}\nvalid_dataset: {path: data/test.jsonl}\n"
+    recipe = convert_text("areal", tmp_path, text).recipe
+    assert recipe["train_dataset.split"] == "main"
+    assert "valid_dataset.split" not in recipe
+
+
 def test_a_group_of_another_size_is_unsupported() -> None:
     conversion = convert_fixture("areal", "areal_grpo_fsdp.yaml", overrides=["actor.reward_norm.group_size=3"])
     assert "actor.reward_norm.group_size" in conversion.unsupported()
@@ -185,3 +220,15 @@ def test_steps_and_roles_that_share_devices(tmp_path: Path) -> None:
     conversion = convert_text("areal", tmp_path, text)
     assert conversion.recipe["rollout.colocate"] is True
     assert conversion.unsupported() == set()
+
+
+def test_a_reference_that_nothing_needs_is_left_out_of_the_allocation(tmp_path: Path) -> None:
+    text = """
+    actor: {path: some/model}
+    allocation_mode: "sglang[rollout]:d4+megatron[actor]:d4|megatron[ref]:d4"
+    """
+    conversion = convert_text("areal", tmp_path, text)
+    assert conversion.recipe["allocation_mode"] == "sglang[rollout]:d4+megatron[actor]:d4"
+    assert "no reference model is loaded" in conversion["allocation_mode"].note
+    needed = text.rstrip() + "\n    ref: {path: other/model}\n"
+    assert convert_text("areal", tmp_path, needed).recipe["allocation_mode"].endswith("|megatron[ref]:d4")

@@ -14,7 +14,7 @@ from rich.console import Console
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import known_keys
 from fivefold.config.schema import TrainRecipe
-from fivefold.import_recipe import DIALECTS, Framework, import_recipe, split_arguments
+from fivefold.import_recipe import DIALECTS, Framework, convert, import_recipe, split_arguments
 from fivefold.layout.placement import place
 
 SOURCES: list[tuple[Framework, str]] = [
@@ -69,6 +69,82 @@ def test_comments_hold_the_report(tmp_path: Path) -> None:
     assert "#   actor_rollout_ref.rollout.n=5 -> gconfig.n_samples=5" in comments
 
 
+ON_ONE_NODE = ["actor.path=Qwen/Qwen3-8B", "train_dataset.path=a", "cluster.n_nodes=1", "cluster.n_gpus_per_node=8"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["actor.backend=megatron:d*t8", "rollout.backend=sglang:d4"], ["allocation_mode=sglang:d6+megatron:d*t4"]],
+)
+def test_a_layout_that_cannot_be_placed_is_told_in_comments(layout: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "recipe.yaml"
+    report = import_recipe("areal", [], [*ON_ONE_NODE, *layout], output, environment={})
+    (note,) = [note for note in report.notes if "does not fit" in note]
+    comments = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    for line in note.splitlines():
+        assert f"#   {line}" in comments
+    load_recipe(output, [], TrainRecipe)
+
+
+def test_devices_that_cannot_be_read_are_told_in_one_line(tmp_path: Path) -> None:
+    text = (FIXTURES / "roll_megatron.yaml").read_text(encoding="utf-8")
+    source, output = tmp_path / "roll.yaml", tmp_path / "recipe.yaml"
+    source.write_text(text.replace("list(range(0,32))", "list(range(0,32)"), encoding="utf-8")
+    report = import_recipe("roll", [source], ["pretrain=m"], output, environment={})
+    (entry,) = [entry for entry in report.unsupported if entry.key == "actor_train.device_mapping"]
+    assert "a list of devices is expected" in entry.note
+    assert "write for example 0-31" in entry.note
+    assert "\n" not in entry.note
+    load_recipe(output, ["train_dataset.path=d.jsonl"], TrainRecipe)
+
+
+def test_control_characters_do_not_get_into_the_comments(tmp_path: Path) -> None:
+    source, output = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    source.write_text('actor: {path: m, odd: "a\\e[1mb\\x85c"}\ntrain_dataset: {path: d.jsonl}\n', encoding="utf-8")
+    import_recipe("areal", [source], [], output, environment={})
+    load_recipe(output, [], TrainRecipe)
+
+
+TEXTS_LIKE_NUMBERS = ["1e-06", "2e5", "1_0e3", "12:30", "007", "null", "on", "-1e3"]
+
+
+@pytest.mark.parametrize("name", TEXTS_LIKE_NUMBERS)
+def test_texts_that_look_like_something_else_stay_texts(name: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    quoted = json.dumps(name)
+    source.write_text(
+        f"trainer: {{experiment_name: {quoted}, project_name: p}}\n"
+        f"data: {{train_files: {quoted}, val_files: {quoted}, prompt_key: {quoted}}}\n"
+        "actor_rollout_ref: {model: {path: m}}\n",
+        encoding="utf-8",
+    )
+    import_recipe("verl", [source], [], output, environment={})
+    recipe = load_recipe(output, [], TrainRecipe)
+    assert recipe.trial_name == name.replace(":", "-").strip("-")
+    assert recipe.train_dataset.path == recipe.train_dataset.prompt_key == name
+    assert recipe.valid_dataset is not None
+    assert recipe.valid_dataset.path == name
+
+
+def test_a_number_as_the_runs_name_is_written_as_a_text(tmp_path: Path) -> None:
+    output = run("verl", "verl_grpo_megatron.sh", tmp_path, "trainer.experiment_name=1e-6")
+    assert load_recipe(output, [], TrainRecipe).trial_name == "1e-06"
+
+
+@pytest.mark.parametrize("value", ["'${'", "'[a, ${nowhere}]'"])
+@pytest.mark.parametrize("key", ["gconfig.stop", "actor.path"])
+def test_interpolations_that_lead_nowhere_are_not_written(key: str, value: str, tmp_path: Path) -> None:
+    conversion = convert_text("areal", tmp_path, f"{key}: {value}\n")
+    assert key in conversion.unsupported()
+    assert "${" not in str(conversion.recipe)
+
+
+def test_files_of_interpolations_that_lead_nowhere_are_not_written(tmp_path: Path) -> None:
+    conversion = convert_text("verl", tmp_path, "data: {train_files: ['${data.none}/a.parquet', b.parquet]}\n")
+    assert "data.train_files" in conversion.unsupported()
+    assert conversion.report.to_give == ("actor.path", "train_dataset.path")
+
+
 def test_json_holds_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "recipe.yaml"
     files = [FIXTURES / "siirl_megatron.sh"]
@@ -107,6 +183,72 @@ def test_strict_accepts_what_is_mapped_or_implied(tmp_path: Path) -> None:
     assert run("areal", "areal_moe_megatron.yaml", tmp_path, "rollout.backend=sglang:d4", strict=True).exists()
 
 
+VERL_IN_SHORT = [
+    "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+    "data.train_files=a.parquet",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.name=vllm",
+]
+TRINITY_IN_SHORT = [
+    "algorithm.algorithm_type=grpo",
+    "model.model_path=Qwen/Qwen3-8B",
+    "buffer.explorer_input.taskset.path=a.jsonl",
+    "explorer.rollout_model.engine_type=vllm",
+    "cluster.node_num=1",
+    "cluster.gpu_per_node=8",
+]
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "layout", "defaults"),
+    [
+        ("verl", VERL_IN_SHORT, "vllm:d4t2", {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}),
+        (
+            "trinity",
+            TRINITY_IN_SHORT,
+            "vllm:d1",
+            {"explorer.rollout_model.tensor_parallel_size": 1, "explorer.rollout_model.engine_num": 1},
+        ),
+    ],
+)
+def test_degrees_that_hold_by_default_are_mapped(
+    framework: Framework, words: list[str], layout: str, defaults: dict[str, int], tmp_path: Path
+) -> None:
+    output = tmp_path / "recipe.yaml"
+    report = import_recipe(framework, [], words, output, strict=True, environment={})
+    assert load_recipe(output, [], TrainRecipe).rollout.backend == layout
+    entries = {entry.key: entry for entry in report.defaults}
+    for key, degree in defaults.items():
+        entry = entries[key]
+        assert (entry.value, entry.to, entry.result) == (degree, "rollout.backend", layout)
+
+
+def test_strict_counts_one_key_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^1 key is unsupported"):
+        import_recipe(
+            "verl", [], [*VERL_IN_SHORT, "data.new_key=1"], tmp_path / "recipe.yaml", strict=True, environment={}
+        )
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("", "is a folder"),
+        ("file/recipe.yaml", "file is a file"),
+        ("file/deeper/recipe.yaml", "file is a file"),
+        ("r" * 300, "File name too long"),
+        ("r" * 300 + "/recipe.yaml", "File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason(place: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file, not a folder", encoding="utf-8")
+    output = tmp_path / place
+    with pytest.raises(ValueError, match=reason) as caught:
+        import_recipe("verl", [], VERL_IN_SHORT, output, overwrite=True, environment={})
+    assert f"-o {output}" in str(caught.value)
+
+
 def test_recipes_are_not_overwritten_unless_told(tmp_path: Path) -> None:
     output = run("areal", "areal_ppo.yaml", tmp_path)
     before = output.read_text(encoding="utf-8")
@@ -129,6 +271,8 @@ def test_arguments_are_files_or_overrides(tmp_path: Path) -> None:
     files, overrides = split_arguments(["run.sh", "a.b=c", "+d=e", str(odd), "x/y=z.yaml"])
     assert files == [Path("run.sh"), odd]
     assert overrides == ["a.b=c", "+d=e", "x/y=z.yaml"]
+    too_long_for_a_file = "a.b=" + "c" * 300
+    assert split_arguments([too_long_for_a_file]) == ([], [too_long_for_a_file])
 
 
 def test_secrets_are_not_repeated(tmp_path: Path) -> None:
@@ -224,6 +368,13 @@ def test_values_that_the_recipe_refuses_are_taken_back(
             "greedy",
         ),
         ("areal", "valid_dataset: {path: a.jsonl, batch_size: 4}", "valid_dataset.batch_size", "at once"),
+        ("areal", "train_dataset: {path: a.parquet, split: train}", "train_dataset.split", "one file"),
+        (
+            "trinity",
+            "buffer: {explorer_input: {taskset: {path: a.jsonl, split: train}}}",
+            "buffer.explorer_input.taskset.split",
+            "one file",
+        ),
     ],
 )
 def test_what_has_no_effect_is_implied(framework: Framework, text: str, key: str, note: str, tmp_path: Path) -> None:
@@ -264,6 +415,73 @@ def test_any_value_is_converted_or_refused_with_its_key(framework: Framework, fi
             assert f"{key}: " in str(error)  # noqa: PT017 (most keys are converted)
         else:
             assert key in {entry.key for entry in conversion.report.entries}
+
+
+MEGATRON_REF = "actor_rollout_ref.ref.megatron.tensor_model_parallel_size"
+TREE = "trainer.trainer_config."
+ROLL_REF = "reference.strategy_args.strategy_config.tensor_model_parallel_size"
+ROLL_WORDS = [
+    "actor_train.strategy_args.strategy_name=megatron_train",
+    "reference.strategy_args.strategy_name=megatron_infer",
+    "actor_train.device_mapping=0-7",
+    "reference.device_mapping=8-15",
+    f"{ROLL_REF}=2",
+]
+VERL_WORDS = ["actor_rollout_ref.actor.strategy=megatron", f"{MEGATRON_REF}=2"]
+AREAL_WORDS = [
+    "actor.backend=megatron:d8",
+    "rollout.backend=vllm:d8",
+    "ref.backend=megatron:d4t2",
+    "ref.path=other/model",
+]
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "keys", "kl"),
+    [
+        ("verl", VERL_WORDS, [MEGATRON_REF], ["actor_rollout_ref.actor.use_kl_loss=True"]),
+        ("siirl", VERL_WORDS, [MEGATRON_REF], ["actor_rollout_ref.actor.use_kl_loss=True"]),
+        (
+            "trinity",
+            [
+                f"{TREE}actor_rollout_ref.actor.strategy=megatron",
+                f"{TREE}{MEGATRON_REF}=2",
+                "algorithm.algorithm_type=grpo",
+                "cluster.node_num=2",
+                "cluster.gpu_per_node=8",
+                "explorer.rollout_model.engine_num=8",
+            ],
+            [TREE + MEGATRON_REF],
+            ["algorithm.kl_loss_fn=k2"],
+        ),
+        ("roll", ROLL_WORDS, [ROLL_REF, "reference.device_mapping"], ["use_kl_loss=true", "kl_loss_coef=0.01"]),
+        ("areal", AREAL_WORDS, ["ref.backend", "ref.path"], ["actor.kl_ctl=0.1"]),
+    ],
+)
+def test_a_reference_without_a_kl_term_is_not_written(
+    framework: Framework, words: list[str], keys: list[str], kl: list[str]
+) -> None:
+    without = {"trinity": ["algorithm.kl_loss_fn=none"], "areal": ["actor.kl_ctl=0"]}.get(framework, [])
+    recipe, report = convert(framework, [], [*words, *without], {})
+    assert "ref" not in recipe
+    assert "kl_ctl" not in recipe["actor"] or recipe["actor"]["kl_ctl"] == 0
+    entries = {entry.key: entry for entry in report.entries}
+    for key in keys:
+        assert (entries[key].outcome, "no reference model is loaded" in entries[key].note) == ("implied", True), key
+    assert "ref" in convert(framework, [], [*words, *kl], {})[0]
+
+
+@pytest.mark.parametrize("weight", ["-0.1", "0"])
+def test_a_weight_of_the_kl_term_that_is_taken_back_takes_the_reference_with_it(weight: str) -> None:
+    words = [*VERL_WORDS, "actor_rollout_ref.actor.use_kl_loss=True", f"actor_rollout_ref.actor.kl_loss_coef={weight}"]
+    recipe, report = convert("verl", [], words, {})
+    assert "ref" not in recipe
+    (entry,) = [entry for entry in report.entries if entry.key == MEGATRON_REF]
+    assert (entry.outcome, "no reference model is loaded" in entry.note) == ("implied", True)
+
+
+def test_devices_of_a_reference_that_is_not_loaded_take_no_nodes() -> None:
+    assert convert("roll", [], ROLL_WORDS, {})[0]["cluster"]["n_nodes"] == 1
 
 
 def test_values_that_the_script_does_not_know_are_unsupported_or_carry_a_note(tmp_path: Path) -> None:
