@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fivefold.config.load import load_any_recipe
 from fivefold.layout.allocation import Allocation, parse_role
 from fivefold.layout.blueprint import Blueprint, draw_up
 from fivefold.layout.question import Question
@@ -23,7 +24,6 @@ from fivefold.layout.question_sources import (
     DEFAULT_SEQUENCE_LENGTH,
     DEFAULT_SEQUENCES,
     Changes,
-    load_any_recipe,
     question_of_model,
     question_of_recipe,
 )
@@ -31,6 +31,7 @@ from fivefold.layout.search import Cluster, Found, layout_text, search
 from fivefold.layout.workload import RECOMPUTE, Recompute
 
 DEFAULT_GPU = "h100-80g"
+DEFAULT_GPUS_PER_NODE = 8
 DOES_NOT_FIT = 1
 
 
@@ -38,6 +39,7 @@ DOES_NOT_FIT = 1
 class Plan:
     """The answer: a blueprint unless a search found nothing that fits."""
 
+    question: Question
     blueprint: Blueprint | None
     found: Found | None
     """Of a search."""
@@ -68,7 +70,7 @@ def plan_model(
     model: str,
     n_gpus: int,
     *,
-    gpus_per_node: int = 8,
+    gpus_per_node: int = DEFAULT_GPUS_PER_NODE,
     gpu: str = DEFAULT_GPU,
     actor: str | None = None,
     rollout: str | None = None,
@@ -92,17 +94,22 @@ def plan_model(
 
 def _answer(question: Question, *, searching: bool) -> Plan:
     if not searching:
-        return Plan(draw_up(question), None)
+        return Plan(question, draw_up(question), None)
+    if question.gpus_per_node == 0:
+        raise ValueError(
+            "--search ranks layouts on GPUs, but cluster.n_gpus_per_node is 0, so that roles are CPU processes: name "
+            "the GPUs, for example cluster.n_gpus_per_node=8, or drop --search"
+        )
     found = search(question.shape, Cluster.of(question), question.work, reference=question.kept_reference)
     if not found.best:
-        return Plan(None, found)
+        return Plan(question, None, found)
     best = found.best[0]
     role = replace(parse_role(layout_text(best.layout)), name="actor")
     groups = tuple(
         tuple(role if member.role == "actor" else member for member in group) for group in question.allocation.groups
     )
     chosen = replace(question, allocation=Allocation(groups), work=question.work.recomputing(best.recompute))
-    return Plan(draw_up(chosen), found)
+    return Plan(chosen, draw_up(chosen), found)
 
 
 RecipePath = Annotated[
@@ -119,7 +126,10 @@ ModelName = Annotated[
     ),
 ]
 Gpus = Annotated[int | None, typer.Option(help="With --model: GPUs in all.", show_default=False)]
-GpusPerNode = Annotated[int, typer.Option(help="With --model: GPUs of a node.")]
+GpusPerNode = Annotated[
+    int | None,
+    typer.Option(help=f"With --model: GPUs of a node.  [default: {DEFAULT_GPUS_PER_NODE}]", show_default=False),
+]
 GpuKind = Annotated[str, typer.Option(help="Kind of GPU, such as h100-80g or h200-141g.")]
 ActorBackend = Annotated[
     str | None,
@@ -180,7 +190,7 @@ def plan(
     overrides: Overrides = None,
     model: ModelName = None,
     gpus: Gpus = None,
-    gpus_per_node: GpusPerNode = 8,
+    gpus_per_node: GpusPerNode = None,
     gpu: GpuKind = DEFAULT_GPU,
     actor: ActorBackend = None,
     rollout: RolloutBackend = None,
@@ -208,17 +218,18 @@ def plan(
     """
     changes = Changes(sequence_length, sequences, micro_tokens, _recompute(recompute))
     if recipe is not None and model is None:
-        _refuse_with_recipe(gpus=gpus, actor=actor, rollout=rollout, devices=devices)
+        _refuse_with_recipe(gpus=gpus, gpus_per_node=gpus_per_node, actor=actor, rollout=rollout, devices=devices)
         answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
     elif recipe is None and model is not None and gpus is not None:
+        per_node = DEFAULT_GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
         answer = plan_model(
-            model, gpus, gpus_per_node=gpus_per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices or (),
+            model, gpus, gpus_per_node=per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices or (),
             changes=changes, searching=search,
         )  # fmt: skip
     else:
         raise ValueError("give either a recipe, or --model with --gpus")
-    show(answer, all_ranks=ranks, as_json=as_json)
     _write_pictures(answer, svg, html)
+    show(answer, all_ranks=ranks, as_json=as_json)
     if not answer.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -235,13 +246,15 @@ def _recompute(text: str | None) -> Recompute | None:
 def _refuse_with_recipe(**options: object) -> None:
     keys = {
         "gpus": "cluster.n_nodes and cluster.n_gpus_per_node",
+        "gpus_per_node": "cluster.n_gpus_per_node",
         "actor": "actor.backend",
         "rollout": "rollout.backend",
         "devices": "actor.device_mapping and rollout.device_mapping",
     }
     for option, value in options.items():
-        if value:
-            raise ValueError(f"--{option} belongs to --model; with a recipe set {keys[option]}")
+        if value not in (None, []):
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} belongs to --model; with a recipe set {keys[option]}")
 
 
 def show(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:
@@ -249,10 +262,14 @@ def show(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:
     from rich.console import Console
 
     from fivefold.layout.plan_json import found_as_json, plan_as_json
-    from fivefold.plan_tables import print_plan, print_search
+    from fivefold.plan_tables import print_notes, print_plan, print_search
 
     if as_json:
-        values: dict[str, Any] = plan_as_json(answer.blueprint) if answer.blueprint else {"fits": False}
+        values: dict[str, Any] = (
+            plan_as_json(answer.blueprint)
+            if answer.blueprint
+            else {"fits": False, "notes": list(answer.question.notes)}
+        )
         if answer.found:
             values["search"] = found_as_json(answer.found)
         typer.echo(json.dumps(values))
@@ -263,15 +280,25 @@ def show(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:
         console.print()
     if answer.blueprint:
         print_plan(console, answer.blueprint, all_ranks=all_ranks)
+    else:
+        print_notes(console, answer.question.notes)
 
 
 def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
+    """Before anything is printed, so that a path that cannot be written to is the only message."""
     from fivefold.layout.drawing.page import page
     from fivefold.layout.drawing.picture import draw
 
+    wanted = [(option, path, render) for option, path, render in (("svg", svg, draw), ("html", html, page)) if path]
     if answer.blueprint is None:
+        if wanted:
+            options = " and ".join(f"--{option}" for option, _, _ in wanted)
+            typer.echo(f"{options}: nothing was written, for there is no layout that fits to draw", err=True)
         return
-    if svg is not None:
-        svg.write_text(draw(answer.blueprint), encoding="utf-8")
-    if html is not None:
-        html.write_text(page(answer.blueprint), encoding="utf-8")
+    for option, path, render in wanted:
+        try:
+            path.write_text(render(answer.blueprint), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--{option} {path} cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from error

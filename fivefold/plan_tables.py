@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -22,6 +22,8 @@ BAR_WIDTH = 48
 MOST_RANKS = 16
 """Ranks whose place is listed, unless all are asked for."""
 MOST_STAGES = 16
+LEAST_REASONS = 30
+"""Columns of a terminal that reasons need beside a table; with fewer, they stand below it."""
 
 Row = tuple[str, dict[str, float]]
 """A rank's label, and its memory by kind."""
@@ -43,12 +45,17 @@ def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> No
         if trainer.time is not None and blueprint.question.gpus_per_node > 0:
             _print_step(console, trainer, trainer.time, blueprint.question.gpu)
     console.print()
-    for line in blueprint.notes:
-        console.print(Text.assemble(("note  ", "yellow"), line))
+    print_notes(console, blueprint.notes)
     for line in blueprint.problems:
         console.print(Text.assemble(("cannot run  ", "bold red"), line))
     if blueprint.fits and blueprint.question.gpus_per_node > 0:
         console.print(Text(f"It fits. {_tightest(blueprint)}", style="bold green"))
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """One line each."""
+    for line in notes:
+        console.print(Text.assemble(("note  ", "yellow"), line))
 
 
 def _tightest(blueprint: Blueprint) -> str:
@@ -71,21 +78,40 @@ def print_search(console: Console, found: Found) -> None:
             console.print(f"  {line}", highlight=False)
         return
     _heading(console, f"{found.n_fitting} of {found.n_tried} layouts fit; the fastest")
+    table = _ranking(found, with_reasons=False)
+    if console.measure(table).maximum + LEAST_REASONS <= console.width:
+        console.print(_ranking(found, with_reasons=True))
+        return
+    console.print(table)
+    console.print()
+    for place, candidate in enumerate(found.best, 1):
+        console.print(f"{place}  {'; '.join(reasons(candidate, found.best[0]))}")
+
+
+def _ranking(found: Found, *, with_reasons: bool) -> Table:
+    """A row for each layout, on one line but for its reasons, so that its backend can be copied."""
     table = _table()
-    for name in ("", "actor.backend", "recompute", "GB", "seconds", "MFU", "why"):
-        table.add_column(name, justify="left" if name in ("actor.backend", "recompute", "why") else "right")
+    for name in ("", "actor.backend", "recompute", "GB", "seconds", "MFU"):
+        table.add_column(
+            name,
+            justify="left" if name in ("actor.backend", "recompute") else "right",
+            overflow="fold",
+            no_wrap=with_reasons,
+        )
+    if with_reasons:
+        table.add_column("why")
     for place, candidate in enumerate(found.best, 1):
         time = candidate.time
-        table.add_row(
+        cells = (
             str(place),
             candidate.text,
             candidate.recompute,
             gb(candidate.binding.total),
             f"{time.total:.2f}",
             f"{time.mfu:.0%}",
-            "; ".join(reasons(candidate, found.best[0])),
         )
-    console.print(table)
+        table.add_row(*cells, *(["; ".join(reasons(candidate, found.best[0]))] if with_reasons else []))
+    return table
 
 
 def _table() -> Table:

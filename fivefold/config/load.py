@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from fivefold.config.problems import RecipeError, problems_of
-from fivefold.config.schema import RunConfig, TrainRecipe
+from fivefold.config.problems import RecipeError, known_keys, nearest_keys, problems_of
+from fivefold.config.schema import Recipe, RunConfig, SFTRecipe, TrainRecipe
 from fivefold.config.source import apply_overrides, read_mapping, resolve
 
-__all__ = ["RecipeError", "load_recipe", "resolved_yaml"]
+__all__ = ["RecipeError", "load_any_recipe", "load_recipe", "resolved_yaml"]
 
 R = TypeVar("R", bound=RunConfig)
 
@@ -24,17 +25,45 @@ def load_recipe(path: str | Path, overrides: Sequence[str], schema: type[R]) -> 
     Raises:
         RecipeError: listing every problem at once, with key, value, rule and the nearest known key.
     """
-    config = read_mapping(Path(path))
-    problems = apply_overrides(config, overrides)
+    config, problems = apply_overrides(read_mapping(Path(path)), overrides)
+    return _checked(str(path), config, problems, schema)
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
+    """As `load_recipe`, for a recipe of the kind that its keys tell.
+
+    One of `fivefold train` has a key that recipes of `fivefold sft` have not, perhaps misspelled. What both could
+    read is taken for the latter: reinforcement learning by defaults alone is rare, fine-tuning is not.
+    """
+    config, problems = apply_overrides(read_mapping(Path(path)), overrides)
+    return _checked(str(path), config, problems, _kind_of(config))
+
+
+def _kind_of(config: DictConfig) -> type[TrainRecipe] | type[SFTRecipe]:
+    known, of_both = set(known_keys(TrainRecipe)), set(known_keys(SFTRecipe))
+    written = set(_keys(OmegaConf.to_container(config, resolve=False)))
+    meant = {near for key in written - known - of_both for near in nearest_keys(key, TrainRecipe)}
+    return TrainRecipe if (written | meant) & (known - of_both) else SFTRecipe
+
+
+def _keys(value: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all keys that are written, sections included."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield f"{prefix}{name}"
+        yield from _keys(inner, f"{prefix}{name}.")
+
+
+def _checked(source: str, config: DictConfig, problems: list[str], schema: type[R]) -> R:
+    """What was read, as an object of `schema`; `problems` are those of reading it."""
     values, unfilled = resolve(config, schema)
     if unfilled:
-        raise RecipeError(str(path), problems + unfilled)
+        raise RecipeError(source, problems + unfilled)
     try:
         recipe = schema.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(str(path), problems + problems_of(error, schema)) from error
+        raise RecipeError(source, problems + list(dict.fromkeys(problems_of(error, schema)))) from error
     if problems:
-        raise RecipeError(str(path), problems)
+        raise RecipeError(source, problems)
     return recipe
 
 
@@ -53,9 +82,9 @@ def resolved_yaml(recipe: RunConfig) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Texts with a literal `${` escaped, so that loading does not take it for an interpolation."""
+    """Texts with a literal `${`, and backslashes before it, escaped: loading does not take it for an interpolation."""
     if isinstance(value, str):
-        return value.replace("${", "\\${")
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):

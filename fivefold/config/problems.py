@@ -14,6 +14,18 @@ from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
 
 MOST_SUGGESTIONS = 3
 
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section with keys of its own",
+}
+"""What each of pydantic's errors of type asks for."""
+
 COMMANDS: dict[type[RunConfig], str] = {TrainRecipe: "fivefold train", SFTRecipe: "fivefold sft"}
 
 
@@ -38,8 +50,13 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class of a field's type, `Section | None` included; None for a plain value."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    options = _options(annotation)
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
@@ -69,12 +86,41 @@ def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel]) -> list[str]:
-    """One line for each thing that pydantic refused."""
-    return [_line(detail, schema) for detail in error.errors(include_url=False)]
+    """One line for each of pydantic's errors. Those of one value that may have several types share their line."""
+    details = error.errors(include_url=False)
+    return [_line(detail, details, schema) for detail in details]
 
 
-def _line(detail: ErrorDetails, schema: type[BaseModel]) -> str:
-    key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
+    depth = _union_depth(detail["loc"], schema)
+    if depth is None:
+        return _described(".".join(str(part) for part in detail["loc"] if part != "[key]"), detail, schema)
+    alternatives = [other for other in details if other["loc"][:depth] == detail["loc"][:depth]]
+    key = ".".join(map(str, detail["loc"][:depth]))
+    # What got further than to the type is what was meant.
+    closest = [each for each in alternatives if len(each["loc"]) > depth + 1 or each["type"] not in TYPES]
+    if not closest:
+        names = " or ".join(TYPES[each["type"]] for each in alternatives)
+        return f"{key}={show(detail['input'])}: must be {names}, not {_kind_of(detail['input'])}"
+    nearest = detail if detail in closest else closest[0]
+    return _described(".".join([key, *map(str, nearest["loc"][depth + 1 :])]), nearest, schema)
+
+
+def _union_depth(location: Sequence[int | str], schema: type[BaseModel]) -> int | None:
+    """How many parts of `location` lead to a value of several types, which pydantic then tries one by one."""
+    annotation: Any = schema
+    for depth, part in enumerate(location):
+        if sum(option is not type(None) for option in _options(annotation)) > 1:
+            return depth
+        section = section_of(annotation)
+        field = section.model_fields.get(str(part)) if section is not None else None
+        if field is None:
+            return None
+        annotation = field.annotation
+    return None
+
+
+def _described(key: str, detail: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return unknown_key(key, value, schema)
@@ -101,21 +147,11 @@ def _rule(detail: ErrorDetails) -> str:
         return f"must be {context['expected']}" + (f"; did you mean {close[0]}?" if close else "")
     if kind == "string_pattern_mismatch":
         return "must be of letters, digits, `_`, `.` and `-`, and begin with none of the last two"
-    types_ = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "string_type": "a text",
-        "list_type": "a list",
-        "dict_type": "a mapping",
-        "model_type": "a section with keys of its own",
-    }
     if kind == "finite_number":
         return "must be a finite number"
-    if kind not in types_:
+    if kind not in TYPES:
         return detail["msg"]
-    return f"must be {types_[kind]}, not {_kind_of(value)}{_quoting_hint(kind, value)}"
+    return f"must be {TYPES[kind]}, not {_kind_of(value)}{_quoting_hint(kind, value)}"
 
 
 def _quoting_hint(kind: str, value: Any) -> str:

@@ -70,8 +70,8 @@ def _duplicates(node: yaml.Node, prefix: str = "") -> Iterator[str]:
         yield from _duplicates(value, f"{path}.")
 
 
-def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Writes each `a.b=c` into `config`, later ones over earlier; returns a line for each that cannot be read.
+def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """`config` with each `a.b=c` written over it, later ones over earlier, and a line for each that cannot be read.
 
     Values are typed as YAML types them: 8, 1e-5, true, null, [a, b], {a: 1}, text.
     """
@@ -80,6 +80,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> list[str]:
         problem = _override_problem(override)
         if problem is None:
             try:
+                config = _mergeable(config, OmegaConf.from_dotlist([override]))
                 config.merge_with_dotlist([override])
             except yaml.YAMLError as error:
                 problem = f"the value is not YAML ({_one_line(error)}); quote it"
@@ -87,7 +88,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> list[str]:
                 problem = _omegaconf_line(error)
         if problem is not None:
             problems.append(f"override {override!r}: {problem}")
-    return problems
+    return config, problems
 
 
 def _override_problem(override: str) -> str | None:
@@ -110,7 +111,7 @@ def resolve(config: DictConfig, schema: type[BaseModel]) -> tuple[dict[str, Any]
     An interpolation may name a key that keeps its default. With any such line, the dict is empty.
     """
     written = OmegaConf.to_container(config, resolve=False)
-    full = OmegaConf.merge(_defaults(schema), config)
+    full = OmegaConf.merge(_mergeable(OmegaConf.create(_defaults(schema)), config), config)
     assert isinstance(full, DictConfig), "both parts are mappings"
     problems = [f"{key}: `{MISSING}` stands for a value that is still to be given" for key in _missing(written)]
     problems += _dangling(full)
@@ -119,6 +120,25 @@ def resolve(config: DictConfig, schema: type[BaseModel]) -> tuple[dict[str, Any]
     picked = _pick(OmegaConf.to_container(full, resolve=True), written)
     assert isinstance(picked, dict), "the root is a mapping"
     return picked, []
+
+
+def _mergeable(under: DictConfig, over: DictConfig) -> DictConfig:
+    """`under` without lists where `over` has mappings, and the reverse: OmegaConf merges neither.
+
+    What `over` says then stands alone, and the schema says which of the two is right.
+    """
+
+    def kept(low: dict[Any, Any], high: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: kept(value, high[key]) if isinstance(value, dict) and isinstance(high.get(key), dict) else value
+            for key, value in low.items()
+            if {type(value), type(high.get(key))} != {dict, list}
+        }
+
+    low, high = (OmegaConf.to_container(config, resolve=False) for config in (under, over))
+    assert isinstance(low, dict), "both are mappings"
+    assert isinstance(high, dict), "both are mappings"
+    return OmegaConf.create(kept(low, high))
 
 
 def _missing(value: Any, path: str = "") -> Iterator[str]:

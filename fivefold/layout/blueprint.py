@@ -121,6 +121,7 @@ def _relief(trainer: TrainerPlan, question: Question) -> str:
 def _notes(blueprint: Blueprint) -> Iterator[str]:
     question = blueprint.question
     shape = question.shape
+    yield from question.notes
     if not shape.is_trainable:
         yield f"{shape.name} ({shape.family}) is planned from its sizes alone: there is no engine that trains it yet"
     yield from blueprint.placement.warnings()

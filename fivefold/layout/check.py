@@ -41,7 +41,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None
         layouts.setdefault("ref", layouts["actor"])
         shapes["ref"] = ref_shape
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += _router_problems(recipe, shape)
+    problems += router_problems(recipe, shape)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
@@ -61,7 +61,8 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
         yield from _expert_problems(layout, shape)
 
 
-def _router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """One line for each key of the recipe that is about a router, where the model has none."""
     if shape.is_moe:
         return
     fields = recipe.actor.megatron.transformer

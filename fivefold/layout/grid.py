@@ -11,6 +11,7 @@ same ranks of a stage in two ways:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, get_args
 
 from fivefold.layout.parallel import ParallelLayout
@@ -83,6 +84,14 @@ def rank_groups(layout: ParallelLayout, *axes: Axis) -> tuple[tuple[int, ...], .
         key = tuple(position.index(axis) for axis in family if axis not in axes)
         groups.setdefault(key, []).append(position.rank)
     return tuple(tuple(ranks) for ranks in groups.values())
+
+
+def group_stride(layout: ParallelLayout, *axes: Axis) -> tuple[int, int]:
+    """(how far apart neighbours of a group are, ranks of a group), for axes of `rank_groups` that lie side by side."""
+    orders = (DENSE_AXES, EXPERT_AXES) if layout.is_training else (REPLICA_AXES,)
+    order = next(order for order in orders if set(axes) <= set(order))
+    inner = order[: min(order.index(axis) for axis in axes)]
+    return prod(getattr(layout, axis) for axis in inner), prod(getattr(layout, axis) for axis in axes)
 
 
 def stage_layers(layout: ParallelLayout, n_layers: int, pp_rank: int) -> tuple[range, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fivefold.layout.grid import Axis, rank_groups
+from fivefold.layout.grid import Axis, group_stride
 from fivefold.layout.placement import RolePlacement
 from fivefold.layout.traffic import Dimension
 
@@ -44,18 +45,28 @@ def group_spreads(placed: RolePlacement, *, is_moe: bool) -> tuple[GroupSpread, 
     return tuple(_spreads(placed, is_moe))
 
 
+def ranks_together(spreads: Iterable[GroupSpread]) -> dict[Dimension, int]:
+    """How many ranks of a group share a node, as `step_traffic` takes it."""
+    return {spread.dimension: spread.ranks_per_node for spread in spreads}
+
+
 def _spreads(placed: RolePlacement, is_moe: bool) -> Iterator[GroupSpread]:
-    nodes = [device.node for device in placed.devices]
+    nodes = tuple(device.node for device in placed.devices)
     for dimension, axes in (TRAINING_AXES if placed.layout.is_training else INFERENCE_AXES).items():
-        groups = rank_groups(placed.layout, *axes)
-        size = len(groups[0])
+        stride, size = group_stride(placed.layout, *axes)
         if size == 1 or (dimension in EXPERT_DIMENSIONS and not is_moe):
             continue
-        counts = [Counter(nodes[rank] for rank in group) for group in groups]
-        yield GroupSpread(
-            dimension=dimension,
-            size=size,
-            n_groups=len(groups),
-            n_inside=sum(len(count) == 1 for count in counts),
-            ranks_per_node=min(min(count.values()) for count in counts),
-        )
+        n_inside, ranks_per_node = _node_counts(nodes, stride, size)
+        yield GroupSpread(dimension, size, len(nodes) // size, n_inside, ranks_per_node)
+
+
+@lru_cache(maxsize=1024)
+def _node_counts(nodes: tuple[int, ...], stride: int, size: int) -> tuple[int, int]:
+    """(groups on one node, fewest ranks of a group on one node), where neighbours of a group are `stride` ranks apart.
+
+    Cached, because a search asks for the same few groups in hundreds of layouts.
+    """
+    span = stride * size
+    firsts = (block + offset for block in range(0, len(nodes), span) for offset in range(stride))
+    counts = [Counter(nodes[first : first + span : stride]) for first in firsts]
+    return sum(len(count) == 1 for count in counts), min(min(count.values()) for count in counts)

@@ -6,7 +6,9 @@ Defaults are those of transformers for keys that real files leave out. Sizes hav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T", int, str)
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -74,6 +76,22 @@ class HFConfig:
             raise ValueError(f"{self.family}: config.json has {key}={value!r}; it must be true or false")
         return value
 
+    def items(self, key: str, kind: type[T]) -> list[T]:
+        """A list of `kind`; a key that is left out or null means an empty one."""
+        value = self._raw.get(key)
+        items = [] if value is None else value
+        if not isinstance(items, list) or any(type(item) is not kind for item in items):
+            what = {int: "whole numbers", str: "texts"}[kind]
+            raise ValueError(f"{self.family}: config.json has {key}={value!r}; it must be a list of {what}")
+        return items
+
+    def fields(self, key: str) -> Mapping[str, Any]:
+        """An object; a key that is left out or null means an empty one."""
+        value = self._raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{self.family}: config.json has {key}={value!r}; it must be an object or null")
+        return value or {}
+
     def n_kv_heads(self, n_heads: int) -> int:
         """Key/value heads: null, and for old Llama files absence, mean as many as query heads."""
         is_implied = "num_key_value_heads" not in self._raw and self.family == "llama"
@@ -112,7 +130,7 @@ class HFConfig:
         if self.family == "mixtral":
             return (True,) * n_layers
         step = self.integer("decoder_sparse_step")
-        dense = set(self._raw.get("mlp_only_layers") or ())
+        dense = self.items("mlp_only_layers", int)
         has_experts = self.n_experts(least=0) > 0
         return tuple(has_experts and layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
 
@@ -150,7 +168,7 @@ class HFConfig:
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(theta, fields of the scaling or None), from `rope_parameters` or the older two keys."""
-        rope = self._raw.get("rope_scaling") or self._raw.get("rope_parameters") or {}
+        rope = self.fields("rope_scaling") or self.fields("rope_parameters")
         if any(isinstance(value, Mapping) for value in rope.values()):
             raise ValueError(
                 f"{self.family}: rotary positions that differ by layer type ({', '.join(rope)}) are not supported"
@@ -197,7 +215,7 @@ class HFConfig:
             )
 
     def _uses_sliding_window(self) -> bool:
-        if "sliding_attention" in (self._raw.get("layer_types") or ()):
+        if "sliding_attention" in self.items("layer_types", str):
             return True
         if not self._raw.get("sliding_window"):
             return False

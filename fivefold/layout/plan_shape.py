@@ -197,6 +197,12 @@ def _latent_shape(config: Mapping[str, Any], name: str) -> PlanShape:
             raise ValueError(f"{config['model_type']}: config.json has {key}={value!r}; it must be a whole number")
         return value
 
+    def number(key: str, default: float) -> float:
+        value = config.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f"{config['model_type']}: config.json has {key}={value!r}; it must be a number")
+        return float(value)
+
     latent = LatentAttention(
         query_rank=size("q_lora_rank"),
         kv_rank=size("kv_lora_rank"),
@@ -224,8 +230,8 @@ def _latent_shape(config: Mapping[str, Any], name: str) -> PlanShape:
         qkv_bias=False,
         qk_norm=False,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(config.get("rope_theta", 1e4)),
+        rms_norm_eps=number("rms_norm_eps", 1e-6),
+        rope_theta=number("rope_theta", 1e4),
         rope_scaling=None,
         name=name,
         latent=latent,

@@ -34,6 +34,8 @@ class Question:
     """Of a weight and of a cached key, where they are generated with."""
     devices: Mapping[str, tuple[int, ...]] | None = None
     """Each role's devices, counted through over the nodes; None: as the allocation's `+` and `|` say."""
+    notes: tuple[str, ...] = ()
+    """What the recipe left open, and how it was taken."""
 
     def place(self) -> Placement:
         """The roles on their devices.

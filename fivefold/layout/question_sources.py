@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from fivefold.config.load import RecipeError, load_recipe
+from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation, parse_role
+from fivefold.layout.check import router_problems
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.plan_shape import find_shape
@@ -121,25 +121,15 @@ def _listed(roles: Sequence[RoleAllocation], lists: Mapping[str, tuple[int, ...]
     return Allocation(tuple((replace(role, dp=role.resolve(len(lists[role.role])).dp),) for role in roles))
 
 
-def load_any_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """A recipe of either kind; of two lists of problems, the shorter one is that of the kind that was meant."""
-    try:
-        return load_recipe(path, overrides, TrainRecipe)
-    except RecipeError as error:
-        try:
-            return load_recipe(path, overrides, SFTRecipe)
-        except RecipeError as other:
-            raise min(error, other, key=lambda each: len(each.problems)) from None
-
-
 def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     """What a recipe asks for: its roles on its cluster, every sequence at its longest.
 
     Raises:
-        ValueError: roles that contradict one another, a model whose shape is not known.
+        ValueError: roles that contradict one another, a model whose shape is not known or that lacks what a key is for.
     """
     if isinstance(recipe, SFTRecipe):
-        return _question(recipe, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
+        question = _question(recipe, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
+        return replace(question, notes=tuple(_kind_notes(recipe)))
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
     question = _question(recipe, gpu, changes, length=length, generated=generated, batch=recipe.rollout.max_batch_size)
@@ -151,9 +141,21 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     )
 
 
+def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
+    """That a recipe which `fivefold train` would read as well is taken for one of `fivefold sft`."""
+    datasets = (recipe.train_dataset, recipe.valid_dataset)
+    if not any(rows is not None and "response_key" in rows.model_fields_set for rows in datasets):
+        yield (
+            "planned for `fivefold sft`, as the recipe has no key that only `fivefold train` reads; for a plan of "
+            "that, give one, such as rollout.backend"
+        )
+
+
 def _question(recipe: Recipe, gpu: str, changes: Changes, *, length: int, generated: int, batch: int) -> Question:
     """What both kinds of recipe ask for; `generated` sequences a step, none of them in fine-tuning."""
-    actor = recipe.actor
+    actor, shape = recipe.actor, find_shape(recipe.actor.path)
+    if problems := list(router_problems(recipe, shape)):
+        raise RecipeError(recipe.experiment_name, problems)
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
     work = Workload(
         sequence_length=length,
@@ -164,7 +166,7 @@ def _question(recipe: Recipe, gpu: str, changes: Changes, *, length: int, genera
         logprob_chunk=actor.megatron.logprob_chunk_size,
     )
     return Question(
-        shape=find_shape(actor.path),
+        shape=shape,
         gpu=find_gpu(gpu),
         allocation=recipe_allocation(recipe),
         n_nodes=recipe.cluster.n_nodes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fivefold.layout.groups import GroupSpread, group_spreads
+from fivefold.layout.groups import GroupSpread, group_spreads, ranks_together
 from fivefold.layout.memory import RankMemory, training_memory
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
@@ -79,10 +79,12 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     if placed.role == "ref":
         return _reference(question, placed)
     _require_possible(placed, shape)
+    if question.kept_reference is not None:
+        _require_possible(replace(placed, role="ref"), question.kept_reference)
     modes = {mode: _memory(question, layout, work.recomputing(mode)) for mode in RECOMPUTE}
     spreads = group_spreads(placed, is_moe=shape.is_moe)
     on_gpus = question.gpus_per_node > 0
-    spread = {spread.dimension: spread.ranks_per_node for spread in spreads} if on_gpus else None
+    spread = ranks_together(spreads) if on_gpus else None
     time = step_time(layout, shape, work, question.gpu, question.gpus_per_node or layout.world_size, spread)
     binding = {mode: largest(memory) for mode, memory in modes.items()}
     return TrainerPlan(placed, modes[work.recompute], time, spreads, binding, beside=0)

@@ -27,6 +27,8 @@ class RolloutMemory:
     context: int
     sequences: int
     """Of the longest length, that one replica holds at one time."""
+    least_cache: int
+    """Of `kv_cache`, what it cannot do without. Servers: one sequence. The embedded engine: all of it."""
 
     @property
     def total(self) -> int:
@@ -64,7 +66,8 @@ def rollout_memory(
     if layout.backend not in SERVER_SHARE:
         # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
-        return RolloutMemory(weights, batch_size * per_sequence, workspace, context, batch_size)
+        cache = batch_size * per_sequence
+        return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)
     room = int(gpu.memory * SERVER_SHARE[layout.backend]) - taken - weights - SERVER_WORKSPACE - context
     pool = max(room, 0)
-    return RolloutMemory(weights, pool, SERVER_WORKSPACE, context, pool // per_sequence)
+    return RolloutMemory(weights, pool, SERVER_WORKSPACE, context, pool // per_sequence, least_cache=per_sequence)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from fivefold.layout.blueprint import HEADROOM
 from fivefold.layout.gpus import GPUS, Gpu
+from fivefold.layout.groups import group_spreads, ranks_together
 from fivefold.layout.memory import RankMemory, training_memory
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import Device, RolePlacement
 from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.question import Question
 from fivefold.layout.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
@@ -26,16 +28,42 @@ MORE_GPUS = (2, 3, 4, 6, 8, 12, 16, 18, 24, 32, 36, 48, 64)
 
 
 @dataclass(frozen=True)
+class Engine:
+    """What an engine needs of each GPU while it generates beside a trainer that waits."""
+
+    share: float
+    """Of the GPU's memory, what it and the roles that wait may fill."""
+    least: int
+    """Bytes that it cannot do without, those of frozen references included: a server's for one sequence, ours for a
+    batch."""
+
+    @staticmethod
+    def of(rollout: RolloutPlan) -> Engine:
+        memory = rollout.memory
+        share = SERVER_SHARE.get(rollout.placed.layout.backend, 1.0)
+        return Engine(share, memory.total - memory.kv_cache + memory.least_cache + rollout.beside)
+
+    def leaves(self, gpu: Gpu) -> int:
+        """Bytes that a trainer may keep; below 0, it does not fit even without one."""
+        return int(gpu.memory * self.share) - self.least
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The GPUs of the trainer that a layout is wanted for."""
 
     gpu: Gpu
-    n_gpus: int
-    gpus_per_node: int
+    devices: tuple[Device, ...]
+    """One for each rank."""
     reserved: int = 0
     """Bytes of each GPU that other roles keep while the trainer works."""
-    most_kept: int | None = None
-    """Bytes that the trainer may keep while other roles work on the same GPUs; None: there are none."""
+    engines: tuple[Engine, ...] = ()
+    """Those that generate on the same GPUs."""
+
+    @staticmethod
+    def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
+        """GPUs that no other role uses, from the first of a node on."""
+        return Cluster(gpu, tuple(Device(*divmod(index, gpus_per_node)) for index in range(n_gpus)))
 
     @staticmethod
     def of(question: Question) -> Cluster:
@@ -45,20 +73,38 @@ class Cluster:
             ValueError: roles that do not fit on the cluster or on their lists.
         """
         placement = question.place()
-        n_gpus = placement["actor"].layout.world_size
-        gpu, sharers = question.gpu, [placement[role] for role in placement.sharers("actor")]
+        sharers = [placement[role] for role in placement.sharers("actor")]
         rollouts = [placed for placed in sharers if not placed.layout.is_training]
         references = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
         reserved = sum(rollout_context(placed.layout) for placed in rollouts)
         frozen = sum(kept_bytes(reference) for reference in references)
-        limits = [_most_beside(plan_rollout(question, placed, frozen), gpu) for placed in rollouts]
-        per_node = min(question.gpus_per_node or n_gpus, n_gpus)
-        return Cluster(gpu, n_gpus, per_node, reserved + frozen, min(limits, default=None))
+        engines = tuple(Engine.of(plan_rollout(question, placed, frozen)) for placed in rollouts)
+        return Cluster(question.gpu, placement["actor"].devices, reserved + frozen, engines)
 
-    def with_gpu(self, gpu: Gpu) -> Cluster:
-        """The same cluster of another kind of GPU."""
-        most_kept = None if self.most_kept is None else self.most_kept + gpu.memory - self.gpu.memory
-        return replace(self, gpu=gpu, most_kept=most_kept)
+    @property
+    def n_gpus(self) -> int:
+        return len(self.devices)
+
+    @property
+    def most_kept(self) -> int | None:
+        """Bytes that the trainer may keep while other roles work on the same GPUs; None: there are none.
+
+        Below 0, the others do not fit even without it.
+        """
+        return min((engine.leaves(self.gpu) for engine in self.engines), default=None)
+
+    def times(self, count: int) -> Cluster:
+        """`count` such clusters as one."""
+        n_nodes = 1 + max(device.node for device in self.devices)
+        copies = range(0, count * n_nodes, n_nodes)
+        return replace(
+            self, devices=tuple(Device(first + node, local) for first in copies for node, local in self.devices)
+        )
+
+    def splits(self, tp: int) -> bool:
+        """Whether tensor parallel groups of `tp` ranks stay inside a node."""
+        nodes = [device.node for device in self.devices]
+        return all(len(set(nodes[first : first + tp])) == 1 for first in range(0, self.n_gpus, tp))
 
     def holds(self, memory: Sequence[RankMemory]) -> bool:
         """Whether a trainer of such stages has the room, with `HEADROOM` to spare."""
@@ -67,14 +113,6 @@ class Cluster:
 
     def _may_keep(self, stage: RankMemory) -> bool:
         return self.most_kept is None or stage.resident + stage.context <= self.most_kept
-
-
-def _most_beside(rollout: RolloutPlan, gpu: Gpu) -> int:
-    """Bytes that a trainer may keep beside an engine: a server needs room for one sequence, ours for its batch."""
-    memory = rollout.memory
-    if rollout.placed.layout.backend in SERVER_SHARE:
-        return memory.kv_cache - memory.kv_cache // max(memory.sequences, 1)
-    return max(0, gpu.memory - memory.total - rollout.beside)
 
 
 @dataclass(frozen=True)
@@ -128,14 +166,14 @@ def search(
     """The `limit` fastest layouts of a trainer that fit with `HEADROOM` to spare."""
     best: dict[tuple[int, ...], Candidate] = {}
     n_tried = n_fitting = 0
-    for layout in layouts(shape, cluster, work):
+    for layout in layouts(shape, cluster, work, reference=reference):
         n_tried += 1
         chosen = _least_recompute(shape, cluster, work, layout, reference)
         if chosen is None:
             continue
         n_fitting += 1
         recompute, binding = chosen
-        time = step_time(layout, shape, work.recomputing(recompute), cluster.gpu, cluster.gpus_per_node)
+        time = _time(layout, shape, cluster, work.recomputing(recompute))
         key = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
         if key not in best or time.total < best[key].time.total:
             spare = cluster.gpu.memory - cluster.reserved - binding.total
@@ -147,22 +185,31 @@ def search(
     return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice)
 
 
-def layouts(shape: PlanShape, cluster: Cluster, work: Workload) -> Iterator[ParallelLayout]:
-    """Every layout over all GPUs that the model can take; tensor parallel groups stay inside a node."""
+def _time(layout: ParallelLayout, shape: PlanShape, cluster: Cluster, work: Workload) -> StepTime:
+    placed = RolePlacement("actor", layout, cluster.devices)
+    spread = ranks_together(group_spreads(placed, is_moe=shape.is_moe))
+    return step_time(layout, shape, work, cluster.gpu, cluster.n_gpus, spread)
+
+
+def layouts(
+    shape: PlanShape, cluster: Cluster, work: Workload, *, reference: PlanShape | None = None
+) -> Iterator[ParallelLayout]:
+    """Every layout over all GPUs that the models can take; tensor parallel groups stay inside a node."""
+    models = [shape] if reference is None else [shape, reference]
     for tp, pp, cp in _dense_degrees(shape, cluster, work):
         ranks = cluster.n_gpus // pp
         dp = ranks // (tp * cp)
         for ep, etp in _expert_degrees(shape, ranks, tp):
             for vpp in VIRTUAL_STAGES if pp > 1 else (1,):
                 layout = ParallelLayout("megatron", tp, pp, cp, dp, vpp, ep, etp, ranks // (ep * etp))
-                if _is_possible(layout, shape):
+                if all(_is_possible(layout, model) for model in models):
                     yield layout
 
 
 def _dense_degrees(shape: PlanShape, cluster: Cluster, work: Workload) -> Iterator[tuple[int, int, int]]:
     n_gpus = cluster.n_gpus
     for tp in _divisors(n_gpus):
-        if cluster.gpus_per_node % tp or shape.n_heads % tp or shape.n_kv_heads % tp:
+        if not cluster.splits(tp) or shape.n_heads % tp or shape.n_kv_heads % tp:
             continue
         for pp in _divisors(n_gpus // tp):
             if pp > shape.n_layers or (shape.is_trainable and shape.n_layers % pp):
@@ -248,7 +295,7 @@ def _advice(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanS
     frugal = work.recomputing("full")
     needs = [
         (largest(training_memory(layout, shape, frugal, reference=reference)), layout)
-        for layout in layouts(shape, cluster, work)
+        for layout in layouts(shape, cluster, work, reference=reference)
     ]
     if not needs:
         yield (
@@ -269,19 +316,19 @@ def _advice(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanS
 
 def _parting(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
     """What devices of its own would bring a trainer that shares them."""
-    yield f"while other roles work on the same GPUs, the trainer may keep {gb(cluster.most_kept or 0)} GB there"
-    apart = replace(cluster, reserved=0, most_kept=None)
+    yield f"while other roles work on the same GPUs, the trainer may keep {gb(max(cluster.most_kept or 0, 0))} GB there"
+    apart = replace(cluster, reserved=0, engines=())
     for times in (1, *MORE_GPUS):
-        if _fits(shape, replace(apart, n_gpus=cluster.n_gpus * times), work, reference):
+        if _fits(shape, apart.times(times), work, reference):
             yield f"with other devices for those roles, it fits on {cluster.n_gpus * times} GPUs of this kind"
             return
 
 
 def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
-    if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, cluster.with_gpu(gpu), work, reference)]:
+    if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, replace(cluster, gpu=gpu), work, reference)]:
         yield f"GPUs on which it fits: {', '.join(fitting)}"
     for times in MORE_GPUS:
-        if _fits(shape, replace(cluster, n_gpus=cluster.n_gpus * times), work, reference):
+        if _fits(shape, cluster.times(times), work, reference):
             yield f"it fits on {cluster.n_gpus * times} GPUs of this kind"
             break
     smaller = replace(work, micro_tokens=work.sequence_length)
@@ -297,7 +344,9 @@ def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, reference: Pla
 
 
 def _fits(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> bool:
+    if cluster.most_kept is not None and cluster.most_kept < 0:
+        return False
     return any(
         cluster.holds(training_memory(layout, shape, work, reference=reference))
-        for layout in layouts(shape, cluster, work)
+        for layout in layouts(shape, cluster, work, reference=reference)
     )

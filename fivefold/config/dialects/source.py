@@ -64,8 +64,8 @@ def read_document(path: Path, environment: Mapping[str, str]) -> Document:
         raise ValueError(f"{path}: no such file; give YAML files and launch scripts, then overrides as a.b=c")
     if path.suffix not in SCRIPTS + YAMLS:
         raise ValueError(f"{path}: the suffix {path.suffix} is not one of {', '.join((*YAMLS, *SCRIPTS[:-1]))}")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         return _read_yaml(path.name, text) if path.suffix in YAMLS else _read_script(path.name, text, environment)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fivefold.config.load import RecipeError, load_recipe, resolved_yaml
+from fivefold.config.load import RecipeError, load_any_recipe, load_recipe, resolved_yaml
 from fivefold.config.problems import known_keys, nearest_keys
 from fivefold.config.schema import SFTRecipe, TrainRecipe
 
@@ -213,6 +214,21 @@ def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str)
         ("reward.kwargs=3", "reward.kwargs=3: must be a mapping, not a number"),
         ("reward.kwargs={1: 2}", 'reward.kwargs.1=1: must be a text, not a number; quote it: "1"'),
         ("rollout=", "rollout=null: must be a section with keys of its own, not empty"),
+        ("rollout=[1]", "rollout=[1]: must be a section with keys of its own, not a list"),
+        ("cluster=[1]", "cluster=[1]: must be a section with keys of its own, not a list"),
+        (
+            "actor.optimizer=[{lr: 1}]",
+            "actor.optimizer=[{'lr': 1}]: must be a section with keys of its own, not a list",
+        ),
+        ("reward.kwargs=[1]", "reward.kwargs=[1]: must be a mapping, not a list"),
+        ("gconfig.stop={a: 1}", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
+        ("gconfig.stop.a=1", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
+        ("rollout.device_mapping=0", "rollout.device_mapping=0: must be a text or a list, not a number"),
+        (
+            "rollout.device_mapping=[0, a]",
+            "rollout.device_mapping.1='a': must be a whole number, not a text; if it is one, drop the quotes",
+        ),
+        ("rollout.device_mapping=[-1]", "rollout.device_mapping.0=-1: must be at least 0"),
         ("rollout=vllm", "rollout='vllm': must be a section with keys of its own, not a text"),
         ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
         ("actor.kl_estimator=k4", "actor.kl_estimator='k4': must be 'k1', 'k2' or 'k3'"),
@@ -256,6 +272,8 @@ def test_values_that_break_a_rule(write: Any, override: str, expected: str | Non
         (["valid_dataset.path=v", "evaluator.temperature=0.7"], "has no effect with greedy=true"),
         (["evaluator.freq_steps=5"], "no effect without held-out prompts"),
         (["valid_dataset={path: v, batch_size: 4}"], "valid_dataset.batch_size=4: unknown key"),
+        (["ref.path=m"], "actor.kl_ctl is 0, so no reference model is loaded"),
+        (["actor.kl_ctl=0.1", "ref.device_mapping=0-3"], "ref.device_mapping=0-3 has no effect without ref.backend"),
     ],
 )
 def test_keys_that_would_have_no_effect_are_refused(write: Any, overrides: list[str], expected: str) -> None:
@@ -280,6 +298,71 @@ def is_section(kind: Any) -> bool:
 @pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe])
 def test_every_key_is_described(recipe: type[BaseModel]) -> None:
     assert list(undescribed(recipe)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        ("gconfig: [a]", None, "gconfig=['a']: must be a section with keys of its own, not a list"),
+        ("gconfig: {stop: {a: 1}}", None, "gconfig.stop={'a': 1}: must be a list, not a mapping"),
+        ("reward: {kwargs: [1]}", None, "reward.kwargs=[1]: must be a mapping, not a list"),
+        ("reward: {kwargs: {a: 1}}", "reward.kwargs=[1]", "reward.kwargs=[1]: must be a mapping, not a list"),
+        ("gconfig: {stop: [a]}", "gconfig.stop={a: 1}", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
+        ("gconfig: {stop: [a]}", "gconfig.stop.a=1", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
+        ("gconfig: [a]", "gconfig.seed.x=[1]", "gconfig.seed={'x': [1]}: unknown key; did you mean seed?"),
+    ],
+)
+def test_lists_and_mappings_in_each_others_place(write: Any, text: str, override: str | None, expected: str) -> None:
+    assert problems(write(f"{MINIMAL}{text}\n"), *([override] if override else [])) == (expected,)
+
+
+def test_a_list_may_replace_a_mapping_where_either_will_do(write: Any) -> None:
+    path = write(MINIMAL + "reward: {kwargs: {a: {b: 1}, c: [1]}}\n")
+    recipe = load_recipe(path, ["reward.kwargs={a: [2], c: {d: 3}}", "reward.kwargs.e=4"], TrainRecipe)
+    assert recipe.reward.kwargs == {"a": [2], "c": {"d": 3}, "e": 4}
+
+
+@pytest.mark.parametrize(
+    ("override", "kind"),
+    [
+        (None, SFTRecipe),
+        ("train_dataset.response_key=answer", SFTRecipe),
+        ("actor.megatron.transformer.moe_aux_loss_coeff=0.1", SFTRecipe),
+        ("rollout.backend=vllm:d1", TrainRecipe),
+        ("gconfig={}", TrainRecipe),
+        ("actor.eps_clip=0.1", TrainRecipe),
+        ("allocation_mode=vllm:d1+megatron:d1", TrainRecipe),
+    ],
+)
+def test_the_keys_say_which_kind_a_recipe_is(write: Any, override: str | None, kind: type[BaseModel]) -> None:
+    assert type(load_any_recipe(write(MINIMAL), [override] if override else [])) is kind
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.bakend=a", "rollout.bakend='a': unknown key; did you mean rollout.backend?"),
+        ("gconfg.n_samples=4", "gconfg={'n_samples': 4}: unknown key; did you mean gconfig?"),
+        ("actor.eps_clp=0.1", "actor.eps_clp=0.1: unknown key; did you mean actor.eps_clip?"),
+        (
+            "train_dataset.respons_key=a",
+            "train_dataset.respons_key='a': unknown key; did you mean train_dataset.response_key?",
+        ),
+    ],
+)
+def test_a_slip_is_told_to_the_kind_that_was_meant(write: Any, override: str, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe(write(MINIMAL), [override])
+    assert caught.value.problems == (expected,)
+
+
+def test_shipped_recipes_are_of_their_kind() -> None:
+    recipes = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        command = re.search(r"fivefold (train|sft) recipes/" + recipe.name, recipe.read_text())
+        assert command is not None, recipe
+        assert type(load_any_recipe(recipe, [])) is {"train": TrainRecipe, "sft": SFTRecipe}[command[1]]
 
 
 def test_all_problems_are_listed_at_once(write: Any) -> None:
@@ -354,6 +437,7 @@ plain_values = st.recursive(
 
 @settings(deadline=None, max_examples=25)
 @given(value=plain_values, path=st.text(min_size=1, max_size=12))
+@example(value="${a}", path="\\${b} \\\\${c}")
 def test_any_value_survives_the_resolved_recipe(
     tmp_path_factory: pytest.TempPathFactory, value: Any, path: str
 ) -> None:

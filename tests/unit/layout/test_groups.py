@@ -6,7 +6,8 @@ import pytest
 
 from fivefold.layout.allocation import parse, parse_role
 from fivefold.layout.gpus import find_gpu
-from fivefold.layout.groups import GroupSpread, group_spreads
+from fivefold.layout.grid import rank_groups
+from fivefold.layout.groups import TRAINING_AXES, GroupSpread, group_spreads
 from fivefold.layout.placement import place_allocation, place_by_list
 from fivefold.layout.plan_shape import find_shape
 from fivefold.layout.stages import stages
@@ -64,3 +65,21 @@ def test_a_list_decides_who_is_neighbour() -> None:
     tensor, data = group_spreads(across, is_moe=False)
     assert (tensor.dimension, tensor.n_inside) == ("tp", 0)
     assert (data.dimension, data.n_inside) == ("dp", 2)
+
+
+@pytest.mark.parametrize("backend", ["(attn:d3p2t2c2|ffn:e4)", "(attn:d4p3t2|ffn:t2e4)", "d3p2t2c2"])
+@pytest.mark.parametrize("first", [0, 3, 5])
+def test_spreads_count_the_ranks_of_every_group(backend: str, first: int) -> None:
+    devices = tuple(range(first, first + 48, 2))[:24]
+    placed = place_by_list({"actor": (parse_role(f"megatron:{backend}"), devices)}, 8, 8)["actor"]
+    found = {spread.dimension: spread for spread in group_spreads(placed, is_moe=True)}
+    for dimension, axes in TRAINING_AXES.items():
+        groups = [[devices[rank] // 8 for rank in group] for group in rank_groups(placed.layout, *axes)]
+        if len(groups[0]) == 1:
+            assert dimension not in found
+            continue
+        counts = [[nodes.count(node) for node in set(nodes)] for nodes in groups]
+        inside = sum(len(count) == 1 for count in counts)
+        assert found[dimension] == GroupSpread(
+            dimension, len(groups[0]), len(groups), inside, min(min(count) for count in counts)
+        )

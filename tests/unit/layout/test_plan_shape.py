@@ -140,6 +140,15 @@ def test_sizes_that_are_missing_are_named(tmp_path: Path) -> None:
         read_shape(file, "broken")
 
 
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_numbers_of_latent_models_are_numbers(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY_LATENT, key: [1]}))
+    read_shape.cache_clear()
+    with pytest.raises(ValueError, match=rf"{key}=\[1\]; it must be a number"):
+        read_shape(file, "broken")
+
+
 def test_a_plan_shape_keeps_every_field_of_the_model_shape() -> None:
     shape = find_shape("Mixtral-8x7B")
     assert isinstance(shape, PlanShape)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from fivefold.layout.allocation import parse_backend
-from fivefold.layout.blueprint import HEADROOM
+from fivefold.layout.allocation import parse, parse_backend
+from fivefold.layout.blueprint import HEADROOM, draw_up
 from fivefold.layout.check import check_layout
 from fivefold.layout.gpus import GPUS, find_gpu
 from fivefold.layout.memory import training_memory
 from fivefold.layout.plan_shape import find_shape
+from fivefold.layout.question import Question
 from fivefold.layout.search import Cluster, layouts, reasons, search
 from fivefold.layout.timing import step_time
 from fivefold.layout.workload import Workload
@@ -23,7 +25,7 @@ WORK = Workload(4096, 256, 8192)
 @pytest.mark.parametrize(("name", "n_gpus"), [("Qwen3-8B", 8), ("Qwen3-30B-A3B", 16), ("Llama-3.1-70B", 24)])
 def test_every_layout_is_one_that_the_model_can_take(name: str, n_gpus: int) -> None:
     shape = find_shape(name)
-    found = list(layouts(shape, Cluster(find_gpu("h100"), n_gpus, 8), WORK))
+    found = list(layouts(shape, Cluster.whole(find_gpu("h100"), n_gpus, 8), WORK))
     assert found
     assert len(set(found)) == len(found)
     for layout in found:
@@ -34,15 +36,15 @@ def test_every_layout_is_one_that_the_model_can_take(name: str, n_gpus: int) -> 
 
 def test_the_seeds_layouts_are_among_them() -> None:
     shape = find_shape("Qwen3-30B-A3B")
-    sixteen = set(layouts(shape, Cluster(find_gpu("h100"), 16, 8), WORK))
+    sixteen = set(layouts(shape, Cluster.whole(find_gpu("h100"), 16, 8), WORK))
     assert parse_backend("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)") in sixteen
     assert parse_backend("megatron:d1t2p4") in set(
-        layouts(find_shape("Qwen3-8B"), Cluster(find_gpu("h100"), 8, 8), WORK)
+        layouts(find_shape("Qwen3-8B"), Cluster.whole(find_gpu("h100"), 8, 8), WORK)
     )
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
-    shape, cluster = find_shape("Qwen3-8B"), Cluster(find_gpu("h100"), 8, 8)
+    shape, cluster = find_shape("Qwen3-8B"), Cluster.whole(find_gpu("h100"), 8, 8)
     found = search(shape, cluster, WORK, limit=3)
     assert len(found.best) == 3
     seconds = [candidate.time.total for candidate in found.best]
@@ -61,13 +63,13 @@ def test_the_best_is_the_fastest_that_fits() -> None:
 
 
 def test_advice_holds_where_nothing_fits() -> None:
-    shape, cluster = find_shape("Llama-3.1-70B"), Cluster(find_gpu("h100"), 8, 8)
+    shape, cluster = find_shape("Llama-3.1-70B"), Cluster.whole(find_gpu("h100"), 8, 8)
     found = search(shape, cluster, WORK)
     assert (found.best, found.n_fitting) == ((), 0)
     advice = "\n".join(found.advice)
     assert "the nearest is" in advice
     [more] = map(int, re.findall(r"fits on (\d+) GPUs", advice))
-    assert search(shape, replace(cluster, n_gpus=more), WORK.recomputing("full")).best
+    assert search(shape, cluster.times(more // 8), WORK.recomputing("full")).best
     [listed] = re.findall(r"GPUs on which it fits: (.*)", advice)
     names = listed.split(", ")
     for gpu in GPUS.values():
@@ -75,12 +77,93 @@ def test_advice_holds_where_nothing_fits() -> None:
 
 
 def test_shorter_micro_batches_are_advised_where_they_help() -> None:
-    shape, cluster = find_shape("Qwen3-8B"), Cluster(find_gpu("h100"), 2, 2)
+    shape, cluster = find_shape("Qwen3-8B"), Cluster.whole(find_gpu("h100"), 2, 2)
     advice = "\n".join(search(shape, cluster, Workload(4096, 64, 131072)).advice)
     assert "GPUs of this kind" in advice
 
 
 def test_models_that_are_not_trained_are_searched_over_uneven_stages() -> None:
-    cluster = Cluster(find_gpu("h200"), 256, 8)
+    cluster = Cluster.whole(find_gpu("h200"), 256, 8)
     degrees = {layout.pp for layout in layouts(find_shape("DeepSeek-V3"), cluster, WORK)}
     assert {1, 2, 4, 8, 16, 32} <= degrees
+
+
+def question(text: str, devices: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> Question:
+    values: dict[str, Any] = {
+        "shape": find_shape("Qwen3-8B"),
+        "gpu": find_gpu("h100"),
+        "allocation": parse(text),
+        "n_nodes": 2,
+        "gpus_per_node": 8,
+        "work": WORK,
+        "generation_batch": 64,
+        "generated": 256,
+        "devices": devices,
+    }
+    return Question(**{**values, **changes})
+
+
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize(
+    ("rollout", "devices"),
+    [
+        (2, None),
+        (4, None),
+        (6, None),
+        (4, {"rollout": (0, 1, 2, 3), "actor": tuple(range(4, 16))}),
+        (4, {"rollout": (0, 4, 8, 12), "actor": (1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15)}),
+        (8, {"rollout": tuple(range(0, 16, 2)), "actor": (1, 9, 3, 11, 5, 13, 7, 15)}),
+    ],
+)
+def test_the_ranking_has_the_times_of_the_plans(
+    model: str, rollout: int, devices: dict[str, tuple[int, ...]] | None
+) -> None:
+    """Wherever the actor's GPUs begin, and whatever lies between them."""
+    servers = f"sglang[rollout]:d{rollout}"
+    n_gpus = 16 - rollout
+    asked = question(f"{servers}+megatron[actor]:d{n_gpus}", devices, shape=find_shape(model))
+    for candidate in search(asked.shape, Cluster.of(asked), asked.work, limit=8).best:
+        chosen = parse(f"{servers}+{candidate.text.replace('megatron', 'megatron[actor]')}")
+        planned = draw_up(replace(asked, allocation=chosen, work=asked.work.recomputing(candidate.recompute)))
+        [trainer] = planned.trainers
+        assert trainer.time is not None
+        assert trainer.time.total == candidate.time.total
+        inside = {spread.dimension for spread in trainer.spreads if spread.n_inside == spread.n_groups}
+        claims = [reason.split() for reason in reasons(candidate, candidate) if reason.endswith("inside nodes")]
+        assert {word for claim in claims for word in claim} - {"and", "inside", "nodes"} <= inside
+
+
+def test_tensor_parallel_groups_stay_on_the_nodes_that_there_are() -> None:
+    ends = question("megatron[actor]:d6", {"actor": (5, 6, 7, 8, 9, 10)})
+    assert {layout.tp for layout in layouts(find_shape("Qwen2.5-1.5B"), Cluster.of(ends), WORK)} == {1}
+    pairs = question("megatron[actor]:d4", {"actor": (6, 7, 8, 9)})
+    assert {layout.tp for layout in layouts(pairs.shape, Cluster.of(pairs), WORK)} == {1, 2}
+
+
+def test_layouts_suit_the_reference_in_the_same_processes() -> None:
+    """36 layers of the actor, 28 of the reference."""
+    cluster, small = Cluster.whole(find_gpu("h100"), 36, 4), find_shape("Qwen3-0.6B")
+    shape = find_shape("Qwen3-8B")
+    assert 9 in {layout.pp for layout in layouts(shape, cluster, WORK)}
+    assert {layout.pp for layout in layouts(shape, cluster, WORK, reference=small)} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("engine", "length"), [("transformers", 65536), ("transformers", 16384), ("vllm", 65536), ("sglang", 16384)]
+)
+def test_advice_on_gpus_holds_beside_an_engine(engine: str, length: int) -> None:
+    asked = question(
+        f"{engine}[rollout]:d2|megatron[actor]:d2",
+        shape=find_shape("Qwen3-8B"),
+        gpu=find_gpu("a100-40g"),
+        n_nodes=1,
+        work=Workload(length, 256, 32768, "full"),
+        generation_batch=16,
+    )
+    found = search(asked.shape, Cluster.of(asked), asked.work)
+    assert found.best == ()
+    assert all("-" not in line.split("may keep ")[1] for line in found.advice if "may keep" in line)
+    named = {name for line in found.advice if "on which it fits" in line for name in line.split(": ")[1].split(", ")}
+    for gpu in GPUS.values():
+        there = replace(asked, gpu=gpu)
+        assert bool(search(there.shape, Cluster.of(there), there.work).best) == (gpu.name in named)

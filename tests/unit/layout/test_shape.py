@@ -168,6 +168,11 @@ def test_unused_sliding_windows_are_ignored() -> None:
         (raw("llama", num_hidden_layers=0), "num_hidden_layers=0"),
         (raw("llama", rms_norm_eps="tiny"), "rms_norm_eps='tiny'"),
         (raw("llama", tie_word_embeddings=1), "tie_word_embeddings=1"),
+        (raw("qwen3_moe", mlp_only_layers=3), "mlp_only_layers=3; it must be a list of whole numbers"),
+        (raw("qwen3_moe", mlp_only_layers=[[1]]), "it must be a list of whole numbers"),
+        (raw("llama", rope_scaling="a"), "rope_scaling='a'; it must be an object or null"),
+        (raw("llama", rope_parameters=[1]), "it must be an object or null"),
+        (raw("qwen3", layer_types=1), "layer_types=1; it must be a list of texts"),
         ({key: value for key, value in raw("qwen2").items() if key != "hidden_size"}, "has no hidden_size"),
         (
             {key: value for key, value in raw("qwen3").items() if key != "num_key_value_heads"},

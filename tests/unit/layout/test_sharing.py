@@ -72,7 +72,7 @@ def test_the_search_leaves_room_for_the_engine(backend: str) -> None:
     best = search(tight.shape, cluster, tight.work).best[0]
     kept = best.binding.resident + best.binding.context
     assert kept <= cluster.most_kept
-    greedy = search(tight.shape, replace(cluster, most_kept=None), tight.work)
+    greedy = search(tight.shape, replace(cluster, engines=()), tight.work)
     assert greedy.n_fitting > search(tight.shape, cluster, tight.work).n_fitting
     chosen = parse(f"{backend}[rollout]:d8|" + best.text.replace("megatron", "megatron[actor]"))
     work = tight.work.recomputing(best.recompute)

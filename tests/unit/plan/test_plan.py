@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -189,9 +190,19 @@ def test_wrong_questions_are_refused(arguments: tuple[str, ...], message: str) -
         raise run(*arguments).exception or AssertionError("accepted")
 
 
-def test_options_of_the_model_form_are_refused_with_a_recipe(recipe: Path) -> None:
-    with pytest.raises(ValueError, match=r"set actor\.backend"):
-        raise run(str(recipe), "--actor", "megatron:d8").exception or AssertionError("accepted")
+@pytest.mark.parametrize(
+    ("option", "value", "key"),
+    [
+        ("--actor", "megatron:d8", "actor.backend"),
+        ("--gpus", "0", "cluster.n_nodes"),
+        ("--gpus-per-node", "4", "cluster.n_gpus_per_node"),
+        ("--gpus-per-node", "8", "cluster.n_gpus_per_node"),
+        ("--devices", "actor=0-7", "actor.device_mapping"),
+    ],
+)
+def test_options_of_the_model_form_are_refused_with_a_recipe(recipe: Path, option: str, value: str, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{option} belongs to --model; with a recipe set {re.escape(key)}"):
+        raise run(str(recipe), option, value).exception or AssertionError("accepted")
 
 
 def test_either_kind_of_recipe_is_read(tmp_path: Path) -> None:
@@ -208,6 +219,108 @@ def test_either_kind_of_recipe_is_read(tmp_path: Path) -> None:
         plan_recipe(file, [])
     # Not that `response_key` is unknown, which it is to the other kind of recipe.
     assert len(error.value.problems) == 1
+
+
+SMALL = """
+experiment_name: small
+actor: {path: Qwen/Qwen3-8B, backend: "megatron:d8"}
+cluster: {n_nodes: 1, n_gpus_per_node: 8}
+train_dataset: {path: foo}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A recipe that both kinds could read."""
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml")), ids=lambda it: it.stem
+)
+def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
+    planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"])
+    assert planned.blueprint is not None
+    roles = [placed.role for placed in planned.blueprint.placement.roles]
+    assert roles == (["actor"] if recipe.stem == "tiny-moe-sft" else ["rollout", "actor"])
+
+
+def test_a_recipe_of_either_kind_is_said_to_be_taken_for_fine_tuning(small: str) -> None:
+    said = "planned for `fivefold sft`"
+    assert said in " ".join(run(small).output.split())
+    assert any(said in note for note in asked(small)["notes"])
+    for settled in ("train_dataset.response_key=answer", "rollout.backend=transformers:d8"):
+        assert said not in " ".join(run(small, settled).output.split())
+    too_large = (small, "actor.path=Llama-3.1-405B", "--search")
+    assert said in " ".join(run(*too_large).output.split())
+    assert any(said in note for note in asked(*too_large)["notes"])
+
+
+def test_slips_are_told_as_those_of_the_kind_that_was_meant(small: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        plan_recipe(Path(small), ["rollout.max_bach_size=3", "rollout.bakend=a"])
+    assert [problem.partition("?")[0].rpartition(" ")[2] for problem in error.value.problems] == [
+        "rollout.max_batch_size", "rollout.backend"
+    ]  # fmt: skip
+
+
+def test_what_train_refuses_is_refused(small: str) -> None:
+    keys = ["rollout.max_batch_size=16", "rollout.colocate=false"]
+    inner = ["actor.kl_ctl=0.1", "ref.path=Qwen3-0.6B", "actor.backend=megatron:p9", "cluster.n_gpus_per_node=10"]
+    with pytest.raises(ValueError, match="ref: 28 layers do not divide"):
+        plan_recipe(Path(small), [*keys, *inner])
+    losses = ["actor.backend=megatron:d1p2t2", "actor.megatron.transformer.moe_aux_loss_coeff=0.1"]
+    with pytest.raises(RecipeError, match="is a router's loss, and qwen3 has none"):
+        plan_recipe(Path(small), [*keys, *losses])
+
+
+def test_a_search_keeps_to_layouts_that_the_reference_can_take(small: str) -> None:
+    keys = ["rollout.backend=vllm:d9", "actor.kl_ctl=0.1", "ref.path=Qwen3-0.6B", "cluster.n_gpus_per_node=9"]
+    changes = ["cluster.n_nodes=2", "actor.backend=megatron:d9"]
+    found = asked(small, *keys, *changes, "--gpu", "a100-40g", "--search")
+    assert not any("p9" in each["backend"] or "p3" in each["backend"] for each in found["search"]["best"])
+
+
+@pytest.mark.parametrize("option", ["--svg", "--html"])
+def test_a_picture_that_cannot_be_written_is_the_only_message(option: str, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "plan"):
+        result = run("--model", "Qwen3-8B", "--gpus", "8", option, str(path))
+        assert isinstance(result.exception, ValueError)
+        assert str(result.exception).startswith(f"{option} {path} cannot be written (")
+        assert result.output == ""
+
+
+def test_no_picture_of_nothing_is_said(tmp_path: Path) -> None:
+    picture = tmp_path / "none.svg"
+    result = run("--model", "DeepSeek-V3", "--gpus", "8", "--search", "--svg", str(picture))
+    assert (result.exit_code, picture.exists()) == (1, False)
+    assert result.stderr.startswith("--svg: nothing was written")
+    assert "nothing was written" not in result.stdout
+    assert run("--model", "DeepSeek-V3", "--gpus", "8", "--search").stderr == ""
+
+
+def test_cpu_processes_are_not_searched(recipe: Path) -> None:
+    with pytest.raises(ValueError, match=r"cluster\.n_gpus_per_node=8"):
+        plan_recipe(recipe, ["cluster.n_gpus_per_node=0"], searching=True)
+
+
+@pytest.mark.parametrize("width", ["40", "80", "200"])
+def test_backends_of_the_ranking_are_whole_at_any_width(width: str) -> None:
+    arguments = ("--model", "DeepSeek-V3", "--gpus", "512", "--gpu", "h200", "--search")
+    best = asked(*arguments)["search"]["best"]
+    text = CliRunner(env={"COLUMNS": width}).invoke(app, arguments).output.split("DeepSeek-V3 ")[0]
+    assert "…" not in text
+    if int(width) >= 80:
+        assert all(f" {candidate['backend']} " in text for candidate in best)
+    words = set(" ".join(text.replace(";", "").split()).split())
+    assert all(set(reason.split()) <= words for candidate in best for reason in candidate["reasons"])
+
+
+def test_the_ranking_is_of_the_gpus_that_the_rollout_leaves() -> None:
+    values = asked("--model", "Qwen3-8B", "--gpus", "16", "--rollout", "sglang:d4")
+    assert values["roles"][0]["step"]["seconds"] == values["search"]["best"][0]["seconds"]
 
 
 def test_cpu_processes_are_planned_without_a_limit(recipe: Path) -> None:
