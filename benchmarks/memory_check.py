@@ -21,6 +21,7 @@ from typing import Any
 
 from fivefold.layout.allocation import parse_backend
 from fivefold.layout.gpus import find_gpu
+from fivefold.layout.groups import from_node_start, ranks_together
 from fivefold.layout.memory import training_memory
 from fivefold.layout.plan_shape import PlanShape, find_shape
 from fivefold.layout.timing import step_time
@@ -83,7 +84,8 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[
     )
     layout, model = parse_backend(row["backend"]), shape(row["layers"])
     memory = training_memory(layout, model, work)[0].allocated / 1e9
-    return memory, step_time(layout, model, work, find_gpu(gpu), gpus_per_node=8).total
+    together = ranks_together(from_node_start(layout, gpus_per_node=8), is_moe=model.is_moe)
+    return memory, step_time(layout, model, work, find_gpu(gpu), together).total
 
 
 def shape(n_layers: int) -> PlanShape:

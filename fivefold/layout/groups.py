@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fivefold.layout.grid import Axis, group_stride
-from fivefold.layout.placement import RolePlacement
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import Device, RolePlacement
 from fivefold.layout.traffic import Dimension
 
 TRAINING_AXES: dict[Dimension, tuple[Axis, ...]] = {
@@ -45,9 +46,15 @@ def group_spreads(placed: RolePlacement, *, is_moe: bool) -> tuple[GroupSpread, 
     return tuple(_spreads(placed, is_moe))
 
 
-def ranks_together(spreads: Iterable[GroupSpread]) -> dict[Dimension, int]:
-    """How many ranks of a group share a node, as `step_traffic` takes it."""
-    return {spread.dimension: spread.ranks_per_node for spread in spreads}
+def ranks_together(placed: RolePlacement, *, is_moe: bool) -> dict[Dimension, int]:
+    """By dimension, how many ranks of a group share a node."""
+    return {spread.dimension: spread.ranks_per_node for spread in group_spreads(placed, is_moe=is_moe)}
+
+
+def from_node_start(layout: ParallelLayout, gpus_per_node: int) -> RolePlacement:
+    """An actor whose rank 0 is on the first GPU of a node, and the others on those after it."""
+    devices = (Device(*divmod(rank, gpus_per_node)) for rank in range(layout.world_size))
+    return RolePlacement("actor", layout, tuple(devices))
 
 
 def _spreads(placed: RolePlacement, is_moe: bool) -> Iterator[GroupSpread]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fivefold.layout.groups import GroupSpread, group_spreads, ranks_together
+from fivefold.layout.groups import GroupSpread, from_node_start, group_spreads, ranks_together
 from fivefold.layout.memory import RankMemory, training_memory
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
@@ -83,9 +83,9 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
         _require_possible(replace(placed, role="ref"), question.kept_reference)
     modes = {mode: _memory(question, layout, work.recomputing(mode)) for mode in RECOMPUTE}
     spreads = group_spreads(placed, is_moe=shape.is_moe)
-    on_gpus = question.gpus_per_node > 0
-    spread = ranks_together(spreads) if on_gpus else None
-    time = step_time(layout, shape, work, question.gpu, question.gpus_per_node or layout.world_size, spread)
+    # CPU processes are timed as if on one node.
+    timed = placed if question.gpus_per_node > 0 else from_node_start(layout, layout.world_size)
+    time = step_time(layout, shape, work, question.gpu, ranks_together(timed, is_moe=shape.is_moe))
     binding = {mode: largest(memory) for mode, memory in modes.items()}
     return TrainerPlan(placed, modes[work.recompute], time, spreads, binding, beside=0)
 

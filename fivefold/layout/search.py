@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.layout.blueprint import HEADROOM
 from fivefold.layout.gpus import GPUS, Gpu
-from fivefold.layout.groups import group_spreads, ranks_together
+from fivefold.layout.groups import ranks_together
 from fivefold.layout.memory import RankMemory, training_memory
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
@@ -187,8 +187,7 @@ def search(
 
 def _time(layout: ParallelLayout, shape: PlanShape, cluster: Cluster, work: Workload) -> StepTime:
     placed = RolePlacement("actor", layout, cluster.devices)
-    spread = ranks_together(group_spreads(placed, is_moe=shape.is_moe))
-    return step_time(layout, shape, work, cluster.gpu, cluster.n_gpus, spread)
+    return step_time(layout, shape, work, cluster.gpu, ranks_together(placed, is_moe=shape.is_moe))
 
 
 def layouts(

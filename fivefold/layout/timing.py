@@ -100,13 +100,12 @@ def step_time(
     shape: PlanShape,
     work: Workload,
     gpu: Gpu,
-    gpus_per_node: int,
-    spread: Mapping[Dimension, int] | None = None,
+    together: Mapping[Dimension, int],
 ) -> StepTime:
-    """The time of one optimizer step: forward, backward and update. `spread`: as in `step_traffic`."""
+    """The time of one optimizer step: forward, backward and update. `together`: as in `step_traffic`."""
     timed = []
     for stage in _distinct(layout, shape):
-        sent = step_traffic(layout, shape, work, stage, gpus_per_node, spread)
+        sent = step_traffic(layout, shape, work, stage, together)
         timed.append((_StageTime.of(layout, shape, work, stage, gpu, sent), stage, sent))
     slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)

@@ -64,22 +64,12 @@ def step_traffic(
     shape: PlanShape,
     work: Workload,
     stage: Stage,
-    gpus_per_node: int,
-    spread: Mapping[Dimension, int] | None = None,
+    together: Mapping[Dimension, int],
 ) -> tuple[Traffic, ...]:
     """Traffic of one rank of `stage`, for the dimensions that have any.
 
-    `spread` says how many ranks of a group share a node; without it, rank 0 is on the first GPU of a node.
+    `together` says how many ranks of a group share a node, as `groups.ranks_together` counts them.
     """
-    strides: dict[Dimension, int] = {
-        "tp": 1,
-        "cp": layout.tp,
-        "dp": layout.tp,
-        "pp": layout.dp * layout.tp * layout.cp,
-        "etp": 1,
-        "ep": layout.etp,
-        "edp": layout.etp * layout.ep,
-    }
     sizes: dict[Dimension, int] = {
         "tp": layout.tp,
         "cp": layout.cp,
@@ -95,22 +85,13 @@ def step_traffic(
         Traffic(
             dimension=dimension,
             size=size,
-            ranks_per_node=(
-                ranks_per_node(strides[dimension], size, gpus_per_node) if spread is None else spread[dimension]
-            ),
+            ranks_per_node=together[dimension],
             bytes=moved[dimension],
             exchanges_pairs=dimension in ("ep", "pp"),
         )
         for dimension, size in sizes.items()
         if size > 1 and moved[dimension] > 0
     )
-
-
-def ranks_per_node(stride: int, size: int, gpus_per_node: int) -> int:
-    """Of a group of `size` ranks that are `stride` apart, how many share a node, at worst."""
-    if gpus_per_node % (stride * size) == 0:
-        return size
-    return max(1, min(size, gpus_per_node // stride))
 
 
 def _bytes(layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage) -> dict[Dimension, float]:

@@ -7,7 +7,7 @@ import pytest
 from fivefold.layout.allocation import parse, parse_role
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.grid import rank_groups
-from fivefold.layout.groups import TRAINING_AXES, GroupSpread, group_spreads
+from fivefold.layout.groups import TRAINING_AXES, GroupSpread, from_node_start, group_spreads, ranks_together
 from fivefold.layout.placement import place_allocation, place_by_list
 from fivefold.layout.plan_shape import find_shape
 from fivefold.layout.stages import stages
@@ -46,7 +46,8 @@ def test_from_the_first_gpu_of_a_node_on_it_is_what_the_search_assumes(backend: 
     shape = find_shape("Qwen3-30B-A3B")
     found = spreads(f"megatron:{backend}", n_nodes=16)
     layout = parse(f"megatron:{backend}").resolve()["actor"]
-    for item in step_traffic(layout, shape, WORK, stages(layout, shape)[0], 8):
+    together = ranks_together(from_node_start(layout, 8), is_moe=True)
+    for item in step_traffic(layout, shape, WORK, stages(layout, shape)[0], together):
         assert item.ranks_per_node == found[item.dimension].ranks_per_node
 
 
@@ -55,8 +56,9 @@ def test_a_role_that_begins_within_a_node_pays_for_it() -> None:
     found = spreads("sglang:d4+megatron:d1t8", is_moe=False)
     assert (found["tp"].n_inside, found["tp"].ranks_per_node) == (0, 4)
     layout = parse_role("megatron:t8").resolve()
-    apart = step_time(layout, shape, WORK, gpu, 8, {"tp": found["tp"].ranks_per_node})
-    assert apart.exposed > 2 * step_time(layout, shape, WORK, gpu, 8).exposed
+    apart = step_time(layout, shape, WORK, gpu, {"tp": found["tp"].ranks_per_node})
+    beside = step_time(layout, shape, WORK, gpu, ranks_together(from_node_start(layout, 8), is_moe=False))
+    assert apart.exposed > 2 * beside.exposed
 
 
 def test_a_list_decides_who_is_neighbour() -> None:

@@ -12,6 +12,7 @@ from fivefold.layout.allocation import parse, parse_backend
 from fivefold.layout.blueprint import HEADROOM, draw_up
 from fivefold.layout.check import check_layout
 from fivefold.layout.gpus import GPUS, find_gpu
+from fivefold.layout.groups import from_node_start, ranks_together
 from fivefold.layout.memory import training_memory
 from fivefold.layout.plan_shape import find_shape
 from fivefold.layout.question import Question
@@ -51,7 +52,9 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert seconds == sorted(seconds)
     room = cluster.gpu.memory * (1 - HEADROOM)
     fastest = min(
-        step_time(layout, shape, WORK.recomputing(mode), cluster.gpu, 8).total
+        step_time(
+            layout, shape, WORK.recomputing(mode), cluster.gpu, ranks_together(from_node_start(layout, 8), is_moe=False)
+        ).total
         for layout in layouts(shape, cluster, WORK)
         for mode in ("none", "selective", "full")
         if max(stage.total for stage in training_memory(layout, shape, WORK.recomputing(mode))) <= room

@@ -7,9 +7,11 @@ import pytest
 from fivefold.layout.allocation import parse_backend
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.grid import Axis, rank_groups
-from fivefold.layout.plan_shape import find_shape
+from fivefold.layout.groups import from_node_start, ranks_together
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.plan_shape import PlanShape, find_shape
 from fivefold.layout.stages import stages
-from fivefold.layout.timing import step_time
+from fivefold.layout.timing import StepTime, step_time
 from fivefold.layout.traffic import Traffic, step_traffic
 from fivefold.layout.workload import Workload
 
@@ -19,7 +21,12 @@ H200 = find_gpu("h200")
 
 def traffic(backend: str, name: str = "Qwen3-30B-A3B", stage: int = 0, work: Workload = WORK) -> dict[str, Traffic]:
     layout, shape = parse_backend(backend), find_shape(name)
-    return {item.dimension: item for item in step_traffic(layout, shape, work, stages(layout, shape)[stage], 8)}
+    together = ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe)
+    return {item.dimension: item for item in step_traffic(layout, shape, work, stages(layout, shape)[stage], together)}
+
+
+def time(layout: ParallelLayout, shape: PlanShape, work: Workload) -> StepTime:
+    return step_time(layout, shape, work, H200, ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe))
 
 
 @pytest.mark.parametrize(
@@ -83,20 +90,16 @@ def test_links_decide_the_time() -> None:
 
 def test_the_bubble_is_that_of_the_schedule() -> None:
     shape = find_shape("Qwen3-8B")
-    plain, interleaved = (
-        step_time(parse_backend(backend), shape, WORK, H200, 8) for backend in ("megatron:p4", "megatron:p4v3")
-    )
+    plain, interleaved = (time(parse_backend(backend), shape, WORK) for backend in ("megatron:p4", "megatron:p4v3"))
     assert plain.bubble == pytest.approx(plain.in_pipeline / plain.micro_batches * 3)
     assert interleaved.bubble == pytest.approx(interleaved.in_pipeline / interleaved.micro_batches)
 
 
 def test_recomputation_and_small_micro_batches_cost_time() -> None:
     layout, shape = parse_backend("megatron:d8"), find_shape("Qwen3-8B")
-    none, selective, full = (
-        step_time(layout, shape, WORK.recomputing(mode), H200, 8) for mode in ("none", "selective", "full")
-    )
+    none, selective, full = (time(layout, shape, WORK.recomputing(mode)) for mode in ("none", "selective", "full"))
     assert none.recompute == 0 < selective.recompute < full.recompute < none.layers / 2
     assert none.flops.total == full.flops.total
     assert none.mfu > full.mfu
-    tiny = step_time(layout, find_shape("Qwen3-0.6B"), Workload(256, 64, 256), H200, 8)
+    tiny = time(layout, find_shape("Qwen3-0.6B"), Workload(256, 64, 256))
     assert tiny.launching > tiny.layers
