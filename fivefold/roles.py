@@ -67,7 +67,7 @@ class Actor:
 class Reference:
     """The frozen model that the KL divergence is measured against, in the actor's processes or in its own."""
 
-    def __init__(self, group: WorkerGroup, *, beside_actor: bool, actor_on_devices: WorkerGroup | None = None) -> None:
+    def __init__(self, group: WorkerGroup, *, beside_actor: bool, actor_on_devices: Actor | None = None) -> None:
         """`actor_on_devices`: the actor, if it has processes of its own on devices of the reference."""
         self._group = group
         self._beside_actor = beside_actor
@@ -78,7 +78,7 @@ class Reference:
         if self._beside_actor:
             return self._call("compute_reference_logprobs", batch, temperature)
         if self._actor_on_devices is not None:
-            self._actor_on_devices.call("release_cache")
+            self._actor_on_devices.release()
         result = self._call("compute_logprobs", batch, temperature)
         self._group.call("release_cache")  # for whoever else is on its devices
         return result
@@ -168,17 +168,17 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         own = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
         roles.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
     groups = session.launch(*roles)
+    actor = Actor(groups["actor"])
     return Roles(
-        actor=Actor(groups["actor"]),
+        actor=actor,
         rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
-        reference=_reference(groups, placement) if needs_reference else None,
+        reference=_reference(groups, actor, placement) if needs_reference else None,
     )
 
 
-def _reference(groups: Mapping[str, WorkerGroup], placement: Placement) -> Reference:
-    actor = groups["actor"]
+def _reference(groups: Mapping[str, WorkerGroup], actor: Actor, placement: Placement) -> Reference:
     if "ref" not in placement:
-        return Reference(actor, beside_actor=True)
+        return Reference(groups["actor"], beside_actor=True)
     shares = "actor" in placement.sharers("ref")
     return Reference(groups["ref"], beside_actor=False, actor_on_devices=actor if shares else None)
 

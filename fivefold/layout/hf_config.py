@@ -33,6 +33,17 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def as_number(family: str, key: str, value: Any) -> float:
+    """`value`, which a config.json of `family` gives `key`, as a float.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{family}: config.json has {key}={value!r}; it must be a number")
+    return float(value)
+
+
 class HFConfig:
     """Typed access to one parsed `config.json`; every error names the key and the family."""
 
@@ -62,12 +73,7 @@ class HFConfig:
 
     def number(self, key: str) -> float:
         """A number, as a float."""
-        return self._float(key, self._get(key))
-
-    def _float(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{self.family}: config.json has {key}={value!r}; it must be a number")
-        return float(value)
+        return as_number(self.family, key, self._get(key))
 
     def flag(self, key: str) -> bool:
         """true or false."""
@@ -173,7 +179,11 @@ class HFConfig:
             raise ValueError(
                 f"{self.family}: rotary positions that differ by layer type ({', '.join(rope)}) are not supported"
             )
-        theta = self._float("rope_theta", rope["rope_theta"]) if "rope_theta" in rope else self.number("rope_theta")
+        theta = (
+            as_number(self.family, "rope_theta", rope["rope_theta"])
+            if "rope_theta" in rope
+            else self.number("rope_theta")
+        )
         partial = rope.get("partial_rotary_factor", self._raw.get("partial_rotary_factor"))
         if partial not in (None, 1):
             raise ValueError(f"{self.family}: partial_rotary_factor={partial} is not supported; it must be 1")
@@ -191,7 +201,10 @@ class HFConfig:
         missing = [name for name in needed if rope.get(name) is None]
         if missing:
             raise ValueError(f"{self.family}: rope type {rope_type} needs {', '.join(missing)} in config.json")
-        scaling: dict[str, Any] = {"type": rope_type, **{name: self._float(name, rope[name]) for name in needed}}
+        scaling: dict[str, Any] = {
+            "type": rope_type,
+            **{name: as_number(self.family, name, rope[name]) for name in needed},
+        }
         if rope_type == "llama3":
             inner = rope.get("original_max_position_embeddings", self._raw.get("max_position_embeddings"))
             scaling["original_max_position_embeddings"] = self._raw.get("original_max_position_embeddings", inner)

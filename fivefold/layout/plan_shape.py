@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.paths import PACKAGE_PREFIX, resolve_model_path
+from fivefold.layout.hf_config import as_number
 from fivefold.layout.shape import ModelShape
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -197,12 +198,6 @@ def _latent_shape(config: Mapping[str, Any], name: str) -> PlanShape:
             raise ValueError(f"{config['model_type']}: config.json has {key}={value!r}; it must be a whole number")
         return value
 
-    def number(key: str, default: float) -> float:
-        value = config.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ValueError(f"{config['model_type']}: config.json has {key}={value!r}; it must be a number")
-        return float(value)
-
     latent = LatentAttention(
         query_rank=size("q_lora_rank"),
         kv_rank=size("kv_lora_rank"),
@@ -230,8 +225,8 @@ def _latent_shape(config: Mapping[str, Any], name: str) -> PlanShape:
         qkv_bias=False,
         qk_norm=False,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rms_norm_eps=number("rms_norm_eps", 1e-6),
-        rope_theta=number("rope_theta", 1e4),
+        rms_norm_eps=as_number(config["model_type"], "rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+        rope_theta=as_number(config["model_type"], "rope_theta", config.get("rope_theta", 1e4)),
         rope_scaling=None,
         name=name,
         latent=latent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_the_commands_of_the_readme_work(fivefold: Fivefold, tmp_path: Path) -> 
         outputs.append(result.stdout)
     assert "finished in" in outputs[0]
     assert '"accuracy"' in outputs[1]
+    assert json.loads(outputs[1])["n_prompts"] == 32
     assert outputs[2].count("47+35-36=") == 4
     assert "actor" in outputs[3]
 

@@ -14,7 +14,7 @@ from worker_pool import WorkerPool, Workers
 def workers() -> Iterator[Workers]:
     """The pool of n processes, started at its first use in a file.
 
-    Every layout leaves a process some threads of gloo, so that the tests would get slower from file to file.
+    Interleaved layouts leave a process some threads of gloo, so that the tests would get slower from file to file.
     """
     pools: dict[int, WorkerPool] = {}
 

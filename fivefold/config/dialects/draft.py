@@ -12,6 +12,8 @@ Outcome = Literal["mapped", "implied", "unsupported"]
 Role = Literal["actor", "rollout", "ref"]
 Degree = Literal["tp", "pp", "cp", "vpp", "ep", "etp"]
 
+LEADS_NOWHERE = "this interpolation leads to no plain value"
+
 
 class Unfit(ValueError):
     """A value that the recipe's key cannot take; the message says what it can."""
@@ -129,9 +131,9 @@ class Draft:
             self.unsupported(key, caveat)
             return None
         if "${" in str(value):
-            return self.unsupported(key, "this interpolation leads to no plain value")
+            return self.unsupported(key, LEADS_NOWHERE)
         if self.recipe.setdefault(to, value) != value:
-            other = next((entry.key for entry in self._entries.values() if entry.to == to), "another key")
+            other = next((entry.key for entry in self._setting(to)), "another key")
             return self.unsupported(key, f"{other} sets {to} to {self.recipe[to]!r}")
         return self._settle(key, "mapped", to, "; ".join(filter(None, (note, caveat))))
 
@@ -148,13 +150,13 @@ class Draft:
     def demote(self, to: str, reason: str, outcome: Outcome = "unsupported") -> None:
         """Takes the recipe's `to` back: the keys that set it become unsupported, or implied where it has no effect."""
         self.recipe.pop(to, None)
-        for entry in [entry for entry in self._entries.values() if entry.to == to]:
+        for entry in self._setting(to):
             self._settle(entry.key, outcome, "", reason)
 
     def revise(self, to: str, value: Any, reason: str) -> None:
         """Changes the recipe's `to`, and with it the entries of the keys that set it."""
         self.recipe[to] = value
-        for entry in [entry for entry in self._entries.values() if entry.to == to]:
+        for entry in self._setting(to):
             self._settle(entry.key, "mapped", to, "; ".join(filter(None, (entry.note, reason))))
 
     def lay_out(self, key: str, role: Role, degree: Degree, otherwise: int = 1) -> None:
@@ -200,6 +202,10 @@ class Draft:
                 self.implied(key, "empty, so the default holds")
             elif key not in planned:
                 self.unsupported(key, unknown)
+
+    def _setting(self, to: str) -> list[Entry]:
+        """Entries of the keys that set the recipe's `to`."""
+        return [entry for entry in self._entries.values() if entry.to == to]
 
     def _settle(self, key: str, outcome: Outcome, to: str, note: str) -> None:
         is_default = key not in self._values

@@ -6,7 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.config.dialects.draft import Degree, Draft, Role, RolePlan, Rule, Unfit, number, one_of, whole
+from fivefold.config.dialects.draft import (
+    LEADS_NOWHERE,
+    Degree,
+    Draft,
+    Role,
+    RolePlan,
+    Rule,
+    Unfit,
+    number,
+    one_of,
+    whole,
+)
 
 NO_CRITIC = "there is no critic: advantages are rewards, normalised over groups or the batch"
 NO_REFERENCE = "no reference model is loaded: there is no KL term"
@@ -77,7 +88,7 @@ def one_path(key: str) -> Rule:
         if not paths:
             raise Unfit(f"{value!r} names no file")
         if "${" in str(paths):
-            raise Unfit("this interpolation leads to no plain value")
+            raise Unfit(LEADS_NOWHERE)
         if len(paths) > 1:
             draft.recipe.setdefault(key, str(paths[0]))
             draft.unsupported(

@@ -138,6 +138,6 @@ class Calls:
 def test_roles_on_the_same_devices_give_their_memory_back(options: dict[str, Any], expected: list[str]) -> None:
     log: list[str] = []
     if options.get("actor_on_devices"):
-        options = {**options, "actor_on_devices": Calls("actor", log)}
+        options = {**options, "actor_on_devices": Actor(Calls("actor", log))}
     Reference(Calls("ref", log), **options).logprobs(None, 1.0)  # type: ignore[arg-type]
     assert log == expected

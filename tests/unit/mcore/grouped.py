@@ -1,0 +1,32 @@
+"""Grouped matmuls against a loop over the groups in double precision, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from fivefold.mcore.experts import GroupedLinear
+
+
+def check_grouped_linear(
+    sizes: tuple[int, ...], n_in: int, n_out: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Outputs and both gradients, for groups of so many rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x = random(sum(sizes), n_in).requires_grad_()
+    weight = random(len(sizes), n_out, n_in).requires_grad_()
+    grad = random(sum(sizes), n_out)
+    out = GroupedLinear.apply(x, weight, torch.tensor(sizes, device=device).cumsum(0, dtype=torch.int32))
+    out.backward(grad)
+
+    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    rows = exact_x.split(list(sizes))
+    exact = torch.cat([part @ exact_weight[group].t() for group, part in enumerate(rows)])
+    exact.backward(grad.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for got, wanted in ((out, exact), (x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
