@@ -1,7 +1,8 @@
-"""Speed of the actor's update: forward, backward and optimizer step of a Qwen3-30B-A3B-shaped model, random weights.
+"""Speed of the actor's update: forward, backward and optimizer step of a model of any shape, random weights.
 
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8
     torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend "megatron:(attn:d1t2c2|ffn:e4)"
+    torchrun --nproc-per-node 2 benchmarks/actor_update.py --model Qwen3-8B --layers 12 --backend megatron:t2
 
 One line of JSON a run: tokens/s, model TFLOP/s a GPU (recomputation not counted), peak memory, and the losses, which
 must agree across layouts. With --profile, the kernels that take the most time.
@@ -23,37 +24,9 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.layout.allocation import parse_backend
 from fivefold.layout.flops import training_flops
+from fivefold.layout.plan_shape import SHAPES
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
-
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-
 
 def main() -> None:
     args = parse_arguments()
@@ -61,9 +34,10 @@ def main() -> None:
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": args.layers}))
+        config = json.loads((SHAPES / f"{args.model}.json").read_text())
+        (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": args.layers}))
         engine = build(args, folder)
-    batch = make_batch(args)
+    batch = make_batch(args, engine.shape.vocab)
     losses, seconds = [], []
     for _ in range(args.steps):
         torch.cuda.synchronize()
@@ -81,7 +55,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--model", default="Qwen3-30B-A3B", help="one of fivefold/layout/shapes/, without .json")
+    parser.add_argument("--layers", type=int, default=8, help="in place of the model's own number")
     parser.add_argument("--backend", default="megatron:d1")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=16, help="sequences of a step, over all ranks")
@@ -105,10 +80,10 @@ def build(args: argparse.Namespace, folder: str) -> MegatronEngine:
     return MegatronEngine(config, layout, seed=1, optimizer=OptimizerConfig(lr=1e-5), total_steps=args.steps)
 
 
-def make_batch(args: argparse.Namespace) -> Batch:
+def make_batch(args: argparse.Namespace, vocab: int) -> Batch:
     tokens = args.sequence * args.sequences
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, QWEN3_30B_A3B["vocab_size"], (tokens,), generator=generator)
+    ids = torch.randint(0, vocab, (tokens,), generator=generator)
     return Batch((args.sequence,) * args.sequences, ids, torch.ones(tokens))
 
 
@@ -119,6 +94,7 @@ def report(
     gpus = dist.get_world_size()
     flops = training_flops(engine.shape, batch.lengths, batch.n_tokens)
     row = {
+        "model": args.model,
         "backend": args.backend,
         "layers": args.layers,
         "gpus": gpus,

@@ -27,8 +27,6 @@ from fivefold.layout.plan_shape import PlanShape, find_shape
 from fivefold.layout.timing import step_time
 from fivefold.layout.workload import Workload
 
-MODEL = "Qwen3-30B-A3B"
-
 
 def main() -> None:
     args = parse_arguments()
@@ -36,9 +34,9 @@ def main() -> None:
     if not rows:
         raise SystemExit("no line of JSON with peak_memory_gb was found; give the output of benchmarks/actor_update.py")
     print(
-        "| GPUs | layers | backend | recompute | micro-batch | GB | estimate | off by | seconds | estimate | off by |"
+        "| GPUs | model | layers | backend | recompute | micro-batch | GB | estimate | off by | seconds | estimate | off by |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     worst = 0.0
     for row in rows:
         measured_gb, seconds = row["peak_memory_gb"], min(row["seconds"][1:])
@@ -46,7 +44,7 @@ def main() -> None:
         worst = max(worst, abs(expected_gb / measured_gb - 1))
         backend = row["backend"].replace("|", "\\|")
         print(
-            f"| {row['gpus']} | {row['layers']} | `{backend}` | {row['recompute']} | {row['micro_tokens']} | "
+            f"| {row['gpus']} | {row['model']} | {row['layers']} | `{backend}` | {row['recompute']} | {row['micro_tokens']} | "
             f"{measured_gb:.1f} | {expected_gb:.1f} | {expected_gb / measured_gb - 1:+.1%} | "
             f"{seconds:.2f} | {expected_seconds:.2f} | {expected_seconds / seconds - 1:+.0%} |"
         )
@@ -82,15 +80,16 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[
         logprob_chunk=chunk,
         n_fields=1,
     )
-    layout, model = parse_backend(row["backend"]), shape(row["layers"])
+    layout, model = parse_backend(row["backend"]), shape(row["model"], row["layers"])
     memory = training_memory(layout, model, work)[0].allocated / 1e9
     together = ranks_together(from_node_start(layout, gpus_per_node=8), is_moe=model.is_moe)
     return memory, step_time(layout, model, work, find_gpu(gpu), together).total
 
 
-def shape(n_layers: int) -> PlanShape:
-    """The benchmark's model: that many layers of `MODEL`."""
-    return replace(find_shape(MODEL), n_layers=n_layers, moe_layers=(True,) * n_layers)
+def shape(model: str, n_layers: int) -> PlanShape:
+    """The benchmark's model: the first layers of `model`."""
+    whole = find_shape(model)
+    return replace(whole, n_layers=n_layers, moe_layers=whole.moe_layers[:n_layers])
 
 
 if __name__ == "__main__":
