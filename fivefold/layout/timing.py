@@ -41,8 +41,10 @@ ACCUMULATION_BYTES = 12
 """Read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
 LAUNCH_SECONDS = 0.003
 """Python and CUDA launches of one layer and micro-batch, forward and backward."""
-EXCHANGE_SECONDS = 0.004
+EXCHANGE_SECONDS = 0.003
 """Wait of one MoE layer and micro-batch with ep or etp > 1, where the host must learn how many rows arrive to go on."""
+SPLIT_EXPERTS_SECONDS = 0.008
+"""What one MoE layer and micro-batch takes more with etp > 1, where Megatron-Core's own dispatcher gathers the rows."""
 SLACK = 0.7
 
 _COLLECTIVES_IN_THE_WAY = ("tp", "cp", "ep", "etp")
@@ -180,6 +182,8 @@ class _StageTime:
         launching = max(0.0, launch - layers - again - exposed)
         if layout.ep > 1 or layout.etp > 1:
             launching += EXCHANGE_SECONDS * stage.n_moe
+        if layout.etp > 1:
+            launching += SPLIT_EXPERTS_SECONDS * stage.n_moe
         return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
 
 

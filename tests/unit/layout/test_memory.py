@@ -21,6 +21,7 @@ from fivefold.layout.workload import RECOMPUTE, Workload
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "actor-update-h200.jsonl"
 RUNS: list[dict[str, Any]] = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+RUN_IDS = [f"{run['model']}-{run['backend']}-{run['layers']}-{run['recompute']}" for run in RUNS]
 
 
 def layers_of(name: str, count: int) -> PlanShape:
@@ -33,17 +34,17 @@ def work_of(run: dict[str, Any]) -> Workload:
     return Workload(4096, sequences, run["micro_tokens"], recompute=run["recompute"], n_fields=1)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=[f"{run['backend']}-{run['layers']}-{run['recompute']}" for run in RUNS])
+@pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
 def test_the_peak_is_what_was_measured_on_gpus(run: dict[str, Any]) -> None:
-    memory = training_memory(parse_backend(run["backend"]), layers_of("Qwen3-30B-A3B", run["layers"]), work_of(run))
+    memory = training_memory(parse_backend(run["backend"]), layers_of(run["model"], run["layers"]), work_of(run))
     assert memory[0].allocated / 1e9 == pytest.approx(run["peak_memory_gb"], rel=0.05)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=[f"{run['backend']}-{run['layers']}-{run['recompute']}" for run in RUNS])
+@pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
 def test_the_step_takes_about_as_long_as_it_was_measured_to(run: dict[str, Any]) -> None:
-    shape = layers_of("Qwen3-30B-A3B", run["layers"])
+    shape = layers_of(run["model"], run["layers"])
     layout = parse_backend(run["backend"])
-    together = ranks_together(from_node_start(layout, 8), is_moe=True)
+    together = ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe)
     time = step_time(layout, shape, work_of(run), find_gpu("h200"), together)
     assert time.total == pytest.approx(min(run["seconds"][1:]), rel=0.2)
 
