@@ -17,14 +17,14 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.layout.allocation import Allocation
-from fivefold.layout.check import layout_problems
+from fivefold.layout.check import layout_problems, replica_problems, server_problems
 from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.layout.shape import ModelShape, load_shape
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles import Rollout, check_engines, rollout_role
+from fivefold.roles import Rollout, check_server, rollout_role
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.samples import accuracy, make_samples, sample_metrics
@@ -144,7 +144,10 @@ def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     """The rollout's replicas as if the cluster were theirs alone: the actor may need more than is here."""
     roles = [role for group in recipe_allocation(recipe).groups for role in group if role.role == "rollout"]
     placement = place_allocation(Allocation((tuple(roles),)), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
-    check_engines(placement)
-    if problems := list(layout_problems(placement["rollout"].layout, shape)):
-        raise RecipeError(recipe.experiment_name, [f"rollout: {line}" for line in problems])
+    rollout = placement["rollout"]
+    problems = [f"rollout: {line}" for line in layout_problems(rollout.layout, shape)]
+    problems += [*replica_problems(rollout), *server_problems(recipe)]
+    if problems:
+        raise RecipeError(recipe.experiment_name, problems)
+    check_server(rollout.layout, recipe.rollout)
     return placement

@@ -181,6 +181,8 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if not recipe.get("actor.kl_ctl"):
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
+    if recipe.get("rollout.backend", "transformers").startswith("transformers"):
+        draft.demote("rollout.memory_fraction", "the embedded engine takes what it needs", "implied")
     for section in ("train_dataset", "valid_dataset"):
         if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
             draft.demote(f"{section}.split", "one file has no splits", "implied")
@@ -202,16 +204,16 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
 
 
 def _layout_notes(recipe: TrainRecipe) -> list[str]:
-    """What is wrong with the layout, and whether the rollout's backend does not run yet."""
+    """What is wrong with the layout, and what the rollout's server needs."""
     try:
         placement = place(recipe)
     except RecipeError as error:
         return [f"the layout does not fit: {problem}" for problem in error.problems]
     return [
-        f"{placed.layout.backend} can be planned for, but does not run yet: "
-        f"to train, lay rollout out as transformers:d{placed.layout.world_size}"
+        f"{placed.layout.backend} has to be installed: where it wants other versions of torch or transformers, in an "
+        "environment of its own that rollout.server_python names"
         for placed in placement.roles
-        if placed.role == "rollout" and placed.layout.backend != "transformers"
+        if placed.layout.is_server
     ]
 
 

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.rollout_worker import RolloutWorker
 from fivefold.cluster.session import Role, Session
 from fivefold.cluster.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import EngineConfig, TrainRecipe
+from fivefold.config.schema import EngineConfig, RolloutConfig, TrainRecipe
+from fivefold.layout.blueprint import draw_up
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement
+from fivefold.layout.question_sources import Changes, question_of_recipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.replica import ReplicaSpec
 from fivefold.types import Batch, Completion, Prompt
+
+ANY_GPU = "h100-80g"
+"""What a role keeps on its GPU does not depend on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -160,20 +171,29 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         total_steps=total_steps,
         reference=reference if beside_actor else None,
     )
-    roles = [
-        Role("actor", placement["actor"].devices, TrainerWorker, (spec,), distributed=True),
-        rollout_role(recipe, placement, path, load_weights=False),
-    ]
+    trainers = [Role("actor", placement["actor"].devices, TrainerWorker, (spec,), distributed=True)]
     if reference is not None and not beside_actor:
         own = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
-        roles.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
-    groups = session.launch(*roles)
+        trainers.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
+    groups = _launch(session, rollout_role(recipe, placement, path, load_weights=False), trainers, placement)
     actor = Actor(groups["actor"])
     return Roles(
         actor=actor,
         rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
         reference=_reference(groups, actor, placement) if needs_reference else None,
     )
+
+
+def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement: Placement) -> dict[str, WorkerGroup]:
+    """All roles side by side, unless a server shares devices: it measures what is free when it starts."""
+    if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
+        return session.launch(rollout, *trainers)
+    groups = session.launch(rollout)
+    groups["rollout"].call("sleep")
+    groups |= session.launch(*trainers)
+    groups["actor"].call("release_cache")
+    groups["rollout"].call("wake")
+    return groups
 
 
 def _reference(groups: Mapping[str, WorkerGroup], actor: Actor, placement: Placement) -> Reference:
@@ -185,25 +205,77 @@ def _reference(groups: Mapping[str, WorkerGroup], actor: Actor, placement: Place
 
 def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:
     """The rollout replicas of a recipe over the model at `path`."""
-    dtype = recipe.rollout.dtype or recipe.actor.dtype
-    args = (path, recipe.tokenizer_path or path, dtype, recipe.rollout.max_batch_size, load_weights)
-    return Role("rollout", placement["rollout"].devices, RolloutWorker, args)
+    placed, config = placement["rollout"], recipe.rollout
+    layout, is_shared = placed.layout, bool(placement.sharers("rollout"))
+    spec = ReplicaSpec(
+        backend=layout.backend,
+        path=path,
+        tokenizer_path=recipe.tokenizer_path or path,
+        dtype=config.dtype or recipe.actor.dtype,
+        max_batch_size=config.max_batch_size,
+        load_weights=load_weights,
+        run=uuid4().hex[:8],
+        tp=layout.tp,
+        pp=layout.pp,
+        max_length=_longest(recipe),
+        seed=recipe.seed,
+        can_sleep=is_shared and not placement.is_cpu,
+        reserved=_kept_beside_rollout(recipe, path) if is_shared and layout.is_server else 0,
+        memory_fraction=config.memory_fraction,
+        python=config.server_python,
+        arguments=tuple(config.server_args),
+    )
+    return Role("rollout", placed.devices, RolloutWorker, (spec,), devices_per_process=layout.world_size // layout.dp)
+
+
+def _longest(recipe: TrainRecipe) -> int:
+    """Tokens of the longest prompt and completion that a replica may be asked for."""
+    rows = [recipe.train_dataset, *([recipe.valid_dataset] if recipe.valid_dataset else [])]
+    return max(data.max_length for data in rows) + recipe.gconfig.max_new_tokens
 
 
 def check_engines(placement: Placement) -> None:
-    """Refuse roles whose backend can be planned for, but not run yet.
+    """Refuse trainers whose backend can be planned for, but not run yet.
 
     Raises:
         ValueError: naming the role.
     """
-    runs = {"rollout": "transformers"}
     for placed in placement.roles:
-        backend, own = placed.layout.backend, runs.get(placed.role, "megatron")
-        if backend != own:
+        if placed.layout.is_training and placed.layout.backend != "megatron":
             raise ValueError(
-                f"{placed.role}.backend is {backend}, which does not run yet: "
-                f"use {own}, for example {placed.role}.backend={own}:d1"
+                f"{placed.role}.backend is {placed.layout.backend}, which does not run yet: "
+                f"use megatron, for example {placed.role}.backend=megatron:d1"
             )
+
+
+def check_server(layout: ParallelLayout, config: RolloutConfig) -> None:
+    """Refuse a rollout by a server that is not installed.
+
+    Raises:
+        ValueError: naming the package and how it comes here.
+    """
+    if not layout.is_server:
+        return
+    if config.server_python is None and find_spec(layout.backend) is None:
+        raise ValueError(
+            f"rollout.backend is {layout.backend}, which is not installed beside Fivefold: install it, in an "
+            "environment of its own if need be, whose Python rollout.server_python then names"
+        )
+    if config.server_python is not None and shutil.which(config.server_python) is None:
+        raise ValueError(
+            f"rollout.server_python={config.server_python} is no program: name the Python of the environment that has "
+            f"{layout.backend}, for example /opt/{layout.backend}/bin/python"
+        )
+
+
+def _kept_beside_rollout(recipe: TrainRecipe, path: str) -> int:
+    """Bytes of each device that other roles keep while the rollout is awake, as `fivefold plan` counts them."""
+    actor = recipe.actor.model_copy(update={"path": str(resolve_model_folder(path))})
+    ref = recipe.ref
+    if ref.path is not None:
+        ref = ref.model_copy(update={"path": str(resolve_model_folder(ref.path))})
+    local = recipe.model_copy(update={"actor": actor, "ref": ref})
+    return draw_up(question_of_recipe(local, ANY_GPU, Changes())).rollouts[0].beside
 
 
 def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:

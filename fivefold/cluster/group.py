@@ -75,7 +75,7 @@ class WorkerGroup:
         self.name = role.name
         self._session = session
         self._role = role
-        self._nodes = [session.nodes[device.node] for device in role.devices]
+        self._nodes = [session.nodes[devices[0].node] for devices in role.processes()]
         self._members = [
             Member(role.name, rank, node.host, session.logs / f"{role.name}-{rank}.log")
             for rank, node in enumerate(self._nodes)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 MAX_THREADS = 16
 """More OpenMP threads than this make the small CPU operations of a worker slower."""
 
+PLACE_ON_NODE = "FIVEFOLD_PLACE_ON_NODE"
+PROCESSES_ON_NODE = "FIVEFOLD_PROCESSES_ON_NODE"
+"""Which of a role's processes on its node a worker is, from 0, and how many they are."""
+
 FORWARDED = (
     "HF_",
     "TRANSFORMERS_",
@@ -22,24 +26,29 @@ FORWARDED = (
     "GLOO_",
     "TORCH_",
     "PYTORCH_",
+    "VLLM_",
+    "SGLANG_",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 """Prefixes of the driver's variables that its workers get too, on a joined cluster as on this machine."""
 
 
 def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str, str]:
-    """Rank, world, device and threads of one worker.
+    """Rank, world, devices and threads of one worker, and which of its role's on the node it is.
 
-    A worker sees its own device and no other, so that device is `cuda:0` and LOCAL_RANK is 0.
+    A worker sees its own devices and no others, so the first one is `cuda:0` and LOCAL_RANK is 0.
     """
-    device = role.devices[rank]
-    node = nodes[device.node]
+    processes = role.processes()
+    homes = [devices[0].node for devices in processes]
+    node = nodes[homes[rank]]
     environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     environment |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(role.devices)),
+        "WORLD_SIZE": str(len(processes)),
         "LOCAL_RANK": "0",
-        "CUDA_VISIBLE_DEVICES": node.gpus[device.local] if node.gpus else "",
+        PLACE_ON_NODE: str(homes[:rank].count(node.index)),
+        PROCESSES_ON_NODE: str(homes.count(node.index)),
+        "CUDA_VISIBLE_DEVICES": ",".join(node.gpus[device.local] for device in processes[rank]) if node.gpus else "",
         "OMP_NUM_THREADS": str(_threads(role, node)),
     }
     if len(nodes) == 1 and (interface := loopback()):
@@ -64,7 +73,7 @@ def _threads(role: Role, node: Node) -> int:
         return role.threads
     if "OMP_NUM_THREADS" in os.environ:
         return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
-    processes = sum(device.node == node.index for device in role.devices)
+    processes = sum(devices[0].node == node.index for devices in role.processes())
     return max(1, min(MAX_THREADS, node.cores // processes))
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.config.paths import resolve_model_path
+from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.rollout.servers.weights import NodePlace
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.sync.buckets import Bucket, unpack
 from fivefold.types import Completion
@@ -15,21 +23,11 @@ from fivefold.types import Completion
 class RolloutWorker:
     """The verbs of the rollout's side of the loop."""
 
-    def __init__(self, path: str, tokenizer_path: str, dtype: str, max_batch_size: int, load_weights: bool) -> None:
-        """
-        Args:
-            path: model folder; its weights are read only with `load_weights`, else they come from the actor.
-            dtype: `float32` or `bfloat16`.
-        """
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._engine = TransformersEngine.from_path(
-            path,
-            dtype=dtype,
-            device=self._device,
-            max_batch_size=max_batch_size,
-            tokenizer_path=tokenizer_path,
-            load_weights=load_weights,
-        )
+    def __init__(self, spec: ReplicaSpec) -> None:
+        embedded = spec.backend == "transformers"
+        # A server's weights pass through files: they stay on the host.
+        self._device = "cuda" if embedded and torch.cuda.is_available() else "cpu"
+        self._engine: RolloutEngine = _embedded(spec, self._device) if embedded else _server(spec)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """One completion for each request."""
@@ -40,9 +38,30 @@ class RolloutWorker:
         self._engine.update_weights(unpack(buckets, self._device), version)
 
     def sleep(self) -> None:
-        """Forget the weights and leave the device to the actor."""
+        """Forget the weights and leave the devices to the actor."""
         self._engine.sleep()
 
     def wake(self) -> None:
-        """Take the device back; the weights come with the next `update_weights`."""
+        """Take the devices back; the weights come with the next `update_weights`."""
         self._engine.wake()
+
+
+def _embedded(spec: ReplicaSpec, device: str) -> TransformersEngine:
+    return TransformersEngine.from_path(
+        spec.path,
+        dtype=spec.dtype,
+        device=device,
+        max_batch_size=spec.max_batch_size,
+        tokenizer_path=spec.tokenizer_path,
+        load_weights=spec.load_weights,
+    )
+
+
+def _server(spec: ReplicaSpec) -> ServerEngine:
+    place = NodePlace(spec.run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
+    save = partial(
+        save_hf,
+        config_source=resolve_model_path(spec.path),
+        tokenizer_source=resolve_model_path(spec.tokenizer_path),
+    )
+    return ServerEngine(spec, place, save)

@@ -47,6 +47,13 @@ class Role:
     """OMP_NUM_THREADS; none: the driver's, or the node's cores shared among the role's processes on it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of the processes, set before anything heavy is imported."""
+    devices_per_process: int = 1
+    """How many of `devices`, which then lie on one node, each process has."""
+
+    def processes(self) -> list[Sequence[Device]]:
+        """The devices of each process."""
+        n = self.devices_per_process
+        return [self.devices[first : first + n] for first in range(0, len(self.devices), n)]
 
 
 class Session:

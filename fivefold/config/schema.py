@@ -244,7 +244,7 @@ class GenerationConfig(Section):
 
 class RolloutConfig(Section):
     backend: str = "transformers:d1"
-    """Engine and replicas, for example `transformers:d2`."""
+    """Engine and replicas: `transformers:d2`, or servers such as `vllm:d4t2` and `sglang:d4t4`."""
     device_mapping: str | list[NonNegative] | None = None
     """As `actor.device_mapping`."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -253,6 +253,12 @@ class RolloutConfig(Section):
     """Most sequences that a replica decodes at one time."""
     colocate: bool | None = None
     """Share the actor's devices. None: only if the cluster has too few for both."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of each GPU's memory, what a vLLM or SGLang server takes. None: its usual share, less what others keep there."""
+    server_python: str | None = None
+    """Python of the environment that has vLLM or SGLang. None: Fivefold's own."""
+    server_args: list[str] = []
+    """Further arguments for the server's command line, for example `[--enforce-eager]`."""
 
 
 class RowsConfig(Section):

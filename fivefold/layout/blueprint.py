@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fivefold.layout.check import replica_problems
 from fivefold.layout.placement import Placement
 from fivefold.layout.question import Question
 from fivefold.layout.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
@@ -60,6 +61,7 @@ def _model_problems(blueprint: Blueprint) -> Iterator[str]:
     for rollout in blueprint.rollouts:
         for line in plan_problems(rollout.placed.layout, blueprint.question.shape):
             yield f"{rollout.placed.role}: {line}"
+        yield from replica_problems(rollout.placed)
     for trainer in blueprint.trainers:
         if trainer.time is not None and trainer.placed.layout.dp > blueprint.question.work.sequences:
             yield (

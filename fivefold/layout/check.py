@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import Recipe
-from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.placement import place
+from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.layout.grid import rank_groups
+from fivefold.layout.parallel import SERVERS, ParallelLayout
+from fivefold.layout.placement import RolePlacement, place
+from fivefold.layout.recipe import recipe_allocation
 from fivefold.layout.shape import ModelShape
+
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""It raises lower ones in silence, and refuses higher ones."""
 
 
 def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
@@ -41,7 +46,8 @@ def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None
         layouts.setdefault("ref", layouts["actor"])
         shapes["ref"] = ref_shape
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += router_problems(recipe, shape)
+    problems += [line for placed in placement.roles for line in replica_problems(placed)]
+    problems += [*router_problems(recipe, shape), *server_problems(recipe)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
@@ -69,6 +75,37 @@ def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if value := getattr(fields, name):
             yield f"actor.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
+
+
+def replica_problems(placed: RolePlacement) -> Iterator[str]:
+    """A line for the first replica of an inference server that would not lie on one node."""
+    layout = placed.layout
+    if not layout.is_server:
+        return
+    for ranks in rank_groups(layout, "tp", "pp"):
+        nodes = sorted({placed.devices[rank].node for rank in ranks})
+        if len(nodes) > 1:
+            yield (
+                f"{placed.role}: a replica of {layout.backend} would span nodes {', '.join(map(str, nodes))}: a server "
+                f"is on one node, so t x p = {layout.tp * layout.pp} must divide the GPUs that the role has on each"
+            )
+            return
+
+
+def server_problems(recipe: Recipe) -> Iterator[str]:
+    """One line for each key of the recipe that is about servers where there is none, or that the server cannot take."""
+    if not isinstance(recipe, TrainRecipe):
+        return
+    backends = {role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout"}
+    if not backends & set(SERVERS):
+        for name in ("memory_fraction", "server_python", "server_args"):
+            if value := getattr(recipe.rollout, name):
+                yield f"rollout.{name}={value} is for vLLM and SGLang, and the rollout is neither: drop it"
+    if "vllm" in backends:
+        low, high = VLLM_TEMPERATURES
+        for section, value in (("gconfig", recipe.gconfig), ("evaluator", recipe.evaluator)):
+            if not value.greedy and not low <= value.temperature <= high:
+                yield f"{section}.temperature={value.temperature}: vLLM samples with {low} to {high}; choose among them"
 
 
 def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:

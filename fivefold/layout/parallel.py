@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 TRAIN_BACKENDS = ("megatron", "fsdp")
-INFERENCE_BACKENDS = ("transformers", "vllm", "sglang")
+SERVERS = ("vllm", "sglang")
+INFERENCE_BACKENDS = ("transformers", *SERVERS)
 BACKENDS = TRAIN_BACKENDS + INFERENCE_BACKENDS
 
 
@@ -60,3 +61,8 @@ class ParallelLayout:
     def is_training(self) -> bool:
         """Whether the backend trains (and does not only generate)."""
         return self.backend in TRAIN_BACKENDS
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the backend is an inference server, in a process of its own."""
+        return self.backend in SERVERS

@@ -32,6 +32,8 @@ class Question:
     """The frozen reference model: in the actor's processes, unless `ref` has devices of its own."""
     rollout_bytes: int = 2
     """Of a weight and of a cached key, where they are generated with."""
+    memory_fraction: float | None = None
+    """Of a GPU's memory, what a server takes; None: its usual share, less what other roles keep there."""
     devices: Mapping[str, tuple[int, ...]] | None = None
     """Each role's devices, counted through over the nodes; None: as the allocation's `+` and `|` say."""
     notes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation, parse_role
-from fivefold.layout.check import router_problems
+from fivefold.layout.check import router_problems, server_problems
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.plan_shape import find_shape
@@ -138,6 +138,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         question,
         reference=reference,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
+        memory_fraction=recipe.rollout.memory_fraction,
     )
 
 
@@ -154,7 +155,7 @@ def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
 def _question(recipe: Recipe, gpu: str, changes: Changes, *, length: int, generated: int, batch: int) -> Question:
     """What both kinds of recipe ask for; `generated` sequences a step, none of them in fine-tuning."""
     actor, shape = recipe.actor, find_shape(recipe.actor.path)
-    if problems := list(router_problems(recipe, shape)):
+    if problems := [*router_problems(recipe, shape), *server_problems(recipe)]:
         raise RecipeError(recipe.experiment_name, problems)
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
     work = Workload(

@@ -123,6 +123,7 @@ def plan_rollout(question: Question, placed: RolePlacement, beside: int) -> Roll
         batch_size=min(question.generation_batch, -(-question.generated // placed.layout.dp)),
         element_bytes=question.rollout_bytes,
         taken=beside,
+        fraction=question.memory_fraction,
     )
     if question.gpus_per_node == 0:
         memory = replace(memory, context=0)

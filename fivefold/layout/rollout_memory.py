@@ -10,7 +10,8 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.plan_shape import PlanShape
 
 SERVER_SHARE = {"vllm": 0.9, "sglang": 0.88}
-"""Of the GPU's memory, what these servers take by default: weights, then keys and values with all the rest."""
+"""Of the GPU's memory, what these servers and the roles that wait beside them fill, unless `rollout.memory_fraction`
+says what a server takes: weights, then keys and values with all the rest."""
 SERVER_WORKSPACE = 2_500_000_000
 """Activations, CUDA graphs and sampling buffers of a server."""
 _FLOAT = 4
@@ -49,6 +50,7 @@ def rollout_memory(
     batch_size: int,
     element_bytes: int,
     taken: int = 0,
+    fraction: float | None = None,
 ) -> RolloutMemory:
     """The memory of one rank of an inference layout; a replica spans tp * pp ranks.
 
@@ -56,6 +58,7 @@ def rollout_memory(
         sequence_length: tokens of prompt and answer, at the longest.
         batch_size: sequences that a replica of the embedded engine decodes together; servers decide for themselves.
         taken: bytes that trainers keep on the same GPU while they wait.
+        fraction: of the GPU's memory, what a server takes; None: its usual share, less `taken`.
     """
     ranks = layout.tp * layout.pp
     weights = shape.n_parameters * element_bytes // ranks
@@ -68,6 +71,7 @@ def rollout_memory(
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
         cache = batch_size * per_sequence
         return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)
-    room = int(gpu.memory * SERVER_SHARE[layout.backend]) - taken - weights - SERVER_WORKSPACE - context
+    whole = gpu.memory * SERVER_SHARE[layout.backend] - taken if fraction is None else gpu.memory * fraction
+    room = int(whole) - weights - SERVER_WORKSPACE - context
     pool = max(room, 0)
     return RolloutMemory(weights, pool, SERVER_WORKSPACE, context, pool // per_sequence, least_cache=per_sequence)

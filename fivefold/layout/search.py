@@ -38,8 +38,11 @@ class Engine:
     batch."""
 
     @staticmethod
-    def of(rollout: RolloutPlan) -> Engine:
+    def of(rollout: RolloutPlan, fraction: float | None) -> Engine:
+        """`fraction`: of the GPU's memory, what a server takes whoever waits there; None: what they leave it."""
         memory = rollout.memory
+        if fraction is not None and rollout.placed.layout.is_server:
+            return Engine(1.0, memory.total + rollout.beside)
         share = SERVER_SHARE.get(rollout.placed.layout.backend, 1.0)
         return Engine(share, memory.total - memory.kv_cache + memory.least_cache + rollout.beside)
 
@@ -78,7 +81,9 @@ class Cluster:
         references = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
         reserved = sum(rollout_context(placed.layout) for placed in rollouts)
         frozen = sum(kept_bytes(reference) for reference in references)
-        engines = tuple(Engine.of(plan_rollout(question, placed, frozen)) for placed in rollouts)
+        engines = tuple(
+            Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
+        )
         return Cluster(question.gpu, placement["actor"].devices, reserved + frozen, engines)
 
     @property

@@ -68,6 +68,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def end_tokens(
+    model: PreTrainedModel, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """The end-of-sequence tokens that the model's config, its generation config and its tokenizer name, together.
+
+    Ids outside the model's vocabulary (some configs write -1 for none) are left out: no completion can hold one.
+    """
+    named = [model.config.eos_token_id, tokenizer.eos_token_id]
+    if generation is not None:
+        named.append(generation.eos_token_id)
+    ids = [token for some in named if some is not None for token in (some if isinstance(some, list) else [some])]
+    return frozenset(token for token in ids if 0 <= token < model.config.vocab_size)
+
+
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
     model: PreTrainedModel

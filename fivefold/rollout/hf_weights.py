@@ -97,6 +97,15 @@ def _split_experts(name: str, parameter: nn.Parameter, names: _ExpertNames) -> I
 def receive_weights(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy `weights` into the model in place, cast to its dtype and device.
 
+    Raises ValueError as `audited` does, after the whole iterator is consumed.
+    """
+    for name, tensor in audited(tensors, weights):
+        tensors[name].view().copy_(tensor)
+
+
+def audited(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Pass on those of `weights` that fit, and see at the end that every tensor came exactly once.
+
     The whole iterator is consumed before anything is reported, since collectives may stand behind it that other ranks
     take part in. Raises ValueError naming every tensor that is missing, unknown, sent twice, or of the wrong shape.
     """
@@ -109,11 +118,11 @@ def receive_weights(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[s
         if name in seen:
             problems["sent twice"].append(name)
         seen.add(name)
-        target = tensors[name].view()
-        if target.shape != tensor.shape:
-            problems["wrong shape"].append(f"{name} {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
+        wanted = tensors[name].view().shape
+        if wanted != tensor.shape:
+            problems["wrong shape"].append(f"{name} {tuple(tensor.shape)}, wanted {tuple(wanted)}")
             continue
-        target.copy_(tensor)
+        yield name, tensor
     problems["missing"] = [name for name in tensors if name not in seen]
     if any(problems.values()):
         raise ValueError(

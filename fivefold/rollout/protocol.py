@@ -8,7 +8,7 @@ actor ──(Hugging Face file name, tensor) ...──engine.update_weights(weig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,9 +103,6 @@ class RolloutEngine(Protocol):
         Every tensor must come exactly once, else ValueError; the engine then refuses to generate until an update
         succeeds. RuntimeError while asleep.
         """
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in use, under their names in Hugging Face files. RuntimeError where there are none."""
 
     def sleep(self) -> None:
         """Forget the weights and give their device memory back until `wake`."""

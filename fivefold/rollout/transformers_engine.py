@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.attention import rollout_kernels
+from fivefold.rollout.checks import check_requests
 from fivefold.rollout.decode import Decoded, decode_wave
-from fivefold.rollout.hf_model import build_model, load_tokenizer
+from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
 
@@ -42,11 +44,10 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
         self._max_batch_size = max_batch_size
-        self._weight_version = weight_version
+        self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
         self._shapes = [parameter.shape for parameter in model.parameters()]
         self._device = model.device
-        self._is_awake = True
 
     @classmethod
     def from_path(
@@ -90,10 +91,8 @@ class TransformersEngine:
         Raises ValueError for a request or a sampling that the model cannot take, RuntimeError while asleep or without
         weights.
         """
-        version = self._require_weights()
-        self._check_sampling(sampling)
-        for request in requests:
-            self._check(request, sampling)
+        version = self._state.require_weights()
+        check_requests(requests, sampling, self._model.config)
         stop = StopRule(sampling, self._end_token_ids, self._tokenizer, self._device)
         # Long prompts first, so that memory runs out at once or never; equal prompts side by side, to be computed once.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
@@ -114,17 +113,16 @@ class TransformersEngine:
         Nothing is allocated and no parameter moves. Raises ValueError if a tensor is missing, unknown, sent twice or of
         the wrong shape; the engine then has no version and refuses to generate. Raises RuntimeError while asleep.
         """
-        self._require_awake()
-        self._weight_version = None
+        self._state.begin_update()
         receive_weights(self._tensors, weights)
-        self._weight_version = version
+        self._state.end_update(version)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights in use under their names in Hugging Face files, as views: an update changes them.
 
         Raises RuntimeError while asleep or without weights.
         """
-        self._require_weights()
+        self._state.require_weights()
         return ((name, tensor.view()) for name, tensor in self._tensors.items())
 
     def sleep(self) -> None:
@@ -132,8 +130,7 @@ class TransformersEngine:
 
         Buffers, such as rotary frequencies, stay: they are small, and no update brings them.
         """
-        self._weight_version = None
-        self._is_awake = False
+        self._state.sleep()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
         if self._device.type == "cuda":
@@ -141,59 +138,8 @@ class TransformersEngine:
 
     def wake(self) -> None:
         """Allocate the weights, with nothing in them until `update_weights`. Nothing happens to an engine awake."""
-        if self._is_awake:
+        if self._state.is_awake:
             return
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
-        self._is_awake = True
-
-    def _require_awake(self) -> None:
-        if not self._is_awake:
-            raise RuntimeError("the rollout engine is asleep: call wake() and update_weights() first")
-
-    def _require_weights(self) -> int:
-        self._require_awake()
-        if self._weight_version is None:
-            raise RuntimeError(
-                "the rollout engine has no complete set of weights: none were loaded, the last update failed, or it "
-                "has slept since. Call update_weights() first"
-            )
-        return self._weight_version
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        vocabulary = self._model.config.vocab_size
-        if strays := [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]:
-            raise ValueError(
-                f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {vocabulary} tokens: "
-                f"give ids from 0 to {vocabulary - 1}"
-            )
-
-    def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
-        length, vocabulary = len(request.token_ids), self._model.config.vocab_size
-        if length == 0:
-            raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
-        if length + sampling.max_new_tokens > self._model.config.max_position_embeddings:
-            raise ValueError(
-                f"a prompt of {length} tokens with max_new_tokens={sampling.max_new_tokens} exceeds the model's "
-                f"{self._model.config.max_position_embeddings} positions: lower gconfig.max_new_tokens or "
-                "train_dataset.max_length"
-            )
-        if strays := [token for token in request.token_ids if not 0 <= token < vocabulary]:
-            raise ValueError(
-                f"a prompt holds token {strays[0]}, but the model's vocabulary has {vocabulary}: "
-                "tokenizer and model do not belong together"
-            )
-
-
-def end_tokens(
-    model: PreTrainedModel, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
-) -> frozenset[int]:
-    """The end-of-sequence tokens that the model's config, its generation config and its tokenizer name, together.
-
-    Ids outside the model's vocabulary (some configs write -1 for none) are left out: no completion can hold one.
-    """
-    named = [model.config.eos_token_id, tokenizer.eos_token_id]
-    if generation is not None:
-        named.append(generation.eos_token_id)
-    ids = [token for some in named if some is not None for token in (some if isinstance(some, list) else [some])]
-    return frozenset(token for token in ids if 0 <= token < model.config.vocab_size)
+        self._state.wake()

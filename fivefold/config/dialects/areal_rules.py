@@ -261,6 +261,8 @@ SGLANG_LIKE: Mapping[str, Rule] = {
     "max_model_len": implied("follows from train_dataset.max_length and gconfig.max_new_tokens"),
     "max_running_requests": to("rollout.max_batch_size", whole),
     "max_num_seqs": to("rollout.max_batch_size", whole),
+    "mem_fraction_static": to("rollout.memory_fraction", number),
+    "gpu_memory_utilization": to("rollout.memory_fraction", number),
     "enable_return_routed_experts": off("router choices of the rollout are not replayed"),
     "*": unsupported(NO_ENGINE_OPTIONS),
 }

@@ -247,6 +247,8 @@ TOP: Mapping[str, Rule] = {
 
 ENGINE_OPTIONS: Mapping[str, Rule] = {
     "max_num_seqs": to("rollout.max_batch_size", whole),
+    "gpu_memory_utilization": to("rollout.memory_fraction", number),
+    "mem_fraction_static": to("rollout.memory_fraction", number),
     "load_format": implied("weights come from the actor"),
     "sleep_level": implied("roles that share devices take turns on their memory"),
     "*": unsupported(NO_ENGINE_OPTIONS),

@@ -190,6 +190,7 @@ EXPLORER: Mapping[str, Rule] = {
     "backend": implied("weights go from actor to rollout in buckets"),
     "name": implied("the role is called rollout"),
     "rollout_model.dtype": to("rollout.dtype", DTYPE),
+    "rollout_model.gpu_memory_utilization": to("rollout.memory_fraction", number),
     "rollout_model.seed": implied("the recipe's seed rules"),
     "rollout_model.data_parallel_size": only(1, holds="one", otherwise="replicas are independent: raise engine_num"),
     "rollout_model.enable_expert_parallel": off("a rollout backend takes d, t and p"),

@@ -198,6 +198,7 @@ ROLLOUT_RULES: Mapping[str, Rule] = {
     "do_sample": only(True, holds="responses are sampled", otherwise="responses of training are sampled"),
     "dtype": to("rollout.dtype", DTYPE),
     "max_num_seqs": to("rollout.max_batch_size", whole),
+    "gpu_memory_utilization": to("rollout.memory_fraction", number),
     "prompt_length": implied("follows from train_dataset.max_length"),
     "response_length": implied("follows from gconfig.max_new_tokens"),
     "max_model_len": implied("follows from train_dataset.max_length and gconfig.max_new_tokens"),

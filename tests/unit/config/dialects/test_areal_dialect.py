@@ -139,7 +139,6 @@ def test_a_full_recipe_keeps_its_values() -> None:
         "rollout.max_head_offpolicyness",
         "actor.use_decoupled_loss",
         "actor.behav_imp_weight_cap",
-        "sglang.mem_fraction_static",
         "saver.freq_epochs",
     }
     # Interpolated values are compared with what they repeat.

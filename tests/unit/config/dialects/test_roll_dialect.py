@@ -51,7 +51,6 @@ def test_degrees_batches_and_lengths() -> None:
         "advantage_clip",
         "validation.generating_args.top_p",
         "validation.generating_args.top_k",
-        INFER + CONFIG + "gpu_memory_utilization",
     }
 
 

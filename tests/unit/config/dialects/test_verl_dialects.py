@@ -36,7 +36,6 @@ def test_a_script_with_escaped_variables_in_an_array() -> None:
     assert "evaluator.freq_steps" not in conversion.recipe
     assert conversion.unsupported() == {
         MEGATRON + "param_offload",
-        ROLLOUT + "gpu_memory_utilization",
         "trainer.resume_mode",
     }
 
@@ -124,7 +123,7 @@ def test_a_dense_model_with_a_reference_of_its_own_layout() -> None:
         "train_dataset.path": "/home/someone/data/sums/train.parquet",
     }
     assert conversion.recipe.items() >= expected.items()
-    assert conversion.unsupported() == {"trainer.logger", ROLLOUT + "gpu_memory_utilization"}
+    assert conversion.unsupported() == {"trainer.logger"}
     assert any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in conversion.report.notes)
 
 

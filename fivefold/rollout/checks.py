@@ -1,0 +1,41 @@
+"""What a model cannot be asked, found before it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+
+
+def check_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams, config: PreTrainedConfig) -> None:
+    """Refuse tokens outside the model's vocabulary, prompts without tokens, and completions that could outgrow it.
+
+    Raises:
+        ValueError: naming the value, the rule, and the fix.
+    """
+    vocabulary = config.vocab_size
+    if strays := [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]:
+        raise ValueError(
+            f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {vocabulary} tokens: "
+            f"give ids from 0 to {vocabulary - 1}"
+        )
+    for request in requests:
+        _check_request(request, sampling, config)
+
+
+def _check_request(request: GenerationRequest, sampling: SamplingParams, config: PreTrainedConfig) -> None:
+    length, vocabulary = len(request.token_ids), config.vocab_size
+    if length == 0:
+        raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
+    if length + sampling.max_new_tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"a prompt of {length} tokens with max_new_tokens={sampling.max_new_tokens} exceeds the model's "
+            f"{config.max_position_embeddings} positions: lower gconfig.max_new_tokens or train_dataset.max_length"
+        )
+    if strays := [token for token in request.token_ids if not 0 <= token < vocabulary]:
+        raise ValueError(
+            f"a prompt holds token {strays[0]}, but the model's vocabulary has {vocabulary}: "
+            "tokenizer and model do not belong together"
+        )

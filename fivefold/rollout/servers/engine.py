@@ -1,0 +1,152 @@
+"""A rollout engine over an inference server of its own."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fivefold.config.paths import resolve_model_path
+from fivefold.layout.rollout_memory import SERVER_SHARE
+from fivefold.rollout.checks import check_requests
+from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
+from fivefold.rollout.hf_weights import audited, file_tensors
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.client import HttpClient
+from fivefold.rollout.servers.dialect import Dialect
+from fivefold.rollout.servers.process import ServerProcess, free_port
+from fivefold.rollout.servers.sglang_dialect import SGLangDialect
+from fivefold.rollout.servers.vllm_dialect import VLLMDialect
+from fivefold.rollout.servers.weights import NodePlace, Save, WeightFolder
+from fivefold.rollout.state import EngineState
+from fivefold.types import Completion
+
+DIALECTS: dict[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
+
+
+class ServerEngine:
+    """A `RolloutEngine` whose model is in a vLLM or SGLang server on the devices that this process sees."""
+
+    def __init__(self, spec: ReplicaSpec, place: NodePlace, save: Save) -> None:
+        """Start the server and wait until it is ready.
+
+        Args:
+            save: writes tensors as a model folder that the server reads.
+
+        Raises:
+            RuntimeError: the server ended instead.
+            ValueError: a model whose tensors are not known, or no room for its weights in files.
+        """
+        self._dialect = DIALECTS[spec.backend]
+        path = resolve_model_path(spec.path)
+        tokenizer_path = resolve_model_path(spec.tokenizer_path)
+        # Names and shapes alone: the server has the weights.
+        model, generation = build_model(
+            path, dtype=getattr(torch, spec.dtype), device=torch.device("meta"), load_weights=False
+        )
+        self._config = model.config
+        positions = self._config.max_position_embeddings
+        self._spec = spec = replace(_with_share(spec), max_length=min(spec.max_length, positions))
+        self._tensors = file_tensors(model)
+        self._end_token_ids = sorted(end_tokens(model, generation, load_tokenizer(tokenizer_path)))
+        sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
+        self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
+        self._state = EngineState(0 if spec.load_weights else None)
+        port = free_port()
+        self._http = HttpClient(port, n_connections=spec.max_batch_size)
+        self._server = ServerProcess(server_command(spec, port), self._dialect.environment)
+        self._server.wait_until_ready(self._http)
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
+        """One completion for each request, in the order of the requests.
+
+        The server draws its own random numbers from the seeds, and rounds differently in batches of different size:
+        the same request need not give the same completion twice.
+
+        Raises ValueError for a request or a sampling that the model cannot take, RuntimeError while asleep, without
+        weights, or if the server fails.
+        """
+        version = self._state.require_weights()
+        check_requests(requests, sampling, self._config)
+
+        def complete(request: GenerationRequest) -> Completion:
+            body = self._dialect.request(request, sampling, self._end_token_ids, self._spec)
+            answer = self._dialect.answer(self._post(self._dialect.generate_path, body))
+            return Completion(answer.token_ids, answer.logprobs, answer.finish_reason, version)
+
+        # The server decodes so many together; the others wait here, whichever of them is answered first.
+        threads = ThreadPoolExecutor(self._spec.max_batch_size)
+        try:
+            return list(threads.map(complete, requests))
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights of the server, cast to its dtype; what it has cached of others is dropped.
+
+        Raises ValueError if a tensor is missing, unknown, sent twice or of the wrong shape; the engine then has no
+        version and refuses to generate. Raises RuntimeError while asleep, or if the server fails.
+        """
+        self._state.begin_update()
+        with self._weights.holding(self._cast(audited(self._tensors, weights)), version) as folder:
+            self._dialect.load(self._http, folder, version)
+        self._state.end_update(version)
+
+    def sleep(self) -> None:
+        """Have the server forget its weights and give their memory back, and that of its cache."""
+        self._state.sleep()
+        self._dialect.sleep(self._http)
+
+    def wake(self) -> None:
+        """Have the server take its memory again. Nothing happens to an engine awake."""
+        if self._state.is_awake:
+            return
+        self._dialect.wake(self._http)
+        self._state.wake()
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.close()
+
+    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        dtype = getattr(torch, self._spec.dtype)
+        return ((name, tensor.to(dtype)) for name, tensor in weights)
+
+    def _post(self, path: str, body: object) -> object:
+        try:
+            return self._http.post(path, body)
+        except RuntimeError:
+            self._server.check()  # a server that has died says more than its broken connection
+            raise
+
+
+def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
+    """`spec` with the share of the memory that the other roles on the devices leave."""
+    if spec.memory_fraction is not None or not spec.can_sleep:
+        return spec
+    left = SERVER_SHARE[spec.backend] - spec.reserved / _device_memory()
+    if left <= 0:
+        raise ValueError(
+            f"the roles that share a GPU with {spec.backend} keep {spec.reserved / 1e9:.1f} GB of it, which leaves "
+            "nothing for the server: give them devices of their own (rollout.colocate=false), or split them further"
+        )
+    return replace(spec, memory_fraction=round(left, 3))
+
+
+def _device_memory() -> int:
+    """Bytes of the first device. Asked in another process: this one would hold a CUDA context from then on."""
+    question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    return int(subprocess.run([sys.executable, "-c", question], check=True, stdout=subprocess.PIPE).stdout)
+
+
+def server_command(spec: ReplicaSpec, port: int) -> list[str]:
+    """The command line that starts the server of `spec`."""
+    dialect = DIALECTS[spec.backend]
+    return [spec.python or sys.executable, "-m", dialect.module, *dialect.arguments(spec, port), *spec.arguments]

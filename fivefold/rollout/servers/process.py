@@ -1,0 +1,65 @@
+"""Starts an inference server, waits until it is ready, and ends it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fivefold.rollout.servers.client import HOST, HttpClient
+
+GUARD = Path(__file__).with_name("guard.py")
+POLL_S = 0.25
+WORKERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that say what this process is to torch.distributed, and would mislead the server's."""
+
+
+class ServerProcess:
+    """A server under its guard. Its messages go where this process's go."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in WORKERS_OWN}
+        self._process = subprocess.Popen(
+            # -P: the guard's folder stays off sys.path.
+            [sys.executable, "-P", str(GUARD), *command],
+            stdin=subprocess.PIPE,
+            env={**inherited, **environment},
+            # Its own session: Ctrl-C is for the run to handle.
+            start_new_session=True,
+        )
+
+    def wait_until_ready(self, http: HttpClient) -> None:
+        """Returns once the server is healthy.
+
+        Raises:
+            RuntimeError: it ended instead.
+        """
+        while not http.is_healthy():
+            self.check()
+            time.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the server has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise RuntimeError(
+                f"the server ended with status {status}; its own messages stand above in this process's log"
+            )
+
+    def close(self) -> None:
+        """End the server and wait until it is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port: int = listener.getsockname()[1]
+        return port

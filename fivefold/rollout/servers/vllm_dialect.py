@@ -1,0 +1,94 @@
+"""vLLM's OpenAI-compatible server, by its token-in, token-out endpoint and the endpoints for reinforcement learning.
+
+Those for weights and sleep exist in its development mode alone, which listens on this machine only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.client import HOST, HttpClient
+from fivefold.rollout.servers.dialect import Answer, finish_reason
+
+SEEDS = 2**63
+"""Seeds are folded to below this: vLLM keeps them in signed integers."""
+
+
+class VLLMDialect:
+    """See `Dialect`."""
+
+    module = "vllm.entrypoints.openai.api_server"
+    generate_path = "/inference/v1/generate"
+    environment: Mapping[str, str] = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Some families have a second model runner, with a sampler of its own: one behaviour for all of them.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Connections idle while the actor trains.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
+    }
+
+    def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
+        return [
+            *("--model", spec.path, "--tokenizer", spec.tokenizer_path),
+            *("--host", HOST, "--port", str(port)),
+            *("--dtype", spec.dtype, "--seed", str(spec.seed % SEEDS)),
+            *("--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)),
+            *("--max-num-seqs", str(spec.max_batch_size), "--max-model-len", str(spec.max_length)),
+            # What is sampled is what the recipe says, whatever generation_config.json would have.
+            *("--generation-config", "vllm"),
+            # Log-probs of the distribution that is sampled from, not of the model's logits.
+            *("--logprobs-mode", "processed_logprobs"),
+            *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+            *([] if spec.load_weights else ["--load-format", "dummy"]),
+            *(["--enable-sleep-mode"] if spec.can_sleep else []),
+            *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
+        ]
+
+    def request(
+        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int], spec: ReplicaSpec
+    ) -> dict[str, Any]:
+        return {
+            "token_ids": list(request.token_ids),
+            "sampling_params": {
+                "max_tokens": sampling.max_new_tokens,
+                "min_tokens": sampling.min_new_tokens,
+                # With temperature 0 the log-probs are log softmax of the logits as the model gave them.
+                "temperature": 0.0 if sampling.greedy else sampling.temperature,
+                "top_p": 1.0 if sampling.greedy else sampling.top_p,
+                "top_k": 0 if sampling.greedy else sampling.top_k,
+                "seed": request.seed % SEEDS,
+                "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
+                "stop": list(sampling.stop),
+                "include_stop_str_in_output": True,
+                "skip_special_tokens": False,
+                "detokenize": bool(sampling.stop),
+                # Of the sampled token, and of no other.
+                "logprobs": 0,
+            },
+        }
+
+    def answer(self, reply: Any) -> Answer:
+        (choice,) = reply["choices"]
+        logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
+        return Answer(tuple(choice["token_ids"]), logprobs, finish_reason(choice["finish_reason"]))
+
+    def load(self, http: HttpClient, folder: Path, version: int) -> None:
+        # A server that began with dummy weights would make up others.
+        self._on_workers(http, "update_config", {"overrides": {"load_config": {"load_format": "safetensors"}}})
+        self._on_workers(http, "reload_weights", {"weights_path": str(folder)})
+        http.post("/reset_prefix_cache")
+
+    def sleep(self, http: HttpClient) -> None:
+        http.post("/sleep?level=2")
+
+    def wake(self, http: HttpClient) -> None:
+        http.post("/wake_up")
+
+    @staticmethod
+    def _on_workers(http: HttpClient, method: str, kwargs: dict[str, Any]) -> None:
+        http.post("/collective_rpc", {"method": method, "kwargs": kwargs})

@@ -1,0 +1,109 @@
+"""Weights as a model folder in memory that all replicas of a node read.
+
+One replica of a node writes the files, with a link to each for every other replica. Each removes its own links once its
+server has read them; with the last the memory is free again.
+
+    /dev/shm/fivefold-weights-<run>-<pid>/<version>/     written by the node's replica 0, in process <pid>
+        0/model-00001-of-00002.safetensors               the same file ...
+        1/model-00001-of-00002.safetensors               ... under another name
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from torch import Tensor
+
+PREFIX = "fivefold-weights-"
+POLL_S = 0.01
+SHARED_MEMORY = Path("/dev/shm")
+SPARE = 1.05
+"""Room that is asked for, as a multiple of the weights: files have headers, and others write there too."""
+
+Save = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
+"""Writes tensors as a Hugging Face folder, whole or not at all."""
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """One replica among those of its role on the same node."""
+
+    run: str
+    """The same in all processes of a run, and in no other run's."""
+    index: int
+    count: int
+
+
+class WeightFolder:
+    """Where a replica finds the weights of an update."""
+
+    def __init__(self, place: NodePlace, save: Save, n_bytes: int) -> None:
+        """`n_bytes`: size of all weights. Raises ValueError if there is no room for them."""
+        self._place = place
+        self._save = save
+        self._parent = _roomy_folder(n_bytes)
+        if place.index == 0:
+            _remove_abandoned(self._parent)
+
+    @contextmanager
+    def holding(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Path]:
+        """The folder with `weights`, for as long as the block lasts. Every replica of the node has to come here."""
+        if self._place.index == 0:
+            self._write(weights, version)
+        else:
+            for _ in weights:
+                pass
+        own = self._wait(version)
+        try:
+            yield own
+        finally:
+            shutil.rmtree(own)
+            for folder in own.parents[:2]:
+                with suppress(OSError):  # others have not read theirs yet
+                    folder.rmdir()
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        root = self._parent / f"{PREFIX}{self._place.run}-{os.getpid()}"
+        partial = root / "partial"
+        try:
+            self._save(partial / "0", weights)
+            for index in range(1, self._place.count):
+                shutil.copytree(partial / "0", partial / str(index), copy_function=os.link)
+            partial.rename(root / str(version))
+        except BaseException:
+            shutil.rmtree(root)
+            raise
+
+    def _wait(self, version: int) -> Path:
+        """This replica's links. A writer that fails ends the run, and with it this process."""
+        pattern = f"{PREFIX}{self._place.run}-*/{version}/{self._place.index}"
+        while not (found := list(self._parent.glob(pattern))):
+            time.sleep(POLL_S)
+        return found[0]
+
+
+def _roomy_folder(n_bytes: int) -> Path:
+    """Shared memory, or the temporary folder where a container has little of it."""
+    folders = [folder for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
+    for folder in folders:
+        if shutil.disk_usage(folder).free > SPARE * n_bytes:
+            return folder
+    raise ValueError(
+        f"an update of the rollout's weights passes through {n_bytes / 1e9:.1f} GB of files, for which neither of "
+        f"{', '.join(map(str, folders))} has room: enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
+    )
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """What runs that were killed in the middle of an update have left."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        if not psutil.pid_exists(int(folder.name.rpartition("-")[2])):
+            shutil.rmtree(folder, ignore_errors=True)
