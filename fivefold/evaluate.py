@@ -24,7 +24,7 @@ from fivefold.layout.shape import ModelShape, load_shape
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles import Rollout, check_server, rollout_role
+from fivefold.roles import Rollout, check_server, replica_spec, rollout_role
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.samples import accuracy, make_samples, sample_metrics
@@ -109,6 +109,7 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     path = resolve_model_path(model or recipe.actor.path)
     shape = load_shape(resolve_model_folder(path))
     placement = _place_rollout(recipe, shape)
+    check_server(replica_spec(recipe, placement, path, load_weights=True))
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     evaluator = Evaluator.of(recipe, tokenizer, resolve_reward(recipe.reward, recipe.scheduler.timeout_s))
     if evaluator is None:
@@ -149,5 +150,4 @@ def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     problems += [*replica_problems(rollout), *server_problems(recipe)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
-    check_server(rollout.layout, recipe.rollout)
     return placement

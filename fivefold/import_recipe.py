@@ -54,6 +54,7 @@ YIELDING = (
     "scheduler.address",
 )
 """Of two keys that contradict each other, the one that is taken back."""
+LEFT_BY_OTHERS = "a server takes what the roles leave that share its devices: they are not offloaded"
 LEVELS = ("actor.reward_norm.mean_level", "actor.reward_norm.std_level")
 SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
 
@@ -199,8 +200,19 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
             if not _take_back(draft, error):
                 raise RecipeError("the converted recipe", problems_of(error, TrainRecipe)) from error
             continue
+        if "rollout.memory_fraction" in draft.recipe and _takes_turns(checked):
+            draft.demote("rollout.memory_fraction", LEFT_BY_OTHERS, "implied")
+            continue
         draft.notes += _layout_notes(checked)
         return _nested(draft.recipe)
+
+
+def _takes_turns(recipe: TrainRecipe) -> bool:
+    """Whether the rollout shares devices; not, where the layout cannot be placed."""
+    try:
+        return bool(place(recipe).sharers("rollout"))
+    except RecipeError:
+        return False
 
 
 def _layout_notes(recipe: TrainRecipe) -> list[str]:

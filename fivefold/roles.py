@@ -20,14 +20,14 @@ from fivefold.cluster.rollout_worker import RolloutWorker
 from fivefold.cluster.session import Role, Session
 from fivefold.cluster.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import EngineConfig, RolloutConfig, TrainRecipe
+from fivefold.config.schema import EngineConfig, TrainRecipe
 from fivefold.layout.blueprint import draw_up
-from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement
 from fivefold.layout.question_sources import Changes, question_of_recipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.engine import DIALECTS, own_flags
 from fivefold.types import Batch, Completion, Prompt
 
 ANY_GPU = "h100-80g"
@@ -205,9 +205,18 @@ def _reference(groups: Mapping[str, WorkerGroup], actor: Actor, placement: Place
 
 def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:
     """The rollout replicas of a recipe over the model at `path`."""
-    placed, config = placement["rollout"], recipe.rollout
-    layout, is_shared = placed.layout, bool(placement.sharers("rollout"))
-    spec = ReplicaSpec(
+    placed = placement["rollout"]
+    spec = replica_spec(recipe, placement, path, load_weights=load_weights)
+    return Role(
+        "rollout", placed.devices, RolloutWorker, (spec,), devices_per_process=placed.layout.tp * placed.layout.pp
+    )
+
+
+def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> ReplicaSpec:
+    """What each replica of the rollout is made of."""
+    layout, config = placement["rollout"].layout, recipe.rollout
+    is_shared = bool(placement.sharers("rollout")) and not placement.is_cpu
+    return ReplicaSpec(
         backend=layout.backend,
         path=path,
         tokenizer_path=recipe.tokenizer_path or path,
@@ -219,13 +228,12 @@ def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
         pp=layout.pp,
         max_length=_longest(recipe),
         seed=recipe.seed,
-        can_sleep=is_shared and not placement.is_cpu,
+        can_sleep=is_shared,
         reserved=_kept_beside_rollout(recipe, path) if is_shared and layout.is_server else 0,
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         arguments=tuple(config.server_args),
     )
-    return Role("rollout", placed.devices, RolloutWorker, (spec,), devices_per_process=layout.world_size // layout.dp)
 
 
 def _longest(recipe: TrainRecipe) -> int:
@@ -248,23 +256,27 @@ def check_engines(placement: Placement) -> None:
             )
 
 
-def check_server(layout: ParallelLayout, config: RolloutConfig) -> None:
-    """Refuse a rollout by a server that is not installed.
+def check_server(spec: ReplicaSpec) -> None:
+    """Refuse a rollout by a server that is not installed, or that is told what other keys say.
 
     Raises:
-        ValueError: naming the package and how it comes here.
+        ValueError: naming the package and how it comes here, or the argument.
     """
-    if not layout.is_server:
+    if spec.backend not in DIALECTS:
         return
-    if config.server_python is None and find_spec(layout.backend) is None:
+    if spec.python is None and find_spec(spec.backend) is None:
         raise ValueError(
-            f"rollout.backend is {layout.backend}, which is not installed beside Fivefold: install it, in an "
-            "environment of its own if need be, whose Python rollout.server_python then names"
+            f"rollout.backend is {spec.backend}, which is not installed beside Fivefold: install it, in an environment "
+            "of its own if need be, whose Python rollout.server_python then names"
         )
-    if config.server_python is not None and shutil.which(config.server_python) is None:
+    if spec.python is not None and shutil.which(spec.python) is None:
         raise ValueError(
-            f"rollout.server_python={config.server_python} is no program: name the Python of the environment that has "
-            f"{layout.backend}, for example /opt/{layout.backend}/bin/python"
+            f"rollout.server_python={spec.python} is no program: name the Python of the environment that has "
+            f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
+        )
+    if taken := own_flags(spec) & {argument.split("=")[0] for argument in spec.arguments}:
+        raise ValueError(
+            f"rollout.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: drop it"
         )
 
 

@@ -35,7 +35,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
 from fivefold.policy_update import PolicyUpdate
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles import Roles, check_engines, check_server, launch_roles
+from fivefold.roles import Roles, check_engines, check_server, launch_roles, replica_spec
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.samples import as_record, make_samples, sample_metrics
@@ -71,7 +71,7 @@ def plan_run(recipe: TrainRecipe) -> Plan:
     placement = place(recipe)
     check_engines(placement)
     check_recipe(recipe, shape, _reference_shape(recipe, shape))
-    check_server(placement["rollout"].layout, recipe.rollout)
+    check_server(replica_spec(recipe, placement, path, load_weights=False))
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     reward = resolve_reward(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, tokenizer)

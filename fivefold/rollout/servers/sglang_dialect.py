@@ -21,7 +21,8 @@ class SGLangDialect:
 
     module = "sglang.launch_server"
     generate_path = "/generate"
-    environment: Mapping[str, str] = {}
+    # Connections idle while the actor trains.
+    environment: Mapping[str, str] = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
 
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
         return [
