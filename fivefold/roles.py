@@ -232,7 +232,7 @@ def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
         reserved=_kept_beside_rollout(recipe, path) if is_shared and layout.is_server else 0,
         memory_fraction=config.memory_fraction,
         python=config.server_python,
-        arguments=tuple(config.server_args),
+        arguments=tuple(map(str, config.server_args)),
     )
 
 

@@ -257,7 +257,7 @@ class RolloutConfig(Section):
     """Of each GPU's memory, what a vLLM or SGLang server takes. None: its usual share, less what others keep there."""
     server_python: str | None = None
     """Python of the environment that has vLLM or SGLang. None: Fivefold's own."""
-    server_args: list[str] = []
+    server_args: list[str | int | float] = []
     """Further arguments for the server's command line, for example `[--enforce-eager]`."""
 
 
