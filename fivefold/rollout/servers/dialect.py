@@ -12,6 +12,11 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.types import FinishReason
 
+REQUEST_SEEDS = 2**63
+"""Seeds of requests are folded to below this: servers keep them in signed integers."""
+SERVER_SEEDS = 2**31
+"""And the server's own to below this: it seeds every library that it finds."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -20,6 +25,16 @@ class Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        # JSON has no NaN: servers write null, or nothing.
+        if len(self.logprobs) != len(self.token_ids) or not all(
+            isinstance(value, int | float) for value in self.logprobs
+        ):
+            raise RuntimeError(
+                f"the server answered {len(self.token_ids)} tokens with log-probs {self.logprobs}: one number each is "
+                "wanted, and none of them comes from logits that are not finite"
+            )
 
 
 def finish_reason(said: str | None) -> FinishReason:
@@ -47,7 +62,7 @@ class Dialect(Protocol):
         """The command line after the module, without the recipe's own arguments."""
 
     def request(
-        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int], spec: ReplicaSpec
+        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
     ) -> dict[str, Any]:
         """The body to post to `generate_path`."""
 

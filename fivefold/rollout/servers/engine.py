@@ -78,7 +78,7 @@ class ServerEngine:
         check_requests(requests, sampling, self._config)
 
         def complete(request: GenerationRequest) -> Completion:
-            body = self._dialect.request(request, sampling, self._end_token_ids, self._spec)
+            body = self._dialect.request(request, sampling, self._end_token_ids)
             answer = self._dialect.answer(self._post(self._dialect.generate_path, body))
             return Completion(answer.token_ids, answer.logprobs, answer.finish_reason, version)
 

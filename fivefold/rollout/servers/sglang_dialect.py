@@ -9,15 +9,18 @@ from typing import Any
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HOST, HttpClient
-from fivefold.rollout.servers.dialect import Answer, finish_reason
+from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, finish_reason
 
-SEEDS = 2**31
 ALL_TOKENS = -1
 """SGLang's `top_k` for no cut."""
 
 
 class SGLangDialect:
-    """See `Dialect`. With top-k or top-p the log-probs are those before the cut: SGLang gives no others."""
+    """See `Dialect`.
+
+    With top-k or top-p the log-probs are those before the cut; the others come only with a list of all tokens that were
+    left, for every token. Seeds are heeded with `--enable-deterministic-inference` alone.
+    """
 
     module = "sglang.launch_server"
     generate_path = "/generate"
@@ -28,11 +31,9 @@ class SGLangDialect:
         return [
             *("--model-path", spec.path, "--tokenizer-path", spec.tokenizer_path),
             *("--host", HOST, "--port", str(port)),
-            *("--dtype", spec.dtype, "--random-seed", str(spec.seed % SEEDS)),
+            *("--dtype", spec.dtype, "--random-seed", str(spec.seed % SERVER_SEEDS)),
             *("--tp-size", str(spec.tp), "--pp-size", str(spec.pp)),
             *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length)),
-            # What is sampled is what the recipe says, whatever generation_config.json would have.
-            *("--sampling-defaults", "openai"),
             *("--log-level", "warning"),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-memory-saver"] if spec.can_sleep else []),
@@ -40,7 +41,7 @@ class SGLangDialect:
         ]
 
     def request(
-        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int], spec: ReplicaSpec
+        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
     ) -> dict[str, Any]:
         return {
             "input_ids": list(request.token_ids),
@@ -51,7 +52,7 @@ class SGLangDialect:
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
                 "top_p": 1.0 if sampling.greedy else sampling.top_p,
                 "top_k": sampling.top_k if sampling.top_k and not sampling.greedy else ALL_TOKENS,
-                "sampling_seed": request.seed % SEEDS,
+                "sampling_seed": request.seed % REQUEST_SEEDS,
                 "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
@@ -61,12 +62,14 @@ class SGLangDialect:
 
     def answer(self, reply: Any) -> Answer:
         meta = reply["meta_info"]
-        logprobs, token_ids = zip(*((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True)
-        return Answer(token_ids, logprobs, finish_reason(meta["finish_reason"]["type"]))
+        reason = finish_reason(meta["finish_reason"]["type"])
+        logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"])
+        return Answer(tuple(reply["output_ids"]), logprobs, reason)
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
+        update = {"model_path": str(folder), "weight_version": str(version)}
         # A server that began with dummy weights would make up others.
-        http.post("/update_weights_from_disk", {"model_path": str(folder), "load_format": "safetensors"})
+        http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": True})
 
     def sleep(self, http: HttpClient) -> None:
         http.post("/release_memory_occupation")

@@ -12,10 +12,7 @@ from typing import Any
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HOST, HttpClient
-from fivefold.rollout.servers.dialect import Answer, finish_reason
-
-SEEDS = 2**63
-"""Seeds are folded to below this: vLLM keeps them in signed integers."""
+from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, finish_reason
 
 
 class VLLMDialect:
@@ -36,7 +33,7 @@ class VLLMDialect:
         return [
             *("--model", spec.path, "--tokenizer", spec.tokenizer_path),
             *("--host", HOST, "--port", str(port)),
-            *("--dtype", spec.dtype, "--seed", str(spec.seed % SEEDS)),
+            *("--dtype", spec.dtype, "--seed", str(spec.seed % SERVER_SEEDS)),
             *("--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)),
             *("--max-num-seqs", str(spec.max_batch_size), "--max-model-len", str(spec.max_length)),
             # What is sampled is what the recipe says, whatever generation_config.json would have.
@@ -50,7 +47,7 @@ class VLLMDialect:
         ]
 
     def request(
-        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int], spec: ReplicaSpec
+        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
     ) -> dict[str, Any]:
         return {
             "token_ids": list(request.token_ids),
@@ -61,7 +58,7 @@ class VLLMDialect:
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
                 "top_p": 1.0 if sampling.greedy else sampling.top_p,
                 "top_k": 0 if sampling.greedy else sampling.top_k,
-                "seed": request.seed % SEEDS,
+                "seed": request.seed % REQUEST_SEEDS,
                 "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
                 "stop": list(sampling.stop),
                 "include_stop_str_in_output": True,
@@ -74,8 +71,9 @@ class VLLMDialect:
 
     def answer(self, reply: Any) -> Answer:
         (choice,) = reply["choices"]
+        reason = finish_reason(choice["finish_reason"])
         logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
-        return Answer(tuple(choice["token_ids"]), logprobs, finish_reason(choice["finish_reason"]))
+        return Answer(tuple(choice["token_ids"]), logprobs, reason)
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         # A server that began with dummy weights would make up others.
