@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,13 +93,17 @@ def _init(folder: Path) -> None:
         )
 
 
-def end(folder: Path) -> None:
-    """Ends the Ray that `start` started in `folder`: no process of it and no file is left."""
-    processes = set(_processes(folder))
+def end(folder: Path, seen: Collection[psutil.Process] = ()) -> None:
+    """Ends the Ray that `start` started in `folder`: no process of it and no file is left.
+
+    `seen`: its processes as `processes` listed them before their parents were killed. While that happens no listing is
+    whole: a process is found through its parent.
+    """
+    doomed = {*seen, *processes(folder)}
     ray.shutdown()
     # By now those whose parent ended before them are our own children.
-    processes.update(_processes(folder))
-    _, alive = psutil.wait_procs(processes, timeout=END_S)
+    doomed.update(processes(folder))
+    _, alive = psutil.wait_procs(doomed, timeout=END_S)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=END_S)
@@ -107,7 +111,7 @@ def end(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _processes(folder: Path) -> Iterator[psutil.Process]:
+def processes(folder: Path) -> Iterator[psutil.Process]:
     """All processes of the Ray in `folder`, as far as they are below this one."""
     for child in psutil.Process().children():
         try:

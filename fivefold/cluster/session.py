@@ -13,12 +13,13 @@ However the block is left, no process of the run is left behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import ray
 
 from fivefold.cluster import local_ray
@@ -69,6 +70,8 @@ class Session:
         self.watch = Watch(timers, on_failure=self.kill)
         self._folder = folder
         self._groups: dict[str, WorkerGroup] = {}
+        self._seen: set[psutil.Process] = set()
+        """Processes of this run's own Ray, and whatever they have started, as they were before anything was killed."""
 
     @classmethod
     def open(cls, scheduler: SchedulerConfig, cluster: ClusterConfig, logs: Path, timers: PhaseTimers) -> Self:
@@ -113,6 +116,8 @@ class Session:
     def kill(self) -> None:
         """Ends every worker at once, in the middle of whatever it does."""
         self.watch.forget()
+        if self._folder is not None and self._groups:
+            self._seen.update(local_ray.processes(self._folder))
         for group in self._groups.values():
             group.kill()
 
@@ -120,7 +125,7 @@ class Session:
         """Ends the workers, gives the devices back and leaves Ray, or ends it if it is this run's own."""
         self.kill()
         self._groups.clear()
-        _leave_ray(self._folder)
+        _leave_ray(self._folder, self._seen)
 
     def __enter__(self) -> Self:
         return self
@@ -131,9 +136,9 @@ class Session:
         self.close()
 
 
-def _leave_ray(folder: Path | None) -> None:
+def _leave_ray(folder: Path | None, seen: Collection[psutil.Process] = ()) -> None:
     """Ends the Ray in `folder`, or disconnects from the one that was joined: it ends what this driver has there."""
     if folder is None:
         ray.shutdown()
     else:
-        local_ray.end(folder)
+        local_ray.end(folder, seen)
