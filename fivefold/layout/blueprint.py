@@ -9,7 +9,7 @@ from fivefold.layout.check import replica_problems
 from fivefold.layout.placement import Placement
 from fivefold.layout.question import Question
 from fivefold.layout.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
-from fivefold.layout.rollout_memory import rollout_context
+from fivefold.layout.rollout_memory import asleep_bytes
 from fivefold.layout.stages import plan_problems
 
 HEADROOM = 0.05
@@ -45,7 +45,7 @@ def draw_up(question: Question) -> Blueprint:
     kept = {trainer.placed.role: kept_bytes(trainer) for trainer in alone}
     generating = [placed for placed in placement.roles if not placed.layout.is_training]
     on_gpus = question.gpus_per_node > 0
-    kept |= {placed.role: rollout_context(placed.layout) if on_gpus else 0 for placed in generating}
+    kept |= {placed.role: asleep_bytes(placed.layout) if on_gpus else 0 for placed in generating}
 
     def beside(role: str) -> int:
         return sum(kept[other] for other in placement.sharers(role))

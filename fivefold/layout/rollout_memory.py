@@ -14,6 +14,8 @@ SERVER_SHARE = {"vllm": 0.9, "sglang": 0.88}
 says what a server takes: weights, then keys and values with all the rest."""
 SERVER_WORKSPACE = 2_500_000_000
 """Activations, CUDA graphs and sampling buffers of a server."""
+SERVER_ASLEEP = 4_600_000_000
+"""What a server keeps while it sleeps: contexts, workspaces and communicators. Measured of vLLM: 3.4 to 4.6 GB."""
 _FLOAT = 4
 
 
@@ -36,8 +38,13 @@ class RolloutMemory:
         return self.weights + self.kv_cache + self.workspace + self.context
 
 
-def rollout_context(layout: ParallelLayout) -> int:
-    """CUDA and NCCL of one rank's process: what stays on the GPU while the engine sleeps."""
+def asleep_bytes(layout: ParallelLayout) -> int:
+    """What stays of one rank on its GPU while the engine sleeps."""
+    return SERVER_ASLEEP if layout.is_server else _context(layout)
+
+
+def _context(layout: ParallelLayout) -> int:
+    """CUDA and NCCL of one rank's process."""
     return CUDA_CONTEXT + (COMMUNICATOR if layout.tp > 1 else 0)
 
 
@@ -65,7 +72,7 @@ def rollout_memory(
     # Heads are divided, and copied where there are fewer than ranks; MLA's latent is copied to all.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
-    context = rollout_context(layout)
+    context = _context(layout)
     if layout.backend not in SERVER_SHARE:
         # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)

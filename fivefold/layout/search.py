@@ -15,7 +15,7 @@ from fivefold.layout.plan_shape import PlanShape
 from fivefold.layout.question import Question
 from fivefold.layout.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
 from fivefold.layout.roles import RoleAllocation
-from fivefold.layout.rollout_memory import SERVER_SHARE, rollout_context
+from fivefold.layout.rollout_memory import SERVER_SHARE, asleep_bytes
 from fivefold.layout.stages import plan_problems
 from fivefold.layout.timing import StepTime, step_time
 from fivefold.layout.workload import RECOMPUTE, Recompute, Workload
@@ -79,7 +79,7 @@ class Cluster:
         sharers = [placement[role] for role in placement.sharers("actor")]
         rollouts = [placed for placed in sharers if not placed.layout.is_training]
         references = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
-        reserved = sum(rollout_context(placed.layout) for placed in rollouts)
+        reserved = sum(asleep_bytes(placed.layout) for placed in rollouts)
         frozen = sum(kept_bytes(reference) for reference in references)
         engines = tuple(
             Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
