@@ -34,21 +34,26 @@ class Engine:
     share: float
     """Of the GPU's memory, what it and the roles that wait may fill."""
     least: int
-    """Bytes that it cannot do without, those of frozen references included: a server's for one sequence, ours for a
-    batch."""
+    """Bytes that it cannot do without: a server's for one sequence, ours for a batch."""
+    beside: int
+    """Bytes that frozen references keep there."""
+    fraction: float | None = None
+    """Of the GPU's memory, what a server takes whoever waits; None: what they leave it."""
 
     @staticmethod
     def of(rollout: RolloutPlan, fraction: float | None) -> Engine:
-        """`fraction`: of the GPU's memory, what a server takes whoever waits there; None: what they leave it."""
-        memory = rollout.memory
-        if fraction is not None and rollout.placed.layout.is_server:
-            return Engine(1.0, memory.total + rollout.beside)
-        share = SERVER_SHARE.get(rollout.placed.layout.backend, 1.0)
-        return Engine(share, memory.total - memory.kv_cache + memory.least_cache + rollout.beside)
+        memory, layout = rollout.memory, rollout.placed.layout
+        share = SERVER_SHARE.get(layout.backend, 1.0)
+        least = memory.total - memory.kv_cache + memory.least_cache
+        return Engine(share, least, rollout.beside, fraction if layout.is_server else None)
 
     def leaves(self, gpu: Gpu) -> int:
         """Bytes that a trainer may keep; below 0, it does not fit even without one."""
-        return int(gpu.memory * self.share) - self.least
+        if self.fraction is None:
+            return int(gpu.memory * self.share) - self.least - self.beside
+        if gpu.memory * self.fraction < self.least:
+            return -1
+        return int(gpu.memory * (1 - self.fraction)) - self.beside
 
 
 @dataclass(frozen=True)

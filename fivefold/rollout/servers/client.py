@@ -12,6 +12,10 @@ SHOWN = 2000
 """Characters of a refusal that an error repeats."""
 
 
+class ServerGone(RuntimeError):
+    """The connection to a server broke, as it does where the server dies."""
+
+
 class HttpClient:
     """Connections to one server. No request is sent twice, and none is given up: the run has its own time limit."""
 
@@ -32,12 +36,13 @@ class HttpClient:
         """The JSON of the reply; None for an empty one.
 
         Raises:
-            RuntimeError: the server refused, or its connection broke.
+            ServerGone: the connection broke.
+            RuntimeError: the server refused.
         """
         try:
             reply = self._pool.request("POST", path, json={} if body is None else body)
         except urllib3.exceptions.HTTPError as error:
-            raise RuntimeError(f"the connection to the server broke during {path}: {error}") from error
+            raise ServerGone(f"the connection to the server broke during {path}: {error}") from error
         if reply.status != 200:
             text = reply.data.decode(errors="replace")[:SHOWN]
             raise RuntimeError(f"the server refused {path} with status {reply.status}: {text}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
 from fivefold.rollout.hf_weights import audited, file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HttpClient
+from fivefold.rollout.servers.client import HttpClient, ServerGone
 from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.process import ServerProcess, free_port
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
@@ -29,6 +30,8 @@ from fivefold.rollout.state import EngineState
 from fivefold.types import Completion
 
 DIALECTS: dict[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
+DEATH_S = 15.0
+"""How long a server may take to end after its connections have broken."""
 
 
 class ServerEngine:
@@ -79,7 +82,8 @@ class ServerEngine:
 
         def complete(request: GenerationRequest) -> Completion:
             body = self._dialect.request(request, sampling, self._end_token_ids)
-            answer = self._dialect.answer(self._post(self._dialect.generate_path, body))
+            with self._served():
+                answer = self._dialect.answer(self._http.post(self._dialect.generate_path, body))
             return Completion(answer.token_ids, answer.logprobs, answer.finish_reason, version)
 
         # The server decodes so many together; the others wait here, whichever of them is answered first.
@@ -96,25 +100,30 @@ class ServerEngine:
         version and refuses to generate. Raises RuntimeError while asleep, or if the server fails.
         """
         self._state.begin_update()
-        with self._weights.holding(self._cast(audited(self._tensors, weights)), version) as folder:
+        wanted = self._cast(audited(self._tensors, weights))
+        with self._weights.holding(wanted, version) as folder, self._served():
             self._dialect.load(self._http, folder, version)
         self._state.end_update(version)
 
     def sleep(self) -> None:
         """Have the server forget its weights and give their memory back, and that of its cache.
 
-        On a CPU, which has memory for all roles, it keeps them.
+        On a CPU, which has memory for all roles, it keeps them. Nothing happens to an engine asleep.
         """
+        if not self._state.is_awake:
+            return
         self._state.sleep()
         if self._spec.can_sleep:
-            self._dialect.sleep(self._http)
+            with self._served():
+                self._dialect.sleep(self._http)
 
     def wake(self) -> None:
         """Have the server take its memory again. Nothing happens to an engine awake."""
         if self._state.is_awake:
             return
         if self._spec.can_sleep:
-            self._dialect.wake(self._http)
+            with self._served():
+                self._dialect.wake(self._http)
         self._state.wake()
 
     def close(self) -> None:
@@ -125,11 +134,13 @@ class ServerEngine:
         dtype = getattr(torch, self._spec.dtype)
         return ((name, tensor.to(dtype)) for name, tensor in weights)
 
-    def _post(self, path: str, body: object) -> object:
+    @contextmanager
+    def _served(self) -> Iterator[None]:
+        """Inside, a server that dies is said to have died: its broken connection says less."""
         try:
-            return self._http.post(path, body)
-        except RuntimeError:
-            self._server.check()  # a server that has died says more than its broken connection
+            yield
+        except ServerGone:
+            self._server.check(DEATH_S)
             raise
 
 

@@ -42,13 +42,13 @@ class ServerProcess:
             self.check()
             time.sleep(POLL_S)
 
-    def check(self) -> None:
-        """Raises RuntimeError if the server has ended."""
-        status = self._process.poll()
-        if status is not None:
-            raise RuntimeError(
-                f"the server ended with status {status}; its own messages stand above in this process's log"
-            )
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raises RuntimeError if the server has ended, or does so within `wait_s` seconds."""
+        try:
+            status = self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return
+        raise RuntimeError(f"the server ended with status {status}; its own messages stand above in this process's log")
 
     def close(self) -> None:
         """End the server and wait until it is gone."""

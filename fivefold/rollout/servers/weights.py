@@ -49,8 +49,8 @@ class WeightFolder:
         """`n_bytes`: size of all weights. Raises ValueError if there is no room for them."""
         self._place = place
         self._save = save
-        self._parent = _roomy_folder(n_bytes)
         if place.index == 0:
+            self._parent = _roomy_folder(n_bytes)
             _remove_abandoned(self._parent)
 
     @contextmanager
@@ -85,25 +85,29 @@ class WeightFolder:
     def _wait(self, version: int) -> Path:
         """This replica's links. A writer that fails ends the run, and with it this process."""
         pattern = f"{PREFIX}{self._place.run}-*/{version}/{self._place.index}"
-        while not (found := list(self._parent.glob(pattern))):
+        while not (found := [own for folder in _folders() for own in folder.glob(pattern)]):
             time.sleep(POLL_S)
         return found[0]
 
 
+def _folders() -> list[Path]:
+    """Shared memory, and the temporary folder for containers that have little of it."""
+    return [folder for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
+
+
 def _roomy_folder(n_bytes: int) -> Path:
-    """Shared memory, or the temporary folder where a container has little of it."""
-    folders = [folder for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
-    for folder in folders:
+    for folder in _folders():
         if shutil.disk_usage(folder).free > SPARE * n_bytes:
             return folder
     raise ValueError(
         f"an update of the rollout's weights passes through {n_bytes / 1e9:.1f} GB of files, for which neither of "
-        f"{', '.join(map(str, folders))} has room: enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
+        f"{', '.join(map(str, _folders()))} has room: enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
     )
 
 
 def _remove_abandoned(parent: Path) -> None:
     """What runs that were killed in the middle of an update have left."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        if not psutil.pid_exists(int(folder.name.rpartition("-")[2])):
+    for folder in parent.glob(f"{PREFIX}*-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
