@@ -182,8 +182,6 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if not recipe.get("actor.kl_ctl"):
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
-    if recipe.get("rollout.backend", "transformers").startswith("transformers"):
-        draft.demote("rollout.memory_fraction", "the embedded engine takes what it needs", "implied")
     for section in ("train_dataset", "valid_dataset"):
         if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
             draft.demote(f"{section}.split", "one file has no splits", "implied")
@@ -200,19 +198,22 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
             if not _take_back(draft, error):
                 raise RecipeError("the converted recipe", problems_of(error, TrainRecipe)) from error
             continue
-        if "rollout.memory_fraction" in draft.recipe and _takes_turns(checked):
-            draft.demote("rollout.memory_fraction", LEFT_BY_OTHERS, "implied")
+        if "rollout.memory_fraction" in draft.recipe and (reason := _who_settles_memory(checked)):
+            draft.demote("rollout.memory_fraction", reason, "implied")
             continue
         draft.notes += _layout_notes(checked)
         return _nested(draft.recipe)
 
 
-def _takes_turns(recipe: TrainRecipe) -> bool:
-    """Whether the rollout shares devices; not, where the layout cannot be placed."""
+def _who_settles_memory(recipe: TrainRecipe) -> str | None:
+    """Why the rollout's share of the memory is not the recipe's to say, if it is not."""
     try:
-        return bool(place(recipe).sharers("rollout"))
+        placement = place(recipe)
     except RecipeError:
-        return False
+        return None
+    if not placement["rollout"].layout.is_server:
+        return "the embedded engine takes what it needs"
+    return LEFT_BY_OTHERS if placement.sharers("rollout") else None
 
 
 def _layout_notes(recipe: TrainRecipe) -> list[str]:
