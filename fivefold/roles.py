@@ -274,7 +274,7 @@ def check_server(spec: ReplicaSpec) -> None:
             f"rollout.server_python={spec.python} is no program: name the Python of the environment that has "
             f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
         )
-    if taken := own_flags(spec) & {argument.split("=")[0] for argument in spec.arguments}:
+    if taken := own_flags(spec) & {argument.split("=")[0].replace("_", "-") for argument in spec.arguments}:
         raise ValueError(
             f"rollout.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: drop it"
         )

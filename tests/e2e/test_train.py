@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fivefold import roles
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.evaluate import evaluate
@@ -18,6 +21,8 @@ from tests.e2e.conftest import ROOT, Fivefold
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
+HERE = f"rollout.server_python={sys.executable}"
+ONE_GPU_NODES = ("cluster.n_nodes=3", "cluster.n_gpus_per_node=1")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +129,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(override: str, expec
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("rollout.backend=vllm:d1", "does not run yet"),
         ("cluster.n_gpus_per_node=1", "needs 2"),
         ("gconfig.max_new_tokens=4000", "positions"),
         ("valid_dataset=null", "no valid_dataset"),
@@ -134,6 +138,36 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(override: st
     overrides = ["rollout.backend=transformers:d2", override]
     with pytest.raises(ValueError, match=expected):
         evaluate(load_recipe(QUICKSTART, overrides, TrainRecipe))
+
+
+def no_package(name: str) -> None:
+    """In place of `find_spec`: neither vLLM nor SGLang is installed."""
+
+
+@pytest.mark.parametrize("run", [plan_run, evaluate])
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "is {server}, which is not installed beside Fivefold: .*rollout.server_python"),
+        (["rollout.server_python=/nowhere/python"], "rollout.server_python=/nowhere/python is no program: .*{server}"),
+        ([HERE, "rollout.server_args=[--enforce-eager,--port=80]"], "server_args has --port, which follows from other"),
+        ([HERE, "rollout.server_args=[--dtype,half]"], "server_args has --dtype, which follows from other"),
+        ([HERE, *ONE_GPU_NODES, "rollout.backend={server}:d1t2"], "a replica of {server} would span nodes 0, 1"),
+    ],
+)
+def test_a_server_that_cannot_be_started_is_refused_before_anything_starts(
+    run: Callable[[TrainRecipe], object],
+    server: str,
+    overrides: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roles, "find_spec", no_package)
+    written = [f"rollout.backend={server}:d1", "actor.backend=megatron:d1", *overrides]
+    recipe = load_recipe(QUICKSTART, [word.format(server=server) for word in written], TrainRecipe)
+    with pytest.raises(ValueError, match=expected.format(server=server)):
+        run(recipe)
 
 
 def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:

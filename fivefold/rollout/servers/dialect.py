@@ -57,6 +57,8 @@ class Dialect(Protocol):
     generate_path: str
     environment: Mapping[str, str]
     """Of the server process, besides what it inherits."""
+    aliases: frozenset[str]
+    """Other names of what `arguments` gives."""
 
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
         """The command line after the module, without the recipe's own arguments."""

@@ -139,9 +139,12 @@ class ServerEngine:
         """Inside, a server that dies is said to have died: its broken connection says less."""
         try:
             yield
-        except ServerGone:
-            self._server.check(DEATH_S)
-            raise
+        except ServerGone as gone:
+            try:
+                self._server.check(DEATH_S)
+            except RuntimeError as death:
+                raise death from None
+            raise gone from None
 
 
 def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
@@ -165,8 +168,9 @@ def _device_memory() -> int:
 
 def own_flags(spec: ReplicaSpec) -> set[str]:
     """The arguments of a command line that follow from the recipe, whichever of them `spec` gives."""
+    dialect = DIALECTS[spec.backend]
     full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5)
-    return {word for word in DIALECTS[spec.backend].arguments(full, port=0) if word.startswith("--")}
+    return {word for word in dialect.arguments(full, port=0) if word.startswith("--")} | dialect.aliases
 
 
 def server_command(spec: ReplicaSpec, port: int) -> list[str]:

@@ -27,6 +27,10 @@ class SGLangDialect:
     # Connections idle while the actor trains.
     environment: Mapping[str, str] = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
 
+    aliases = frozenset(
+        {"--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"}
+    )
+
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
         return [
             *("--model-path", spec.path, "--tokenizer-path", spec.tokenizer_path),

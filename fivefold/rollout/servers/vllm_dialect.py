@@ -29,6 +29,8 @@ class VLLMDialect:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
     }
 
+    aliases = frozenset({"-tp", "-pp"})
+
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
         return [
             *("--model", spec.path, "--tokenizer", spec.tokenizer_path),

@@ -3,13 +3,14 @@
 One replica of a node writes the files, with a link to each for every other replica. Each removes its own links once its
 server has read them; with the last the memory is free again.
 
-    /dev/shm/fivefold-weights-<run>-<pid>/<version>/     written by the node's replica 0, in process <pid>
-        0/model-00001-of-00002.safetensors               the same file ...
-        1/model-00001-of-00002.safetensors               ... under another name
+    /dev/shm/fivefold-weights-<run>/<version>/     written, and locked, by the node's replica 0
+        0/model-00001-of-00002.safetensors         the same file ...
+        1/model-00001-of-00002.safetensors         ... under another name
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -19,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from torch import Tensor
 
 PREFIX = "fivefold-weights-"
@@ -49,6 +49,7 @@ class WeightFolder:
         """`n_bytes`: size of all weights. Raises ValueError if there is no room for them."""
         self._place = place
         self._save = save
+        self._lock: int | None = None
         if place.index == 0:
             self._parent = _roomy_folder(n_bytes)
             _remove_abandoned(self._parent)
@@ -71,8 +72,9 @@ class WeightFolder:
                     folder.rmdir()
 
     def _write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        root = self._parent / f"{PREFIX}{self._place.run}-{os.getpid()}"
+        root = self._parent / f"{PREFIX}{self._place.run}"
         partial = root / "partial"
+        self._hold(root)
         try:
             self._save(partial / "0", weights)
             for index in range(1, self._place.count):
@@ -82,10 +84,18 @@ class WeightFolder:
             shutil.rmtree(root)
             raise
 
+    def _hold(self, root: Path) -> None:
+        """Make the folder, and lock it for as long as this process lives or until the next update."""
+        if self._lock is not None:
+            os.close(self._lock)
+        root.mkdir(exist_ok=True)
+        self._lock = os.open(root, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
     def _wait(self, version: int) -> Path:
         """This replica's links. A writer that fails ends the run, and with it this process."""
-        pattern = f"{PREFIX}{self._place.run}-*/{version}/{self._place.index}"
-        while not (found := [own for folder in _folders() for own in folder.glob(pattern)]):
+        place = f"{PREFIX}{self._place.run}/{version}/{self._place.index}"
+        while not (found := [folder / place for folder in _folders() if (folder / place).is_dir()]):
             time.sleep(POLL_S)
         return found[0]
 
@@ -106,8 +116,14 @@ def _roomy_folder(n_bytes: int) -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """What runs that were killed in the middle of an update have left."""
-    for folder in parent.glob(f"{PREFIX}*-*"):
-        pid = folder.name.rpartition("-")[2]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+    """What runs have left that were killed in an update: their locks ended with them."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
             shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

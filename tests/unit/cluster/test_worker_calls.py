@@ -10,6 +10,8 @@ import pytest
 from engines import Engine, GlooEngine, gone
 
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup
+from fivefold.cluster.nodes import Node
+from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
 from fivefold.cluster.session import Role, Session
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
@@ -70,6 +72,33 @@ def test_environment_of_cpu_workers(session: Session, monkeypatch: pytest.Monkey
     found = groups["actor"].call("environment", *names)
     assert found == [["0", "2", "0", "", threads, "1"], ["1", "2", "0", "", threads, "1"]]
     assert groups["chosen"].call_first("environment", "OMP_NUM_THREADS", "NCCL_DEBUG") == ["3", "INFO"]
+
+
+def test_a_process_with_several_devices_sees_them_and_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of four GPUs, two a process; another job has the first four of each node."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
+    monkeypatch.setenv("SGLANG_TIMEOUT_KEEP_ALIVE", "9")
+    nodes = [Node(index, f"10.0.0.{index}", ("4", "5", "6", "7"), 8, None) for index in range(2)]  # type: ignore[arg-type]
+    devices = [Device(node, local) for node in range(2) for local in range(4)][:6]
+    role = Role("rollout", devices, Engine, devices_per_process=2)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", PLACE_ON_NODE, PROCESSES_ON_NODE, "CUDA_VISIBLE_DEVICES")
+    found = [worker_environment(role, rank, nodes) for rank in range(3)]
+    assert [[environment[name] for name in names] for environment in found] == [
+        ["0", "3", "0", "0", "2", "4,5"],
+        ["1", "3", "0", "1", "2", "6,7"],
+        ["2", "3", "0", "0", "1", "4,5"],
+    ]
+    assert [environment["OMP_NUM_THREADS"] for environment in found] == ["4", "4", "8"]
+    assert {environment["VLLM_CACHE_ROOT"] for environment in found} == {"/cache"}
+    assert {environment["SGLANG_TIMEOUT_KEEP_ALIVE"] for environment in found} == {"9"}
+
+
+def test_a_role_has_a_process_for_each_group_of_devices(session: Session) -> None:
+    devices = [Device(0, rank) for rank in range(4)]
+    group = session.launch(Role("rollout", devices, Engine, devices_per_process=2))["rollout"]
+    assert len(group) == 2
+    assert group.call("environment", "RANK", PLACE_ON_NODE, PROCESSES_ON_NODE) == [["0", "0", "2"], ["1", "1", "2"]]
 
 
 def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: pytest.CaptureFixture[str]) -> None:

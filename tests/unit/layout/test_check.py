@@ -120,6 +120,68 @@ def test_recipes_are_checked_role_by_role() -> None:
     assert {problem.partition(":")[0] for problem in caught.value.problems} == {"actor", "rollout"}
 
 
+@pytest.mark.parametrize(
+    ("backend", "nodes"),
+    [
+        ("vllm:d1p6", "0, 1"),
+        ("sglang:d2t2p3", "0, 1"),
+        ("vllm:d1t2p4", "0, 1"),
+        ("vllm:d2t4", None),
+        ("sglang:d4t2", None),
+        ("transformers:d8", None),
+    ],
+)
+def test_a_server_lies_on_one_node(backend: str, nodes: str | None) -> None:
+    """On nodes of 4, from the first."""
+    cluster = {"n_nodes": 4, "n_gpus_per_node": 4}
+    asked = recipe(cluster=cluster, rollout={"backend": backend}, actor={"path": "m", "backend": "megatron:d2t2"})
+    if nodes is None:
+        check_recipe(asked, MOE)
+        return
+    with pytest.raises(RecipeError, match=f"rollout: a replica of .* would span nodes {nodes}: .* t x p = ") as caught:
+        check_recipe(asked, MOE)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_server_on_listed_devices_lies_on_one_node() -> None:
+    def listed(devices: list[int]) -> TrainRecipe:
+        actor = {"path": "m", "backend": "megatron:d4", "device_mapping": [4, 5, 6, 7]}
+        rollout = {"backend": "vllm:d2t2", "device_mapping": devices}
+        return recipe(cluster={"n_nodes": 2, "n_gpus_per_node": 4}, actor=actor, rollout=rollout)
+
+    check_recipe(listed([2, 3, 4, 5]), MOE)
+    with pytest.raises(RecipeError, match="would span nodes 0, 1"):
+        check_recipe(listed([1, 2, 3, 4]), MOE)
+
+
+SERVER_KEYS = {"memory_fraction": 0.5, "server_python": "/opt/python", "server_args": ["--enforce-eager"]}
+
+
+@pytest.mark.parametrize("key", SERVER_KEYS)
+@pytest.mark.parametrize("layout", [{}, {"allocation_mode": "transformers:d4+megatron:d2t2e2"}])
+def test_keys_of_servers_need_a_server(key: str, layout: dict[str, str]) -> None:
+    here = {} if layout else {"backend": "transformers:d4"}
+    with pytest.raises(RecipeError, match=rf"rollout\.{key}=.* is for vLLM and SGLang, and the rollout is neither"):
+        check_recipe(recipe(rollout={**here, key: SERVER_KEYS[key]}, **layout), MOE)
+    check_recipe(recipe(rollout={"backend": "sglang:d2t2", **SERVER_KEYS}), MOE)
+    check_recipe(recipe(rollout=SERVER_KEYS, allocation_mode="sglang:d2t2+megatron:d2t2e2"), MOE)
+
+
+@pytest.mark.parametrize("section", ["gconfig", "evaluator"])
+def test_vllm_samples_with_some_temperatures_only(section: str) -> None:
+    def with_temperature(value: float, backend: str = "vllm:d2t2") -> TrainRecipe:
+        own = {section: {"temperature": value, "greedy": False}, "valid_dataset": {"path": "d"}}
+        return recipe(rollout={"backend": backend}, **own)
+
+    for accepted in (0.01, 1.0, 2.0):
+        check_recipe(with_temperature(accepted), MOE)
+    for refused in (0.009, 2.1):
+        with pytest.raises(RecipeError, match=rf"{section}\.temperature={refused}: vLLM samples with 0\.01 to 2\.0"):
+            check_recipe(with_temperature(refused), MOE)
+        check_recipe(with_temperature(refused, "sglang:d2t2"), MOE)
+        check_recipe(with_temperature(refused, "transformers:d2"), MOE)
+
+
 def test_router_losses_need_a_router() -> None:
     megatron = {"transformer": {"moe_aux_loss_coeff": 0.1}}
     check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)

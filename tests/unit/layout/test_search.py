@@ -152,9 +152,17 @@ def test_layouts_suit_the_reference_in_the_same_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "length"), [("transformers", 65536), ("transformers", 16384), ("vllm", 65536), ("sglang", 16384)]
+    ("engine", "length", "fraction"),
+    [
+        ("transformers", 65536, None),
+        ("transformers", 16384, None),
+        ("vllm", 65536, None),
+        ("sglang", 16384, None),
+        ("vllm", 16384, 0.5),
+        ("sglang", 16384, 0.3),
+    ],
 )
-def test_advice_on_gpus_holds_beside_an_engine(engine: str, length: int) -> None:
+def test_advice_on_gpus_holds_beside_an_engine(engine: str, length: int, fraction: float | None) -> None:
     asked = question(
         f"{engine}[rollout]:d2|megatron[actor]:d2",
         shape=find_shape("Qwen3-8B"),
@@ -162,6 +170,7 @@ def test_advice_on_gpus_holds_beside_an_engine(engine: str, length: int) -> None
         n_nodes=1,
         work=Workload(length, 256, 32768, "full"),
         generation_batch=16,
+        memory_fraction=fraction,
     )
     found = search(asked.shape, Cluster.of(asked), asked.work)
     assert found.best == ()

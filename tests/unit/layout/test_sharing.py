@@ -13,7 +13,7 @@ from fivefold.layout.gpus import find_gpu
 from fivefold.layout.memory import CUDA_CONTEXT
 from fivefold.layout.plan_shape import find_shape
 from fivefold.layout.question import Question
-from fivefold.layout.search import Cluster, search
+from fivefold.layout.search import Candidate, Cluster, search
 from fivefold.layout.workload import Workload
 
 
@@ -35,6 +35,12 @@ def test_a_sleeping_engine_keeps_its_context() -> None:
     alone = draw_up(question("megatron[actor]:d8")).trainers[0]
     sharing = draw_up(question("transformers[rollout]:d8|megatron[actor]:d8")).trainers[0]
     assert (alone.beside, sharing.beside) == (0, CUDA_CONTEXT)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_sleeping_server_keeps_what_was_measured(engine: str) -> None:
+    [trainer] = draw_up(question(f"{engine}[rollout]:d4t2|megatron[actor]:d8")).trainers
+    assert 3.4e9 <= trainer.beside <= 4.6e9
 
 
 def test_a_waiting_trainer_keeps_its_state() -> None:
@@ -84,3 +90,38 @@ def test_a_search_that_finds_nothing_names_the_roles_beside() -> None:
     found = search(full.shape, Cluster.of(full), full.work)
     assert found.best == ()
     assert any("with other devices for those roles, it fits on" in line for line in found.advice)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("fraction", [0.3, 0.55])
+def test_a_server_takes_the_fraction_that_it_is_given(engine: str, fraction: float) -> None:
+    whole = find_gpu("h100").memory
+    for sign in "+|":
+        asked = question(f"{engine}[rollout]:d2t2{sign}megatron[actor]:d2t2", memory_fraction=fraction)
+        assert draw_up(asked).rollouts[0].memory.total == int(fraction * whole)
+    left = draw_up(question(f"{engine}[rollout]:d2t2|megatron[actor]:d2t2")).rollouts[0]
+    share = {"vllm": 0.9, "sglang": 0.88}[engine]
+    assert left.memory.total + left.beside == pytest.approx(share * whole, abs=1)
+
+
+@pytest.mark.parametrize(("fraction", "problem"), [(0.9, "a rank needs 76.4 GB"), (0.2, "leave no room for")])
+def test_a_fraction_that_is_too_large_or_too_small_is_a_problem(fraction: float, problem: str) -> None:
+    """Of 84.9 GB. The server's weights are 16.4 GB, and the trainer keeps its own besides."""
+    asked = question("vllm[rollout]:d8|megatron[actor]:d2p4", memory_fraction=fraction)
+    assert [line for line in draw_up(asked).problems if line.startswith("rollout: ") and problem in line]
+
+
+@pytest.mark.parametrize(("fraction", "is_found"), [(0.1, False), (0.25, True), (0.7, True), (0.8, False)])
+def test_the_search_finds_what_suits_a_server_of_that_fraction(fraction: float, is_found: bool) -> None:
+    asked = question("vllm[rollout]:d8|megatron[actor]:d*", memory_fraction=fraction)
+
+    def suits(candidate: Candidate) -> bool:
+        chosen = parse("vllm[rollout]:d8|" + candidate.text.replace("megatron", "megatron[actor]"))
+        work = asked.work.recomputing(candidate.recompute)
+        return draw_up(replace(asked, allocation=chosen, work=work)).fits
+
+    cluster = Cluster.of(asked)
+    without_server = search(asked.shape, replace(cluster, engines=()), asked.work, limit=1000).best
+    expected = {candidate.text for candidate in without_server if suits(candidate)}
+    assert {candidate.text for candidate in search(asked.shape, cluster, asked.work, limit=1000).best} == expected
+    assert bool(expected) == is_found

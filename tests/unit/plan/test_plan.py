@@ -274,6 +274,23 @@ def test_what_train_refuses_is_refused(small: str) -> None:
     losses = ["actor.backend=megatron:d1p2t2", "actor.megatron.transformer.moe_aux_loss_coeff=0.1"]
     with pytest.raises(RecipeError, match="is a router's loss, and qwen3 has none"):
         plan_recipe(Path(small), [*keys, *losses])
+    with pytest.raises(RecipeError, match=r"rollout\.memory_fraction=0\.5 is for vLLM and SGLang"):
+        plan_recipe(Path(small), [*keys, "rollout.memory_fraction=0.5"])
+    with pytest.raises(RecipeError, match=r"gconfig\.temperature=3\.0: vLLM samples with"):
+        plan_recipe(Path(small), ["rollout.backend=vllm:d8", "gconfig.temperature=3"])
+
+
+def test_a_server_over_two_nodes_is_a_problem(recipe: Path) -> None:
+    values = asked(str(recipe), "rollout.backend=sglang:d1t16", "--gpu", "h200")
+    assert not values["fits"]
+    assert any("would span nodes 0, 1: a server is on one node" in problem for problem in values["problems"])
+
+
+def test_a_server_takes_the_fraction_of_the_recipe(recipe: Path) -> None:
+    memory = asked(str(recipe), "rollout.memory_fraction=0.5", "--gpu", "h200")["roles"][1]["memory"]
+    usual = asked(str(recipe), "--gpu", "h200")["roles"][1]["memory"]
+    assert memory["weights"] == usual["weights"]
+    assert memory["total"] / usual["total"] == pytest.approx(0.5 / 0.88)
 
 
 def test_a_search_keeps_to_layouts_that_the_reference_can_take(small: str) -> None:

@@ -493,3 +493,43 @@ def test_values_that_the_script_does_not_know_are_unsupported_or_carry_a_note(tm
     assert "not run" in conversion["trainer.experiment_name"].note
     assert conversion["trainer.nnodes"].outcome == "unsupported"
     assert conversion.report.to_give == ("actor.path", "train_dataset.path")
+
+
+VERL_MEMORY = "actor_rollout_ref.rollout.gpu_memory_utilization"
+ROLL_MEMORY = "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"
+TRINITY_MEMORY = "explorer.rollout_model.gpu_memory_utilization"
+
+
+@pytest.mark.parametrize(
+    ("framework", "fixture", "key", "overrides", "fraction"),
+    [
+        ("roll", "roll_grpo_moe.yaml", ROLL_MEMORY, [], 0.6),
+        ("areal", "areal_grpo_fsdp.yaml", "sglang.mem_fraction_static", [], 0.7),
+        ("areal", "areal_grpo_fsdp.yaml", "sglang.mem_fraction_static", ["allocation_mode=", "rollout.backend=sglang:d4"], 0.7),
+        ("trinity", "trinity_grpo.yaml", TRINITY_MEMORY, [f"{TRINITY_MEMORY}=0.7"], 0.7),
+    ],
+)  # fmt: skip
+def test_a_servers_share_of_the_memory_is_kept(
+    framework: Framework, fixture: str, key: str, overrides: list[str], fraction: float
+) -> None:
+    conversion = convert_fixture(framework, fixture, overrides=overrides)
+    assert conversion[key].to == "rollout.memory_fraction"
+    assert conversion.recipe["rollout.memory_fraction"] == fraction
+
+
+@pytest.mark.parametrize(
+    ("framework", "fixture", "key", "overrides", "note"),
+    [
+        ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, [], "takes what the roles leave"),
+        ("siirl", "siirl_megatron.sh", VERL_MEMORY, [], "takes what the roles leave"),
+        ("roll", "roll_grpo_moe.yaml", ROLL_MEMORY, ["actor_infer.device_mapping=list(range(0,16))"], "takes what the roles leave"),
+        ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, ["actor_rollout_ref.rollout.name=hf"], "the embedded engine takes what it needs"),
+    ],
+)  # fmt: skip
+def test_a_share_of_the_memory_that_others_settle_is_implied(
+    framework: Framework, fixture: str, key: str, overrides: list[str], note: str
+) -> None:
+    conversion = convert_fixture(framework, fixture, overrides=overrides)
+    assert conversion[key].outcome == "implied"
+    assert note in conversion[key].note
+    assert "rollout.memory_fraction" not in conversion.recipe

@@ -1,0 +1,284 @@
+"""The engine over real servers, against transformers' forward pass of the same weights.
+
+    VLLM_PYTHON=/opt/vllm/bin/python SGLANG_PYTHON=/opt/sglang/bin/python python -m pytest tests/servers
+
+Without its Python a server is skipped. VLLM_ARGS and SGLANG_ARGS are further words for their command lines. On the CPU,
+where a vLLM takes minutes to start, VLLM_CPU_KVCACHE_SPACE=1 keeps its cache small.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.config.schema import GenerationConfig
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.rollout.servers.weights import NodePlace
+from fivefold.types import Completion
+from tests.unit.rollout.conftest import END, byte_tokenizer
+
+ON_CUDA = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_CUDA else torch.float32
+FRACTION = 0.3
+POSITIONS = 256
+TOKENIZER = byte_tokenizer()
+VOCABULARY = len(TOKENIZER)
+ARGUMENTS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.15,
+    "eos_token_id": END,
+    "bos_token_id": 1,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def save_model(family: str, seed: int, folder: Path) -> Path:
+    """A random model with its tokenizer."""
+    config = Qwen3MoeConfig(**COMMON, **EXPERTS) if family == "qwen3_moe" else Qwen3Config(**COMMON)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms begin as ones, which hide a mix-up
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def start(backend: str, python: str, model: Path) -> ServerEngine:
+    further = f"{ARGUMENTS[backend]} {os.environ.get(f'{backend.upper()}_ARGS', '')}"
+    spec = ReplicaSpec(
+        backend=backend,
+        path=str(model),
+        tokenizer_path=str(model),
+        dtype=str(DTYPE).removeprefix("torch."),
+        max_batch_size=32,
+        load_weights=False,
+        run=uuid4().hex[:8],
+        tp=1,
+        pp=1,
+        max_length=POSITIONS,
+        seed=1,
+        can_sleep=ON_CUDA,
+        reserved=0,
+        memory_fraction=FRACTION if ON_CUDA else None,
+        python=python,
+        arguments=tuple(further.split()),
+    )
+    save = partial(save_hf, config_source=model, tokenizer_source=model)
+    return ServerEngine(spec, NodePlace(spec.run, 0, 1), save)
+
+
+@dataclass
+class Served:
+    """An engine, two sets of weights for it, and the memory that was free before it."""
+
+    backend: str
+    engine: ServerEngine
+    folders: tuple[Path, Path]
+    free_before: int
+
+    def use(self, which: int, version: int = 0) -> PreTrainedModel:
+        """Brings the weights to the server; returns transformers' model of them."""
+        self.engine.update_weights(load_file(self.folders[which] / "model.safetensors").items(), version)
+        model = AutoModelForCausalLM.from_pretrained(
+            self.folders[which], dtype=torch.float32, attn_implementation="eager"
+        )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPE).float()
+        return model.eval()
+
+
+@pytest.fixture(scope="module", params=["vllm-qwen3_moe", "vllm-qwen3", "sglang-qwen3_moe", "sglang-qwen3"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server of each kind for each model."""
+    backend, family = request.param.split("-")
+    variable = f"{backend.upper()}_PYTHON"
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no Python that has {backend}")
+    first, second = (save_model(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}")) for seed in range(2))
+    free = torch.cuda.mem_get_info()[0] if ON_CUDA else 0
+    engine = start(backend, os.environ[variable], first)
+    yield Served(backend, engine, (first, second), free)
+    engine.close()
+
+
+def sampling(**options: Any) -> SamplingParams:
+    return SamplingParams.from_config(GenerationConfig(**{"max_new_tokens": 16} | options))
+
+
+def requests_of(n: int, seed: int = 0) -> list[GenerationRequest]:
+    """Half of the prompts are longer than the blocks that servers cache."""
+    source = random.Random(seed)
+    lengths = [source.randint(130, 220) if i % 2 else source.randint(1, 20) for i in range(n)]
+    prompts = [[source.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+    return group_requests(prompts, 2, (seed,))
+
+
+@torch.no_grad()
+def teacher_forced(model: PreTrainedModel, request: GenerationRequest, completion: Completion) -> Tensor:
+    """Logits [N, V] that predict each token of the completion, from one forward over prompt and completion."""
+    ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
+    return model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1]
+
+
+def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """The distributions are peaked: log-probs of other weights are several nats away."""
+    gaps = torch.cat(list(actual)).sub(torch.cat(list(expected))).abs()
+    if ON_CUDA:
+        assert gaps.mean() < 0.1
+    else:
+        assert gaps.max() < 2e-3
+
+
+def assert_logprobs(
+    model: PreTrainedModel,
+    requests: Sequence[GenerationRequest],
+    completions: Sequence[Completion],
+    temperature: float = 1.0,
+    top_k: int = VOCABULARY,
+    unlikely: int = 0,
+) -> None:
+    """`unlikely`: how many tokens at the beginning could not be the end."""
+    actual, expected = [], []
+    for request, completion in zip(requests, completions, strict=True):
+        logits = teacher_forced(model, request, completion) / temperature
+        logits[:unlikely, END] = -torch.inf
+        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
+        tokens = torch.tensor(completion.token_ids)[:, None]
+        expected.append(logits.log_softmax(-1).gather(1, tokens).squeeze(1))
+        actual.append(torch.tensor(completion.logprobs))
+    assert_close(actual, expected)
+
+
+def test_log_probs_are_those_of_the_latest_weights(served: Served) -> None:
+    """The same prompts again and again: what is cached of earlier weights would show."""
+    requests = requests_of(12)
+    for version, which in enumerate([0, 1, 0]):
+        model = served.use(which, version)
+        completions = served.engine.generate(requests, sampling())
+        assert_logprobs(model, requests, completions)
+        assert {completion.weight_version for completion in completions} == {version}
+        assert len({completion.token_ids for completion in completions}) > len(requests) // 2
+
+
+def test_more_requests_than_are_decoded_together(served: Served) -> None:
+    model, requests = served.use(0), requests_of(60, seed=1)
+    completions = served.engine.generate(requests, sampling(max_new_tokens=5))
+    assert_logprobs(model, requests, completions)
+
+
+def test_greedy_completions_have_the_log_probs_of_the_likeliest_tokens(served: Served) -> None:
+    model, requests = served.use(1), requests_of(10, seed=2)
+    completions = served.engine.generate(requests, sampling(greedy=True))
+    assert_logprobs(model, requests, completions)
+    likeliest = [
+        teacher_forced(model, *pair).log_softmax(-1).amax(-1) for pair in zip(requests, completions, strict=True)
+    ]
+    assert_close([torch.tensor(completion.logprobs) for completion in completions], likeliest)
+
+
+def test_log_probs_are_at_the_temperature(served: Served) -> None:
+    model, requests = served.use(0), requests_of(10, seed=3)
+    assert_logprobs(model, requests, served.engine.generate(requests, sampling(temperature=0.7)), temperature=0.7)
+
+
+def test_only_the_likeliest_tokens_are_sampled(served: Served) -> None:
+    model, requests = served.use(0), requests_of(10, seed=4)
+    completions = served.engine.generate(requests, sampling(top_k=3))
+    # SGLang gives the log-probs before the cut.
+    cut = {"vllm": 3, "sglang": VOCABULARY}[served.backend]
+    if not ON_CUDA:  # rounded to bfloat16, others may be the likeliest
+        for request, completion in zip(requests, completions, strict=True):
+            likely = teacher_forced(model, request, completion).topk(3).indices
+            assert (likely == torch.tensor(completion.token_ids)[:, None]).any(-1).all()
+        assert_logprobs(model, requests, completions, top_k=cut)
+    elif served.backend == "sglang":
+        assert_logprobs(model, requests, completions)
+
+
+def test_a_completion_ends_with_its_first_stop_token(served: Served) -> None:
+    model, stops = served.use(0), list(range(3, VOCABULARY, 9))
+    requests = requests_of(20, seed=5)
+    completions = served.engine.generate(requests, sampling(stop_token_ids=stops, max_new_tokens=20))
+    ends = {END, *stops}
+    for completion in completions:
+        assert ends.isdisjoint(completion.token_ids[:-1])
+        is_ended = completion.token_ids[-1] in ends
+        assert completion.finish_reason == ("stop" if is_ended else "length")
+        assert is_ended or len(completion.token_ids) == 20
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    assert {completion.token_ids[-1] for completion in completions} & set(stops)
+    assert_logprobs(model, requests, completions)
+
+
+def test_nothing_ends_before_the_least_length(served: Served) -> None:
+    model, requests = served.use(0), requests_of(40, seed=6)
+    params = sampling(min_new_tokens=6, max_new_tokens=12, temperature=2.0)
+    completions = served.engine.generate(requests, params)
+    assert all(END not in completion.token_ids[:6] for completion in completions)
+    assert all(6 < len(completion.token_ids) <= 12 for completion in completions)
+    assert any(completion.finish_reason == "stop" for completion in completions), "the case is not tested"
+    assert_logprobs(model, requests, completions, temperature=2.0, unlikely=6)
+
+
+def test_stop_texts_end_a_completion_where_they_first_stand(served: Served) -> None:
+    model, requests = served.use(1), requests_of(20, seed=7)
+    free = served.engine.generate(requests, sampling(greedy=True, max_new_tokens=20))
+    pairs = [text[4:6] for completion in free if len(text := TOKENIZER.decode(completion.token_ids)) > 6]
+    stops = ["Q", "7", *pairs[:3]]
+    completions = served.engine.generate(requests, sampling(greedy=True, max_new_tokens=20, stop=stops))
+    found = set()
+    for completion in completions:
+        before, text = TOKENIZER.decode(completion.token_ids[:-1]), TOKENIZER.decode(completion.token_ids)
+        assert not any(stop in before for stop in stops)
+        is_ended = completion.token_ids[-1] == END or any(stop in text for stop in stops)
+        assert completion.finish_reason == ("stop" if is_ended else "length")
+        assert is_ended or len(completion.token_ids) == 20
+        found |= {len(stop) for stop in stops if stop in text}
+    assert found == {1, 2}, "no completion had a stop text of one or of two tokens"
+    assert_logprobs(model, requests, completions)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="servers sleep on GPUs alone")
+def test_sleep_gives_the_memory_back_until_it_wakes(served: Served) -> None:
+    served.use(0)
+    requests = requests_of(8, seed=8)
+
+    def used() -> int:
+        return served.free_before - torch.cuda.mem_get_info()[0]
+
+    awake, total = used(), torch.cuda.mem_get_info()[1]
+    assert awake > 0.5 * FRACTION * total
+    for version in (5, 6):
+        served.engine.sleep()
+        assert used() < 0.3 * awake
+        served.engine.wake()
+        model = served.use(version % 2, version)
+        assert used() > 0.8 * awake
+        completions = served.engine.generate(requests, sampling())
+        assert_logprobs(model, requests, completions)

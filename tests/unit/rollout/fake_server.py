@@ -1,0 +1,423 @@
+"""A stand-in for the servers of vLLM and SGLang: their command lines, endpoints and replies, without a model.
+
+    PYTHON -m vllm.entrypoints.openai.api_server --flags...        PYTHON is a script that `write_python` makes
+
+It takes the flags and the sampling keys that the real ones have and no others, forgets and caches what they forget and
+cache, and answers by `answer_to` alone. What it hears is in its log (`Log`). It goes wrong where it is asked to: by the
+first token of a prompt, by a file in its folder, or by its environment. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+FOLDER = "FAKE_SERVER_FOLDER"
+"""Variable: where the log is, and the switches."""
+DIES_IN = "FAKE_SERVER_DIES_IN"
+"""Variable: `start`, or the endpoint whose first request it dies in."""
+HAS_CHILD = "FAKE_SERVER_HAS_CHILD"
+"""Variable: it starts a process that does not end by SIGTERM."""
+REFUSAL = "refusal"
+"""File in the folder: the status with which weights are refused for as long as it is there."""
+
+STATUS_AT_START = 3
+STATUS_IN_REQUEST = 7
+
+ABORTED, ABORTED_AT_ONCE, NOT_FINITE, CUT_SHORT, DEADLY, LATE, TOGETHER = range(60, 67)
+"""First token of a prompt: its answer ends with `abort`, after two tokens or none; its last log-prob is no number, or
+missing; the server dies; it is answered after another one; it is answered once as many are here as the server decodes
+together."""
+PATIENCE_S = 20.0
+
+Reply = tuple[int, Any]
+Logprobs = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """What differs between the two."""
+
+    flags: frozenset[str]
+    switches: frozenset[str]
+    sampling_keys: frozenset[str]
+    batch_size: str
+    most_tokens: str
+    seed: str
+    prompt: str
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# From `--help` and the sources of vLLM 0.25.1 and SGLang 0.5.17.
+FLAVOURS = {
+    "vllm.entrypoints.openai.api_server": Flavour(
+        flags=_words(
+            "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
+            "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
+            "--gpu-memory-utilization"
+        ),
+        switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
+        sampling_keys=_words(
+            "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
+            "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize skip_special_tokens "
+            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words"
+        ),
+        batch_size="--max-num-seqs",
+        most_tokens="max_tokens",
+        seed="seed",
+        prompt="token_ids",
+    ),
+    "sglang.launch_server": Flavour(
+        flags=_words(
+            "--model-path --tokenizer-path --host --port --dtype --random-seed --tp-size --pp-size "
+            "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
+            "--mem-fraction-static"
+        ),
+        switches=_words("--enable-memory-saver --disable-radix-cache"),
+        sampling_keys=_words(
+            "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
+            "presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos "
+            "skip_special_tokens spaces_between_special_tokens no_stop_trim logit_bias sampling_seed"
+        ),
+        batch_size="--max-running-requests",
+        most_tokens="max_new_tokens",
+        seed="sampling_seed",
+        prompt="input_ids",
+    ),
+}
+
+
+def answer_to(prompt: Sequence[int], seed: int, most_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...], str]:
+    """Tokens (3 to 52), log-probs that JSON carries exactly, and the finish reason."""
+    length = 1 + seed % most_tokens
+    token_ids = tuple(3 + (prompt[-1] + seed // 7 + 5 * i) % 50 for i in range(length))
+    logprobs = tuple(-(1 + (seed + 3 * i) % 97) / 16 for i in range(length))
+    return token_ids, logprobs, "length" if length == most_tokens else "stop"
+
+
+def write_python(folder: Path, **environment: str) -> str:
+    """Makes a program in `folder` that runs this file in place of whatever module it is given, and keeps the log there.
+
+    `environment`: further variables of the server.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "python"
+    variables = {FOLDER: str(folder), **environment}
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    program.write_text(f'#!/bin/sh\n{exports}exec {sys.executable} {shlex.quote(__file__)} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+class Log:
+    """What the servers of a folder have heard, as rows of JSON."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "log.jsonl"
+
+    def write(self, **row: Any) -> None:
+        line = json.dumps({"pid": os.getpid(), **row}) + "\n"
+        with self._file.open("ab", buffering=0) as file:
+            file.write(line.encode())
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Of one kind: `start`, with the command line; `request` and `reply`, with path and body; `load`."""
+        if not self._file.exists():
+            return []
+        rows = [json.loads(line) for line in self._file.read_text().splitlines()]
+        return [row for row in rows if row["kind"] == kind]
+
+    def posts(self) -> list[str]:
+        """The paths of POST requests, in order."""
+        return [row["path"] for row in self.rows("request") if row["method"] == "POST"]
+
+
+def read_tensors(file: Path) -> list[dict[str, Any]]:
+    """Name, dtype, shape and checksum of each tensor of a safetensors file."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    entries.pop("__metadata__", None)
+    tensors = []
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        checksum = hashlib.sha256(data[start + begin : start + end]).hexdigest()
+        tensors.append({"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "sha256": checksum})
+    return tensors
+
+
+@dataclass
+class FakeServer:
+    """The state of one server, and its endpoints."""
+
+    flavour: Flavour
+    options: dict[str, str]
+    folder: Path
+    load_format: str
+    has_stale_cache: bool = False
+    is_asleep: bool = False
+    n_here: int = 0
+    most_here: int = 0
+    n_together: int = 0
+    n_answered: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def log(self) -> Log:
+        return Log(self.folder)
+
+    def generate(self, body: dict[str, Any]) -> Reply:
+        sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
+        if problem := self._problem(sampling):
+            return 400, {"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}
+        if prompt[0] == DEADLY:
+            os._exit(STATUS_IN_REQUEST)
+        self._wait_for_its_turn(prompt[0])
+        logprobs: Logprobs
+        token_ids, logprobs, reason = answer_to(prompt, sampling[self.flavour.seed], sampling[self.flavour.most_tokens])
+        if prompt[0] in (ABORTED, ABORTED_AT_ONCE):
+            n_kept = 2 if prompt[0] == ABORTED else 0
+            token_ids, logprobs, reason = token_ids[:n_kept], logprobs[:n_kept], "abort"
+        if prompt[0] in (NOT_FINITE, CUT_SHORT):
+            logprobs = (*logprobs[:-1], *([None] if prompt[0] == NOT_FINITE else []))
+        shape = _vllm_reply if self.flavour.prompt == "token_ids" else _sglang_reply
+        return 200, shape(prompt, token_ids, logprobs, reason)
+
+    def _problem(self, sampling: dict[str, Any]) -> str | None:
+        if self.is_asleep or self.load_format == "dummy":
+            return "there are no weights"
+        if self.has_stale_cache:
+            return "keys and values of other weights are in the prefix cache"
+        if sampling["stop"] and sampling.get("detokenize") is False:
+            return "stop texts need detokenization"
+        if unknown := sampling.keys() - self.flavour.sampling_keys:
+            return f"unknown sampling parameters {sorted(unknown)}"
+        return None
+
+    def _wait_for_its_turn(self, first_token: int) -> None:
+        with self.changed:
+            self.n_here += 1
+            self.most_here = max(self.most_here, self.n_here)
+            if first_token == LATE:
+                n_before = self.n_answered
+                assert self.changed.wait_for(lambda: self.n_answered > n_before, PATIENCE_S)
+            if first_token == TOGETHER:
+                batch_size = int(self.options[self.flavour.batch_size])
+                batch_full = (self.n_together // batch_size + 1) * batch_size
+                self.n_together += 1
+                self.changed.notify_all()
+                assert self.changed.wait_for(lambda: self.n_together >= batch_full, PATIENCE_S)
+            self.n_here -= 1
+
+    def answered(self) -> None:
+        """A reply has gone out."""
+        with self.changed:
+            self.n_answered += 1
+            self.changed.notify_all()
+
+    def load(self, folder: Path) -> str | None:
+        """Reads all weights; returns what is wrong with them."""
+        files = sorted(folder.iterdir())
+        weights = [file for file in files if file.suffix == ".safetensors"]
+        self.log.write(
+            kind="load",
+            folder=str(folder),
+            files=[file.name for file in files],
+            inodes=[file.stat().st_ino for file in weights],
+            dtype=json.loads((folder / "config.json").read_text())["dtype"],
+            tensors=[tensor for file in weights for tensor in read_tensors(file)],
+        )
+        return "it holds no weights" if not weights else None
+
+    def refusal(self) -> int | None:
+        """The status with which weights are refused now."""
+        switch = self.folder / REFUSAL
+        return int(switch.read_text()) if switch.exists() else None
+
+    def collective_rpc(self, body: dict[str, Any]) -> Reply:
+        method, kwargs = body["method"], body["kwargs"]
+        if method == "update_config":
+            self.load_format = kwargs["overrides"]["load_config"]["load_format"]
+            return 200, {"results": [None]}
+        assert method == "reload_weights"
+        if status := self.refusal():
+            return status, {"error": {"message": "no such weights", "type": "InternalServerError", "code": status}}
+        if self.load_format == "dummy" or self.is_asleep:
+            return 500, {"error": {"message": "Model reloading with `dummy` format", "code": 500}}
+        problem = self.load(Path(kwargs["weights_path"]))
+        self.has_stale_cache = True
+        return (500, {"error": {"message": problem, "code": 500}}) if problem else (200, {"results": [None]})
+
+    def reset_prefix_cache(self, body: dict[str, Any]) -> Reply:
+        self.has_stale_cache = False
+        return 200, None
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
+        status, problem = self.refusal(), "no such weights"
+        if status is None and self.is_asleep:
+            status, problem = 400, "the memory is released"
+        if status is None:
+            self.load_format = body.get("load_format", self.load_format)
+            self.has_stale_cache = not body.get("flush_cache", True)
+            problem = self.load(Path(body["model_path"])) or ""
+            status = 400 if problem else 200
+        message = problem or "Succeeded to update model weights."
+        return status, {"success": status == 200, "message": message, "num_paused_requests": 0}
+
+    def sleep(self, body: dict[str, Any]) -> Reply:
+        if self.is_asleep:
+            return 500, {"error": {"message": "it sleeps already", "code": 500}}
+        self.is_asleep = True
+        return 200, None
+
+    def wake(self, body: dict[str, Any]) -> Reply:
+        self.is_asleep = False
+        return 200, None
+
+    def endpoints(self) -> dict[str, Callable[[dict[str, Any]], Reply]]:
+        if self.flavour.prompt == "input_ids":
+            return {
+                "/generate": self.generate,
+                "/update_weights_from_disk": self.update_weights_from_disk,
+                "/release_memory_occupation": self.sleep,
+                "/resume_memory_occupation": self.wake,
+            }
+        generate = {"/inference/v1/generate": self.generate}
+        if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
+            return generate
+        return {
+            **generate,
+            "/collective_rpc": self.collective_rpc,
+            "/reset_prefix_cache": self.reset_prefix_cache,
+            "/sleep?level=2": self.sleep,
+            "/wake_up": self.wake,
+        }
+
+
+def _vllm_reply(prompt: Sequence[int], token_ids: Sequence[int], logprobs: Logprobs, reason: str) -> Any:
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(token_ids, logprobs, strict=False)
+    ]
+    choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": reason, "routed_experts": None}
+    return {
+        "request_id": "generate-tokens-1",
+        "choices": [{**choice, "token_ids": token_ids}],
+        "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(token_ids)},
+        "prompt_logprobs": None,
+        "kv_transfer_params": None,
+    }
+
+
+def _sglang_reply(prompt: Sequence[int], token_ids: Sequence[int], logprobs: Logprobs, reason: str) -> Any:
+    details = {"stop": {"matched": 2}, "length": {"length": len(token_ids)}, "abort": {"message": "Aborted"}}
+    meta = {
+        "id": "1",
+        "finish_reason": {"type": reason, **details[reason]},
+        "prompt_tokens": len(prompt),
+        "weight_version": "default",
+        "completion_tokens": len(token_ids),
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[logprob, token, None] for token, logprob in zip(token_ids, logprobs, strict=False)],
+        "e2e_latency": 0.01,
+    }
+    return {"text": "", "output_ids": token_ids, "meta_info": meta}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Takes requests to `FakeServer` and its replies back."""
+
+    protocol_version = "HTTP/1.1"
+    server: HttpServer
+
+    def do_GET(self) -> None:
+        self.server.fake.log.write(kind="request", method="GET", path=self.path, body=None)
+        self._send(200 if self.server.is_ready.is_set() else 503, None)
+        self.server.is_ready.set()
+
+    def do_POST(self) -> None:
+        fake = self.server.fake
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fake.log.write(kind="request", method="POST", path=self.path, body=body)
+        if os.environ.get(DIES_IN) == self.path:
+            os._exit(STATUS_IN_REQUEST)
+        endpoint = fake.endpoints().get(self.path)
+        status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})
+        fake.log.write(kind="reply", path=self.path, body=body, status=status, most_here=fake.most_here)
+        self._send(status, reply)
+        fake.answered()
+
+    def _send(self, status: int, reply: Any) -> None:
+        data = b"" if reply is None else json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the screen."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Ready from its second `/health` on."""
+
+    request_queue_size = 128
+
+    def __init__(self, fake: FakeServer) -> None:
+        super().__init__((fake.options["--host"], int(fake.options["--port"])), Handler)
+        self.fake = fake
+        self.is_ready = threading.Event()
+
+
+def _options(flavour: Flavour, arguments: Sequence[str]) -> dict[str, str]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for flag in flavour.flags:
+        parser.add_argument(flag, dest=flag)
+    for switch in flavour.switches:
+        parser.add_argument(switch, dest=switch, action="store_true")
+    return vars(parser.parse_args(arguments))
+
+
+def _start_child() -> int:
+    """A process that only SIGKILL ends; its id."""
+    return subprocess.Popen(
+        ["sleep", "60"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    ).pid
+
+
+def main() -> None:
+    """`-m MODULE --flags...`"""
+    _, module, *arguments = sys.argv[1:]
+    flavour, folder = FLAVOURS[module], Path(os.environ[FOLDER])
+    child = _start_child() if HAS_CHILD in os.environ else None
+    Log(folder).write(
+        kind="start", command=sys.argv[1:], environment=dict(os.environ), child=child, parent=os.getppid()
+    )
+    if os.environ.get(DIES_IN) == "start":
+        sys.exit(STATUS_AT_START)
+    options = _options(flavour, arguments)
+    fake = FakeServer(flavour, options, folder, options["--load-format"] or "auto")
+    HttpServer(fake).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,478 @@
+"""The engine over a server's process, against a server that answers by a formula and keeps a log of what it hears."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import fivefold
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.config.schema import GenerationConfig
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers import engine as engine_module
+from fivefold.rollout.servers.engine import ServerEngine, server_command
+from fivefold.rollout.servers.weights import PREFIX, SHARED_MEMORY, NodePlace
+from tests.unit.rollout import fake_server
+from tests.unit.rollout.fake_server import Log, answer_to, write_python
+
+BATCH_SIZE = 6
+END, POSITIONS = 2, 128
+DEAD = f"the server ended with status {fake_server.STATUS_IN_REQUEST}"
+
+Folder = Callable[..., Path]
+
+COMMANDS = {
+    "vllm": "-m vllm.entrypoints.openai.api_server --model {model} --tokenizer {tokenizer} "
+    "--host 127.0.0.1 --port {port} --dtype bfloat16 --seed 5 "
+    "--tensor-parallel-size {tp} --pipeline-parallel-size {pp} --max-num-seqs 6 --max-model-len {length} "
+    "--generation-config vllm --logprobs-mode processed_logprobs "
+    "--disable-log-stats --disable-uvicorn-access-log --uvicorn-log-level warning",
+    "sglang": "-m sglang.launch_server --model-path {model} --tokenizer-path {tokenizer} "
+    "--host 127.0.0.1 --port {port} --dtype bfloat16 --random-seed 5 "
+    "--tp-size {tp} --pp-size {pp} --max-running-requests 6 --context-length {length} "
+    "--log-level warning",
+}
+DUMMY_SLEEPER = {
+    "vllm": "--load-format dummy --enable-sleep-mode --gpu-memory-utilization 0.4",
+    "sglang": "--load-format dummy --enable-memory-saver --mem-fraction-static 0.4",
+}
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+LOAD = {
+    "vllm": ["/collective_rpc", "/collective_rpc", "/reset_prefix_cache"],
+    "sglang": ["/update_weights_from_disk"],
+}
+REFUSED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+SLEEP = {"vllm": "/sleep?level=2", "sglang": "/release_memory_occupation"}
+WAKE = {"vllm": "/wake_up", "sglang": "/resume_memory_occupation"}
+PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
+SEED = {"vllm": "seed", "sglang": "sampling_seed"}
+
+
+def spec_of(backend: str, model: Path, **changes: Any) -> ReplicaSpec:
+    values: dict[str, Any] = {
+        "backend": backend,
+        "path": str(model),
+        "tokenizer_path": str(model),
+        "dtype": "bfloat16",
+        "max_batch_size": BATCH_SIZE,
+        "load_weights": False,
+        "run": uuid4().hex[:8],
+        "tp": 1,
+        "pp": 1,
+        "max_length": 60,
+        "seed": 5,
+        "can_sleep": True,
+        "reserved": 0,
+        "memory_fraction": 0.4,
+        "python": None,
+        "arguments": (),
+    }
+    return ReplicaSpec(**{**values, **changes})
+
+
+def start(spec: ReplicaSpec) -> ServerEngine:
+    save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
+    return ServerEngine(spec, NodePlace(spec.run, 0, 1), save)
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine, its server's log and folder, and the weights that it is given."""
+
+    spec: ReplicaSpec
+    engine: ServerEngine
+    folder: Path
+    weights: dict[str, Tensor]
+
+    @property
+    def backend(self) -> str:
+        return self.spec.backend
+
+    @property
+    def log(self) -> Log:
+        return Log(self.folder)
+
+    def update(self, version: int = 0) -> None:
+        self.engine.update_weights(self.weights.items(), version)
+
+    def bodies(self) -> list[Any]:
+        """What it was asked to generate so far."""
+        path = GENERATE[self.backend]
+        return [row["body"] for row in self.log.rows("request") if row["path"] == path]
+
+    def posts_during(self, action: Callable[[], object]) -> list[str]:
+        before = len(self.log.posts())
+        action()
+        return self.log.posts()[before:]
+
+    def left_behind(self) -> list[Path]:
+        """Files of its updates that are still there."""
+        return list(SHARED_MEMORY.glob(f"{PREFIX}{self.spec.run}-*"))
+
+
+@pytest.fixture(scope="module", params=list(COMMANDS))
+def server(
+    request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server of each kind for all tests, which leave it awake."""
+    folder, model = tmp_path_factory.mktemp(request.param), model_folder("qwen3_moe")
+    spec = spec_of(request.param, model, python=write_python(folder))
+    engine = start(spec)
+    yield Served(spec, engine, folder, load_file(model / "model.safetensors"))
+    engine.close()
+
+
+@pytest.fixture
+def served(server: Served) -> Served:
+    """With weights of version 7."""
+    server.engine.wake()
+    server.update(7)
+    return server
+
+
+def sampling(**options: Any) -> SamplingParams:
+    return SamplingParams.from_config(GenerationConfig(**{"max_new_tokens": 12} | options))
+
+
+def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
+    return [GenerationRequest((first_token, *range(10, 11 + i % 5), 3 + i % 40), 1000 * i + i % 11) for i in range(n)]
+
+
+def assert_answered(served: Served, requests: Sequence[GenerationRequest], version: int) -> None:
+    completions = served.engine.generate(requests, sampling())
+    for request, completion in zip(requests, completions, strict=True):
+        expected = answer_to(request.token_ids, request.seed, 12)
+        assert (completion.token_ids, completion.logprobs, completion.finish_reason) == expected
+        assert completion.weight_version == version
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_the_command_line(backend: str) -> None:
+    spec = spec_of(backend, Path("/models/a"), tokenizer_path="/models/b", python="/opt/python", tp=2, pp=3)
+    words = COMMANDS[backend].format(model="/models/a", tokenizer="/models/b", port=81, tp=2, pp=3, length=60)
+    assert server_command(spec, 81) == ["/opt/python", *words.split(), *DUMMY_SLEEPER[backend].split()]
+    plain = replace(spec, load_weights=True, can_sleep=False, memory_fraction=None, arguments=("--x", "--y=1"))
+    assert server_command(plain, 81) == ["/opt/python", *words.split(), "--x", "--y=1"]
+
+
+def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
+    [row] = server.log.rows("start")
+    port = row["command"][row["command"].index("--port") + 1]
+    words = COMMANDS[server.backend].format(
+        model=server.spec.path, tokenizer=server.spec.path, port=port, tp=1, pp=1, length=60
+    )
+    assert row["command"] == [*words.split(), *DUMMY_SLEEPER[server.backend].split()]
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_the_server_is_not_taken_for_a_rank_and_serves_from_the_checkpoint(
+    backend: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    for name in ranks:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    options = {"load_weights": True, "max_length": 1000}
+    spec = spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), **options)
+    engine = start(spec)
+    [completion] = engine.generate(requests_of(1), sampling())
+    engine.close()
+    assert completion.weight_version == 0
+    [row] = Log(tmp_path).rows("start")
+    assert not row["environment"].keys() & set(ranks)
+    assert row["environment"]["CUDA_VISIBLE_DEVICES"] == "2,3"
+    lengths = {"vllm": "--max-model-len", "sglang": "--context-length"}
+    assert row["command"][row["command"].index(lengths[backend]) + 1] == str(POSITIONS)
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_models_of_the_package_reach_the_server_as_folders(backend: str, tmp_path: Path) -> None:
+    name = "package:tiny-moe"
+    spec = spec_of(backend, tmp_path, path=name, tokenizer_path=name, python=write_python(tmp_path))
+    start(spec).close()
+    [row] = Log(tmp_path).rows("start")
+    assert row["command"].count(str(Path(fivefold.__file__).parent / "models" / "tiny-moe")) == 2
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_a_server_that_ends_at_its_start_is_an_error(backend: str, model_folder: Folder, tmp_path: Path) -> None:
+    python = write_python(tmp_path, **{fake_server.DIES_IN: "start"})
+    with pytest.raises(RuntimeError, match=f"the server ended with status {fake_server.STATUS_AT_START}"):
+        start(spec_of(backend, model_folder("qwen3_moe"), python=python))
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_a_server_that_dies_in_a_request_is_an_error(backend: str, model_folder: Folder, tmp_path: Path) -> None:
+    spec = spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), load_weights=True)
+    engine = start(spec)
+    requests = [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(10)]
+    with pytest.raises(RuntimeError, match=DEAD):
+        engine.generate(requests, sampling())
+    with pytest.raises(RuntimeError, match=DEAD):
+        engine.generate(requests_of(1), sampling())
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_a_server_that_dies_while_it_loads_is_an_error(backend: str, model_folder: Folder, tmp_path: Path) -> None:
+    model = model_folder("qwen3_moe")
+    python = write_python(tmp_path, **{fake_server.DIES_IN: REFUSED[backend]})
+    engine = start(spec_of(backend, model, python=python))
+    with pytest.raises(RuntimeError, match=DEAD):
+        engine.update_weights(load_file(model / "model.safetensors").items(), 0)
+    engine.close()
+
+
+@pytest.mark.parametrize(("backend", "share"), [("vllm", 0.9), ("sglang", 0.88)])
+def test_a_server_that_shares_devices_takes_what_the_others_leave(
+    backend: str, share: float, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_device_memory", lambda: 80_000)
+    options = {"python": write_python(tmp_path), "memory_fraction": None, "reserved": 20_000}
+    spec = spec_of(backend, model_folder("qwen3_moe"), **options)
+    start(spec).close()
+    [row] = Log(tmp_path).rows("start")
+    assert float(row["command"][-1]) == pytest.approx(share - 20_000 / 80_000)
+    start(replace(spec, can_sleep=False)).close()
+    alone = Log(tmp_path).rows("start")[1]["command"]
+    assert not {"--gpu-memory-utilization", "--mem-fraction-static"} & set(alone)
+    with pytest.raises(ValueError, match=r"leaves nothing for the server: .*rollout\.colocate=false"):
+        start(replace(spec, reserved=75_000))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_what_a_server_is_asked(served: Served, greedy: bool) -> None:
+    params = sampling(
+        max_new_tokens=9, min_new_tokens=4, temperature=0.7, top_p=0.9, top_k=11, greedy=greedy,
+        stop_token_ids=[33, 9], stop=["ab", "\n"],
+    )  # fmt: skip
+    served.engine.generate([GenerationRequest((5, 6), 77)], params)
+    chosen = {"temperature": 0.0, "top_p": 1.0} if greedy else {"temperature": 0.7, "top_p": 0.9, "top_k": 11}
+    common = {"stop_token_ids": [END, 9, 33], "stop": ["ab", "\n"], "skip_special_tokens": False, **chosen}
+    expected = {
+        "vllm": {
+            "token_ids": [5, 6],
+            "sampling_params": {
+                "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77, "include_stop_str_in_output": True,
+                "detokenize": True, "logprobs": 0, **common,
+            },
+        },
+        "sglang": {
+            "input_ids": [5, 6],
+            "return_logprob": True,
+            "sampling_params": {
+                "top_k": -1, "max_new_tokens": 9, "min_new_tokens": 4, "sampling_seed": 77, "no_stop_trim": True,
+                **common,
+            },
+        },
+    }  # fmt: skip
+    assert served.bodies()[-1] == expected[served.backend]
+
+
+def test_what_a_server_is_asked_by_default(served: Served) -> None:
+    served.engine.generate([GenerationRequest((5, 6), 77)], sampling())
+    asked = served.bodies()[-1]["sampling_params"]
+    assert (asked["temperature"], asked["top_p"]) == (1.0, 1.0)
+    assert asked["top_k"] == {"vllm": 0, "sglang": -1}[served.backend]
+    assert (asked["stop"], asked["stop_token_ids"]) == ([], [END])
+    assert asked.get("detokenize", False) is False
+
+
+def test_seeds_are_what_the_server_can_take(served: Served) -> None:
+    seeds = [0, 2**31 - 1, 2**31 + 3, 2**63 - 1, 2**64 - 1]
+    served.engine.generate([GenerationRequest((5,), seed) for seed in seeds], sampling())
+    asked = sorted(body["sampling_params"][SEED[served.backend]] for body in served.bodies()[-len(seeds) :])
+    assert asked == sorted(seed % 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_the_servers_own_seed_is_what_every_library_can_take(backend: str) -> None:
+    command = server_command(spec_of(backend, Path("/models/a"), seed=2**40 + 3), 81)
+    flag = {"vllm": "--seed", "sglang": "--random-seed"}[backend]
+    assert 0 <= int(command[command.index(flag) + 1]) < 2**31
+
+
+def test_completions_are_in_the_order_of_the_requests(served: Served) -> None:
+    requests = [request for i in range(4) for request in (*requests_of(1, fake_server.LATE), *requests_of(2 + i))]
+    assert_answered(served, requests, version=7)
+    path, prompt = GENERATE[served.backend], PROMPT[served.backend]
+    replies = [row["body"][prompt][0] for row in served.log.rows("reply") if row["path"] == path]
+    assert replies[-len(requests)] != fake_server.LATE, "the first request was answered first"
+
+
+def test_more_requests_than_the_server_decodes_together(served: Served) -> None:
+    """The server answers them by `BATCH_SIZE`, and not before as many are there."""
+    assert_answered(served, requests_of(20 * BATCH_SIZE, fake_server.TOGETHER), version=7)
+    assert served.log.rows("reply")[-1]["most_here"] == BATCH_SIZE
+
+
+def test_no_requests_have_no_completions(served: Served) -> None:
+    assert served.engine.generate([], sampling()) == []
+
+
+@pytest.mark.parametrize("first_token", [fake_server.ABORTED, fake_server.ABORTED_AT_ONCE])
+def test_a_completion_that_is_not_whole_is_an_error(served: Served, first_token: int) -> None:
+    with pytest.raises(RuntimeError, match="'abort'"):
+        served.engine.generate([*requests_of(3), *requests_of(1, first_token), *requests_of(3)], sampling())
+    assert_answered(served, requests_of(3), version=7)
+
+
+@pytest.mark.parametrize("first_token", [fake_server.NOT_FINITE, fake_server.CUT_SHORT])
+def test_a_token_without_a_log_prob_is_an_error(served: Served, first_token: int) -> None:
+    with pytest.raises(RuntimeError, match=r"answered \d+ tokens with log-probs \(.*: one number each is wanted"):
+        served.engine.generate([*requests_of(3), *requests_of(1, first_token)], sampling())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ((), {}, "no tokens"),
+        ((3, 67), {}, "token 67, but the model's vocabulary has 67"),
+        ((5,) * 120, {}, "120 tokens with max_new_tokens=12 exceeds the model's 128 positions"),
+        ((5,), {"stop_token_ids": [67]}, "stop_token_ids holds 67"),
+    ],
+)
+def test_an_impossible_request_does_not_reach_the_server(
+    served: Served, prompt: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    before = len(served.bodies())
+    with pytest.raises(ValueError, match=message):
+        served.engine.generate([*requests_of(1), GenerationRequest(prompt, 0)], sampling(**options))
+    assert len(served.bodies()) == before
+
+
+def checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_an_update_writes_every_tensor_once_in_the_servers_dtype(served: Served) -> None:
+    row = served.log.rows("load")[-1]
+    expected = [
+        {"name": name, "dtype": "BF16", "shape": list(tensor.shape), "sha256": checksum(tensor.bfloat16())}
+        for name, tensor in served.weights.items()
+    ]
+    assert all(tensor.dtype == torch.float32 for tensor in served.weights.values())
+    assert sorted(row["tensors"], key=lambda tensor: tensor["name"]) == sorted(expected, key=lambda t: str(t["name"]))
+    assert row["dtype"] == "bfloat16"
+    assert {"config.json", "tokenizer.json"} <= set(row["files"])
+    assert not Path(row["folder"]).exists()
+    assert served.left_behind() == []
+
+
+def test_how_a_server_is_told_to_load(served: Served) -> None:
+    assert served.posts_during(lambda: served.update(8)) == LOAD[served.backend]
+    [*_, body] = [row["body"] for row in served.log.rows("request") if row["path"] == REFUSED[served.backend]]
+    folder = served.log.rows("load")[-1]["folder"]
+    assert (
+        body
+        == {
+            "vllm": {"method": "reload_weights", "kwargs": {"weights_path": folder}},
+            "sglang": {"model_path": folder, "weight_version": "8", "load_format": "safetensors", "flush_cache": True},
+        }[served.backend]
+    )
+    assert_answered(served, requests_of(3), version=8)
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_an_engine_waits_for_its_first_weights(backend: str, model_folder: Folder, tmp_path: Path) -> None:
+    engine = start(spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path)))
+    with pytest.raises(RuntimeError, match="no complete set of weights: none were loaded"):
+        engine.generate(requests_of(1), sampling())
+    engine.close()
+    assert Log(tmp_path).posts() == []
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_server_that_refuses_the_weights_is_an_error(served: Served, status: int) -> None:
+    refusal = served.folder / fake_server.REFUSAL
+    refusal.write_text(str(status))
+    with pytest.raises(
+        RuntimeError, match=rf"refused {REFUSED[served.backend]} with status {status}: .*no such weights"
+    ):
+        served.update(8)
+    refusal.unlink()
+    assert served.left_behind() == []
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        served.engine.generate(requests_of(1), sampling())
+    served.update(9)
+    assert_answered(served, requests_of(2), version=9)
+
+
+def test_a_wrong_set_of_weights_is_named_and_does_not_reach_the_server(served: Served) -> None:
+    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+    consumed: list[str] = []
+
+    def wrong() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in served.weights.items():
+            if name == "lm_head.weight":
+                yield "lm_head.bias", tensor
+            elif name == "model.norm.weight":
+                yield name, tensor[:-1]
+            elif name != expert:
+                yield name, tensor
+            if name == "model.embed_tokens.weight":
+                yield name, tensor
+            consumed.append(name)
+
+    def update() -> None:
+        with pytest.raises(ValueError, match="do not fit") as caught:
+            served.engine.update_weights(wrong(), version=8)
+        for problem in [
+            f"missing: {expert}, lm_head.weight",
+            "unknown: lm_head.bias",
+            "sent twice: model.embed_tokens.weight",
+            "wrong shape: model.norm.weight (31,), wanted (32,)",
+        ]:
+            assert problem in str(caught.value)
+
+    assert served.posts_during(update) == []
+    assert len(consumed) == len(served.weights), "other ranks wait in the collectives behind the iterator"
+    assert served.left_behind() == []
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        served.engine.generate(requests_of(1), sampling())
+
+
+def test_a_server_sleeps_wakes_and_is_given_weights(served: Served) -> None:
+    engine = served.engine
+    assert served.posts_during(engine.sleep) == [SLEEP[served.backend]]
+    for refused in (lambda: engine.generate(requests_of(1), sampling()), lambda: served.update(8)):
+        with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) and update_weights\(\) first"):
+            refused()
+    assert served.posts_during(engine.wake) == [WAKE[served.backend]]
+    with pytest.raises(RuntimeError, match="it has slept since"):
+        engine.generate(requests_of(1), sampling())
+    assert served.posts_during(lambda: served.update(8)) == LOAD[served.backend]
+    assert_answered(served, requests_of(2), version=8)
+
+
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_a_server_without_devices_forgets_its_weights_by_name_only(
+    backend: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    options = {"can_sleep": False, "memory_fraction": None, "load_weights": True}
+    engine = start(spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), **options))
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate(requests_of(1), sampling())
+    engine.wake()
+    with pytest.raises(RuntimeError, match="it has slept since"):
+        engine.generate(requests_of(1), sampling())
+    engine.close()
+    assert Log(tmp_path).posts() == []
+
+
+def test_sleeping_and_waking_twice_asks_the_server_once(served: Served) -> None:
+    engine = served.engine
+    posts = served.posts_during(lambda: [engine.wake(), engine.sleep(), engine.sleep(), engine.wake(), engine.wake()])
+    assert posts == [SLEEP[served.backend], WAKE[served.backend]]

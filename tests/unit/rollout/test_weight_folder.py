@@ -1,0 +1,181 @@
+"""Weights on their way to servers: one copy in memory for all replicas of a node, gone once they have been read."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.rollout.servers import weights as weights_module
+from fivefold.rollout.servers.weights import PREFIX, NodePlace, WeightFolder
+
+FILES = {"model-1.safetensors": b"one", "model-2.safetensors": b"two", "config.json": b"{}"}
+WEIGHTS = [("a", torch.zeros(2)), ("b", torch.ones(3))]
+
+
+class Saver:
+    """Writes files that stand for the weights, and counts how often."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def __call__(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        folder.mkdir(parents=True)
+        self.seen.append([name for name, _ in weights])
+        for name, data in FILES.items():
+            (folder / name).write_bytes(data)
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the shared memory."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(weights_module, "SHARED_MEMORY", folder)
+    return folder
+
+
+def test_replicas_of_a_node_read_the_same_files(memory: Path) -> None:
+    count, save = 3, Saver()
+    folders = [WeightFolder(NodePlace("run", index, count), save, 100) for index in range(count)]
+    all_read, n_given = threading.Barrier(count), [0] * count
+
+    def stream(index: int) -> Iterator[tuple[str, Tensor]]:
+        for item in WEIGHTS:
+            n_given[index] += 1
+            yield item
+
+    def read(index: int) -> list[tuple[Path, dict[str, int]]]:
+        found = []
+        for version in range(4):
+            with folders[index].holding(stream(index), version) as own:
+                assert {file.name: file.read_bytes() for file in own.iterdir()} == FILES
+                found.append((own, {file.name: file.stat().st_ino for file in own.iterdir()}))
+                all_read.wait(20)
+            all_read.wait(20)
+        return found
+
+    with ThreadPoolExecutor(count) as threads:
+        by_replica = list(threads.map(read, range(count), timeout=30))
+    for of_version in zip(*by_replica, strict=True):
+        paths, inodes = zip(*of_version, strict=True)
+        assert len(set(paths)) == count
+        assert all(found == inodes[0] for found in inodes)
+    assert save.seen == [["a", "b"]] * 4
+    assert n_given == [8] * count
+    assert list(memory.iterdir()) == []
+
+
+def test_a_replica_that_has_read_leaves_the_others_files(memory: Path) -> None:
+    folders = [WeightFolder(NodePlace("run", index, 2), Saver(), 100) for index in range(2)]
+    with folders[0].holding(WEIGHTS, 5):
+        pass
+    with folders[1].holding(WEIGHTS, 5) as own:
+        assert {file.name for file in own.iterdir()} == FILES.keys()
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("names", [("ours", "theirs"), ("theirs", "ours")])
+def test_runs_side_by_side_read_their_own(memory: Path, names: tuple[str, str]) -> None:
+    first, second = (WeightFolder(NodePlace(name, 0, 1), Saver(), 100) for name in names)
+    with first.holding(WEIGHTS, 1) as one, second.holding(WEIGHTS, 1) as other:
+        found = [path.parent.parent.name for path in (one, other)]
+    assert found == [f"{PREFIX}{name}" for name in names]
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["weights", "block"])
+def test_nothing_is_left_after_a_failure(memory: Path, where: str) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from WEIGHTS
+        if where == "weights":
+            raise ValueError("the stream broke")
+
+    folder = WeightFolder(NodePlace("run", 0, 2), Saver(), 100)
+    with pytest.raises(ValueError, match="broke"), folder.holding(broken(), 0) as own:
+        raise ValueError(f"the server broke on {own}")
+    if where == "block":  # the other replica's
+        assert [path.name for path in memory.glob("*/0/*")] == ["1"]
+    else:
+        assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize(("index", "is_removed"), [(0, True), (1, False)])
+def test_what_killed_runs_have_left_is_removed(memory: Path, index: int, is_removed: bool) -> None:
+    living = WeightFolder(NodePlace("living", 0, 2), Saver(), 100)
+    with living.holding(WEIGHTS, 3):
+        pass
+    abandoned, in_use, other = memory / f"{PREFIX}dead", memory / f"{PREFIX}living", memory / "someone-elses"
+    for folder in (abandoned, other):
+        (folder / "3" / "0").mkdir(parents=True)
+    WeightFolder(NodePlace("run", index, 2), Saver(), 100)
+    assert abandoned.exists() is not is_removed
+    assert (in_use / "3" / "1").exists()
+    assert other.exists()
+
+
+def test_a_lock_ends_with_its_process(memory: Path) -> None:
+    abandoned = memory / f"{PREFIX}dead"
+    abandoned.mkdir()
+    lock = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{lock}; input()", str(abandoned)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    WeightFolder(NodePlace("run", 0, 1), Saver(), 100)
+    assert abandoned.exists()
+    holder.kill()
+    holder.communicate()
+    WeightFolder(NodePlace("run", 0, 1), Saver(), 100)
+    assert not abandoned.exists()
+
+
+def with_room(monkeypatch: pytest.MonkeyPatch, rooms: dict[Path, int]) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=rooms[Path(path)]))
+    monkeypatch.setattr(weights_module.tempfile, "gettempdir", lambda: str(list(rooms)[-1]))
+
+
+def test_weights_go_where_there_is_room(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with_room(monkeypatch, {memory: 999, temporary: 2000})
+    with WeightFolder(NodePlace("run", 0, 1), Saver(), 1000).holding(WEIGHTS, 0) as own:
+        assert own.is_relative_to(temporary)
+    with WeightFolder(NodePlace("run", 0, 1), Saver(), 900).holding(WEIGHTS, 0) as own:
+        assert own.is_relative_to(memory)
+    with pytest.raises(ValueError, match=r"2\.0 GB of files, for which neither .*--shm-size.*TMPDIR") as caught:
+        WeightFolder(NodePlace("run", 0, 1), Saver(), 2_000_000_000)
+    assert str(memory) in str(caught.value)
+    assert str(temporary) in str(caught.value)
+
+
+def test_replicas_that_see_room_in_different_places_meet(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    rooms = {memory: 2000, temporary: 2000}
+    with_room(monkeypatch, rooms)
+    first = WeightFolder(NodePlace("run", 0, 2), Saver(), 1000)
+    rooms[memory] = 500  # another run has come between
+    second = WeightFolder(NodePlace("run", 1, 2), Saver(), 1000)
+    found: list[set[str]] = []
+
+    def read() -> None:
+        with second.holding(WEIGHTS, 0) as own:
+            found.append({file.name for file in own.iterdir()})
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with first.holding(WEIGHTS, 0):
+        reader.join(3)
+    assert found == [set(FILES)]
