@@ -28,6 +28,7 @@ from fivefold.layout.plan_shape import SHAPES
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
 
+
 def main() -> None:
     args = parse_arguments()
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -27,16 +27,18 @@ from fivefold.layout.plan_shape import PlanShape, find_shape
 from fivefold.layout.timing import step_time
 from fivefold.layout.workload import Workload
 
+COLUMNS = (
+    *("GPUs", "model", "layers", "backend", "recompute", "micro-batch"),
+    *("GB", "estimate", "off by", "seconds", "estimate", "off by"),
+)
+
 
 def main() -> None:
     args = parse_arguments()
     rows = list(measured(args.files))
     if not rows:
         raise SystemExit("no line of JSON with peak_memory_gb was found; give the output of benchmarks/actor_update.py")
-    print(
-        "| GPUs | model | layers | backend | recompute | micro-batch | GB | estimate | off by | seconds | estimate | off by |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     worst = 0.0
     for row in rows:
         measured_gb, seconds = row["peak_memory_gb"], min(row["seconds"][1:])
@@ -44,8 +46,8 @@ def main() -> None:
         worst = max(worst, abs(expected_gb / measured_gb - 1))
         backend = row["backend"].replace("|", "\\|")
         print(
-            f"| {row['gpus']} | {row['model']} | {row['layers']} | `{backend}` | {row['recompute']} | {row['micro_tokens']} | "
-            f"{measured_gb:.1f} | {expected_gb:.1f} | {expected_gb / measured_gb - 1:+.1%} | "
+            f"| {row['gpus']} | {row['model']} | {row['layers']} | `{backend}` | {row['recompute']} | "
+            f"{row['micro_tokens']} | {measured_gb:.1f} | {expected_gb:.1f} | {expected_gb / measured_gb - 1:+.1%} | "
             f"{seconds:.2f} | {expected_seconds:.2f} | {expected_seconds / seconds - 1:+.0%} |"
         )
     print(f"\n{len(rows)} runs; the memory's worst estimate is off by {worst:.1%}")
