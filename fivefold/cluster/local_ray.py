@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import ray
+import ray._private.services
 import ray._private.worker
 
 from fivefold.cluster.interrupt import keep_exit_statuses
@@ -29,6 +31,8 @@ STORE_SHARE = 0.2
 START_ATTEMPTS = 3
 END_S = 5.0
 """How long processes get to go after they were told to."""
+JOIN_S = 10.0
+"""How long a cluster has to accept a connection."""
 MAX_STARTING = 16
 """Worker processes that Ray starts at one time, and keeps ready; also bounded by the cores."""
 
@@ -136,10 +140,30 @@ def join(address: str) -> None:
         ValueError: there is none at `address`, or it wants a token that we do not have.
     """
     try:
+        _require_listening(address)
         with _signals_kept():
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except ConnectionError as error:
         raise ValueError(_why_not_joined(address, error)) from error
+
+
+def _require_listening(address: str) -> None:
+    """Symptom: ray.init waits for minutes, in silence, for a cluster that was killed, whose address Ray still keeps.
+
+    Cause: it takes the address of the last `ray start`, and tries again and again where nobody answers.
+    Remove when: it gives up where the connection is refused.
+
+    Raises:
+        ConnectionError: nobody listens there.
+    """
+    found = ray._private.services.canonicalize_bootstrap_address(address)
+    if found is None or "://" in found:
+        return
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_S).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _why_not_joined(address: str, error: ConnectionError) -> str:

@@ -9,10 +9,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from fivefold.cluster import local_ray
 
 DRIVER = Path(__file__).with_name("joined_driver.py")
 
@@ -31,11 +34,22 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     command = [str(Path(sys.executable).with_name("ray")), "start", *options.split()]
     head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
+        while not listens(port):
+            assert head.poll() is None
+            time.sleep(0.2)
         yield f"127.0.0.1:{port}"
     finally:
         head.terminate()
         head.wait(timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def drive(address: str, folder: Path) -> dict[str, object]:
@@ -58,3 +72,13 @@ def test_roles_share_the_devices_that_are_reserved_and_give_them_back(cluster: s
         assert first != second
         assert seen["rollout"] == [[second], [first]]
         assert "cluster.n_gpus_per_node is 5, but this machine has 4 GPUs" in str(told["refused"])
+
+
+def test_a_cluster_that_has_been_killed_is_not_waited_for() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        before = time.monotonic()
+        with pytest.raises(ValueError, match=f"no Ray cluster answers at scheduler.address='{address}'"):
+            local_ray.join(address)
+    assert time.monotonic() - before < 2 * local_ray.JOIN_S
