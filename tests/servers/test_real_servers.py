@@ -231,7 +231,7 @@ def test_a_completion_ends_with_its_first_stop_token(served: Served) -> None:
         is_ended = completion.token_ids[-1] in ends
         assert completion.finish_reason == ("stop" if is_ended else "length")
         assert is_ended or len(completion.token_ids) == 20
-    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    # Of twenty answers, whatever they are, some meet one of seven tokens; that some meet none is not certain.
     assert {completion.token_ids[-1] for completion in completions} & set(stops)
     assert_logprobs(model, requests, completions)
 
