@@ -10,7 +10,6 @@ import torch
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE
-from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
@@ -59,9 +58,5 @@ def _embedded(spec: ReplicaSpec, device: str) -> TransformersEngine:
 
 def _server(spec: ReplicaSpec) -> ServerEngine:
     place = NodePlace(spec.run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
-    save = partial(
-        save_hf,
-        config_source=resolve_model_path(spec.path),
-        tokenizer_source=resolve_model_path(spec.tokenizer_path),
-    )
+    save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
     return ServerEngine(spec, place, save)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, TrainRecipe
-from fivefold.layout.grid import rank_groups
 from fivefold.layout.parallel import SERVERS, ParallelLayout
 from fivefold.layout.placement import RolePlacement, place
 from fivefold.layout.recipe import recipe_allocation
@@ -80,16 +79,12 @@ def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def replica_problems(placed: RolePlacement) -> Iterator[str]:
     """A line for the first replica of an inference server that would not lie on one node."""
     layout = placed.layout
-    if not layout.is_server:
-        return
-    for ranks in rank_groups(layout, "tp", "pp"):
-        nodes = sorted({placed.devices[rank].node for rank in ranks})
-        if len(nodes) > 1:
-            yield (
-                f"{placed.role}: a replica of {layout.backend} would span nodes {', '.join(map(str, nodes))}: a server "
-                f"is on one node, so t x p = {layout.tp * layout.pp} must divide the GPUs that the role has on each"
-            )
-            return
+    if layout.is_server and (straddling := placed.straddling_groups("tp", "pp")):
+        nodes = sorted({placed.devices[rank].node for rank in straddling[0]})
+        yield (
+            f"{placed.role}: a replica of {layout.backend} would span nodes {', '.join(map(str, nodes))}: a server "
+            f"is on one node, so t x p = {layout.tp * layout.pp} must divide the GPUs that the role has on each"
+        )
 
 
 def server_problems(recipe: Recipe) -> Iterator[str]:

@@ -16,7 +16,7 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.devices import device_text
-from fivefold.layout.grid import rank_groups
+from fivefold.layout.grid import Axis, rank_groups
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
 
@@ -42,11 +42,10 @@ class RolePlacement:
         """The nodes it runs on, in ascending order."""
         return tuple(sorted({device.node for device in self.devices}))
 
-    def straddling_tp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Tensor parallel groups (of ranks) with members on more than one node."""
-        return tuple(
-            group for group in rank_groups(self.layout, "tp") if len({self.devices[rank].node for rank in group}) > 1
-        )
+    def straddling_groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks along `axes`, as in `rank_groups`, with members on more than one node."""
+        groups = rank_groups(self.layout, *axes)
+        return tuple(group for group in groups if len({self.devices[rank].node for rank in group}) > 1)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Placement:
             total = self.n_nodes * self.n_devices_per_node
             yield f"{len(unused)} of {total} GPUs are unused: {_runs(unused)}"
         for placed in self.roles:
-            if self.is_cpu or not (groups := placed.straddling_tp_groups()):
+            if self.is_cpu or not (groups := placed.straddling_groups("tp")):
                 continue
             example = ", ".join(
                 f"rank {rank} on node {placed.devices[rank].node}" for rank in (groups[0][0], groups[0][-1])

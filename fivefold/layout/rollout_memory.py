@@ -73,7 +73,7 @@ def rollout_memory(
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
     context = _context(layout)
-    if layout.backend not in SERVER_SHARE:
+    if not layout.is_server:
         # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
         cache = batch_size * per_sequence

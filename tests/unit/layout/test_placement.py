@@ -257,7 +257,7 @@ def test_virtual_stages_that_cannot_be(backend: str, message: str) -> None:
 
 def test_tensor_parallel_groups_across_nodes_are_reported() -> None:
     placement = place_allocation(parse("vllm:d2+megatron:d1t4"), n_nodes=2, n_gpus_per_node=4)
-    assert placement["actor"].straddling_tp_groups() == ((0, 1, 2, 3),)
+    assert placement["actor"].straddling_groups("tp") == ((0, 1, 2, 3),)
     unused, straddling = placement.warnings()
     assert "2 of 8 GPUs are unused: node 1: 2-3" in unused
     assert "1 tensor parallel group of actor crosses nodes (rank 0 on node 0, rank 3 on node 1)" in straddling
