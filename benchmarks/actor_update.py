@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.layout.allocation import parse_backend
-from fivefold.layout.flops import training_flops
-from fivefold.layout.plan_shape import SHAPES
+from fivefold.families.flops import training_flops
+from fivefold.families.plan_shape import SHAPES
+from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
 

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from fivefold.layout.allocation import parse_backend
-from fivefold.layout.gpus import find_gpu
-from fivefold.layout.groups import from_node_start, ranks_together
-from fivefold.layout.memory import training_memory
-from fivefold.layout.plan_shape import PlanShape, find_shape
-from fivefold.layout.timing import step_time
-from fivefold.layout.workload import Workload
+from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.layout.parser import parse_backend
+from fivefold.planning.gpus import find_gpu
+from fivefold.planning.groups import from_node_start, ranks_together
+from fivefold.planning.memory import training_memory
+from fivefold.planning.timing import step_time
+from fivefold.planning.workload import Workload
 
 COLUMNS = (
     *("GPUs", "model", "layers", "backend", "recompute", "micro-batch"),

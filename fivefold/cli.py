@@ -16,7 +16,7 @@ import typer
 from fivefold import __version__
 from fivefold.cluster.interrupt import INTERRUPTED, interruptible, keep_exit_statuses
 from fivefold.observe.errors import RunFailed
-from fivefold.plan import plan
+from fivefold.planning.plan import plan
 
 if TYPE_CHECKING:
     from fivefold.config.schema import GenerationConfig, RunConfig
@@ -269,7 +269,7 @@ def import_(
     """
 
     with _reporting():
-        from fivefold.import_recipe import import_recipe, split_arguments
+        from fivefold.importing.recipe import import_recipe, split_arguments
 
         paths, overrides = split_arguments(files)
         import_recipe(framework, paths, overrides, out, strict=strict, as_json=as_json, overwrite=overwrite)

@@ -10,22 +10,22 @@ from typing import Any
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Role, Session
-from fivefold.cluster.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import SFTRecipe
 from fivefold.data.sft import SFTDataset, load_sft, sft_batch
-from fivefold.layout.check import check_recipe, describe
+from fivefold.families.check import check_recipe, describe
+from fivefold.families.shape import ModelShape, load_shape
 from fivefold.layout.placement import Placement, place
-from fivefold.layout.shape import ModelShape, load_shape
 from fivefold.observe.console import RunConsole
 from fivefold.observe.metrics import MetricsLog
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
-from fivefold.policy_update import SkipGuard, average_updates
-from fivefold.roles import Actor, check_engines, engine_config
+from fivefold.roles.launch import Actor, check_engines, engine_config
+from fivefold.roles.policy_update import SkipGuard, average_updates
+from fivefold.roles.trainer import TrainerSpec, TrainerWorker
 from fivefold.rollout.hf_model import load_tokenizer
 
 

@@ -22,10 +22,11 @@ from fivefold.config.schema import TrainRecipe
 from fivefold.data.batches import group_ids
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.evaluate import Evaluation, Evaluator, check_requests
-from fivefold.layout.check import check_recipe, describe
-from fivefold.layout.flops import training_flops
+from fivefold.experience.samples import as_record, make_samples, sample_metrics
+from fivefold.families.check import check_recipe, describe
+from fivefold.families.flops import training_flops
+from fivefold.families.shape import ModelShape, load_shape
 from fivefold.layout.placement import Placement, place
-from fivefold.layout.shape import ModelShape, load_shape
 from fivefold.observe.console import RunConsole
 from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.metrics import MetricsLog
@@ -33,12 +34,11 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
-from fivefold.policy_update import PolicyUpdate
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles import Roles, check_engines, check_server, launch_roles, replica_spec
+from fivefold.roles.launch import Roles, check_engines, check_server, launch_roles, replica_spec
+from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.samples import as_record, make_samples, sample_metrics
 from fivefold.types import Batch
 
 

@@ -13,7 +13,7 @@ from fivefold.bridge.families import FAMILIES
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader
-from fivefold.layout.shape import ModelShape
+from fivefold.families.shape import ModelShape
 
 _COMPARED_ROWS = 8192
 _HF_EMBEDDING = "model.embed_tokens.weight"

@@ -1,7 +1,7 @@
 """The recipe: every key, its type, its rule and its default, each declared once.
 
 A key that is not declared here is an error. Rules that need two keys stand in the validators below; rules that
-need the model's shape or the layout stand in `fivefold.layout.check`.
+need the model's shape or the layout stand in `fivefold.families.check`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from fivefold.bridge import Bridge, save_hf
 from fivefold.convert.architecture import Architecture, TensorSource, architecture_of, hf_config, tensor_source
 from fivefold.convert.source import gguf_file
 from fivefold.convert.tokenizer import special_token_ids, write_tokenizer
-from fivefold.layout.shape import ModelShape
+from fivefold.families.shape import ModelShape
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

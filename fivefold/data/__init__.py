@@ -1,0 +1,1 @@
+"""Prompt data sets, chat templates, and the order in which rows are read."""

@@ -90,7 +90,7 @@ def _losses(layout_text: str) -> tuple[float, float]:
     from fivefold.algorithms.loss import SFTLoss
     from fivefold.config.paths import resolve_model_path
     from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
-    from fivefold.layout.allocation import parse_backend
+    from fivefold.layout.parser import parse_backend
     from fivefold.mcore.engine import MegatronEngine
 
     config = EngineConfig(

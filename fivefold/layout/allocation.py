@@ -1,55 +1,260 @@
-"""Allocation strings: which backend each role runs, how it is split, and who shares devices.
-
-    sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)        16 devices generate, 16 train
-    vllm[rollout]:d*|megatron[actor]:d4t2                    both on the same 8 devices, in turn
-
-    allocation := group ("+" group)*         "+": devices of their own
-    group      := role ("|" role)*           "|": the same devices, in turn; binds tighter
-    role       := backend ["[" name "]"] ":" (degrees | hybrid)
-    hybrid     := "(" "attn" ":" degrees "|" "ffn" ":" degrees ")"
-    degrees    := (letter number)+           d data, t tensor, p pipeline, c context, e expert, v virtual stages;
-                                             `d*`: as many as the devices that are left allow
-
-`parse` reads it, `str()` of what it returns prints it, and the printed form parses to an equal value.
-"""
+"""What an allocation string says, as values: roles with their degrees, grouped by the devices they share."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
 from fivefold.layout.errors import AllocationError, RuleError
-from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.parser import AllocationParser
-from fivefold.layout.roles import Allocation, RoleAllocation
+from fivefold.layout.parallel import BACKENDS, INFERENCE_BACKENDS, ParallelLayout
 
-__all__ = [
-    "Allocation",
-    "AllocationError",
-    "ParallelLayout",
-    "RoleAllocation",
-    "RuleError",
-    "parse",
-    "parse_backend",
-    "parse_role",
-]
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+LETTERS = {
+    "megatron": "dtpcev",
+    "fsdp": "dtc",
+    "transformers": "d",
+    "vllm": "dtp",
+    "sglang": "dtp",
+}
+"""The degrees that each backend takes in the plain form."""
 
 
-def parse(text: str) -> Allocation:
-    """The allocation that `text` describes.
+@dataclass(frozen=True)
+class RoleAllocation:
+    """One role: its backend and degrees. `dp` None is `d*`: as many as the devices that are left allow."""
 
-    Raises:
-        AllocationError: if it breaks the grammar or a rule, with a caret under the character.
-    """
-    return AllocationParser(text).allocation()
+    backend: str
+    name: str | None = None
+    dp: int | None = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise RuleError(f"unknown backend `{self.backend}`", f"use one of {', '.join(BACKENDS)}")
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise RuleError(
+                f"`{self.name}` is not a name", "start with a letter; go on with letters, digits, `_` and `-`"
+            )
+        self._check_degrees()
+        if self.vpp > 1 and self.pp == 1:
+            raise RuleError(
+                f"v{self.vpp} splits each pipeline stage, but there is one stage only",
+                "add p2 or more, or drop v",
+                letter="v",
+            )
+        if self.dp is not None:
+            self._check_experts(self.dp)
+
+    def _check_degrees(self) -> None:
+        degrees = {"d": self.dp, "t": self.tp, "p": self.pp, "c": self.cp, "v": self.vpp, "e": self.ep}
+        for letter, degree in degrees.items():
+            if degree is not None and degree < 1:
+                raise RuleError(
+                    f"{letter}{degree}: a degree is at least 1", f"write {letter}1, or leave it out", letter=letter
+                )
+            if degree not in (None, 1) and letter not in LETTERS[self.backend]:
+                raise refused_letter(self.backend, letter)
+        if self.etp < 1:
+            raise RuleError(f"t{self.etp}: a degree is at least 1", "write t1, or leave it out", letter="t", part="ffn")
+        if self.etp > 1 and self.backend != "megatron":
+            raise RuleError(
+                f"{self.backend} has no layout of its own for experts",
+                "use megatron, or drop it",
+                letter="t",
+                part="ffn",
+            )
+
+    def _check_experts(self, dp: int) -> None:
+        ranks, experts = dp * self.tp * self.cp, self.ep * self.etp
+        if ranks % experts:
+            shape = f"e{self.ep}" if self.etp == 1 else f"ffn t{self.etp}*e{self.ep} = {experts}"
+            raise RuleError(
+                f"{shape} does not divide the {ranks} ranks of a pipeline stage (d*t*c = {dp}*{self.tp}*{self.cp})",
+                f"experts are spread over those ranks: choose a divisor of {ranks}",
+                letter="e" if self.ep > 1 else "t",
+                part="dims" if self.etp == 1 else "ffn",
+            )
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the backend trains (and does not only generate)."""
+        return self.backend not in INFERENCE_BACKENDS
+
+    @property
+    def replica_size(self) -> int:
+        """Devices of one data-parallel replica: tp * pp * cp."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def n_devices(self) -> int | None:
+        """Devices of the role, or None while `d*` is open."""
+        return None if self.dp is None else self.dp * self.replica_size
+
+    @property
+    def role(self) -> str:
+        """Its name; without one, `rollout` for an inference backend and `actor` for a training one."""
+        if self.name is not None:
+            return self.name
+        return "actor" if self.is_training else "rollout"
+
+    def resolve(self, n_devices: int | None = None) -> ParallelLayout:
+        """The layout, with `d*` filled from `n_devices`, the devices that this role may use.
+
+        Raises:
+            AllocationError: `d*` without a number of devices, or with one that whole replicas cannot fill.
+        """
+        dp = self._open_dp(n_devices) if self.dp is None else self.dp
+        is_folded = self.backend == "megatron"
+        # Engines without expert parallelism split each expert as they split everything else.
+        etp = self.etp if is_folded else self.tp
+        ranks = dp * self.tp * self.cp
+        return ParallelLayout(
+            backend=self.backend,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            dp=dp,
+            vpp=self.vpp,
+            ep=self.ep,
+            etp=etp,
+            edp=ranks // (self.ep * etp),
+        )
+
+    def _open_dp(self, n_devices: int | None) -> int:
+        text = str(self)
+        star = text.index("*")
+        if n_devices is None:
+            raise AllocationError(
+                "`d*` means what is left, but the number of devices is not known", "write the number", text, star
+            )
+        if n_devices < 1 or n_devices % self.replica_size:
+            raise AllocationError(
+                f"`d*` has {n_devices} devices to fill, and one replica takes t*p*c = {self.replica_size}",
+                f"leave a positive multiple of {self.replica_size} devices to this role",
+                text,
+                star,
+            )
+        dp = n_devices // self.replica_size
+        try:
+            self._check_experts(dp)
+        except RuleError as error:
+            raise AllocationError(
+                f"`d*` is d{dp} on {n_devices} devices: {error.rule}", error.fix, text, star
+            ) from error
+        return dp
+
+    def __str__(self) -> str:
+        name = "" if self.name is None else f"[{self.name}]"
+        shared = _letters(d="*" if self.dp is None else self.dp, p=self.pp, v=self.vpp, t=self.tp, c=self.cp)
+        if self.etp == 1:
+            return f"{self.backend}{name}:{shared}{_letters(e=self.ep)}"
+        edp = "" if self.dp is None else f"d{self.dp * self.tp * self.cp // (self.etp * self.ep)}"
+        return f"{self.backend}{name}:(attn:{shared}|ffn:{edp}{_letters(t=self.etp, e=self.ep)})"
 
 
-def parse_role(text: str) -> RoleAllocation:
-    """One role's string, such as `actor.backend`: no `+`, no name; `d*` is kept open."""
-    return AllocationParser(text).single_role()
+def _letters(**degrees: int | str) -> str:
+    """`d2t4` for d=2, t=4; ones are left out, except for d."""
+    return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if letter == "d" or degree != 1)
 
 
-def parse_backend(text: str, n_devices: int | None = None) -> ParallelLayout:
-    """The layout in one role's string; `n_devices` resolves `d*`.
+def refused_letter(backend: str, letter: str) -> RuleError:
+    """The error for a degree that `backend` does not take."""
+    reasons = {
+        "transformers": "the embedded engine runs whole replicas: use vllm or sglang to split a model, or drop it",
+        "fsdp": "use megatron for pipeline, expert and virtual stages, or drop it",
+        "vllm": "only training takes c, e and v: drop it",
+        "sglang": "only training takes c, e and v: drop it",
+    }
+    return RuleError(
+        f"{backend} takes {', '.join(LETTERS[backend])} only, not `{letter}`", reasons[backend], letter=letter
+    )
 
-    Raises:
-        AllocationError: for a string that cannot be read, or `d*` that `n_devices` does not settle.
-    """
-    return parse_role(text).resolve(n_devices)
+
+@dataclass(frozen=True)
+class Allocation:
+    """Roles on devices: the groups lie side by side, the roles of one group take turns on the same devices."""
+
+    groups: tuple[tuple[RoleAllocation, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups or not all(self.groups):
+            raise RuleError("no role is given", "write at least one, such as `megatron:d1`")
+        self._check_names()
+        self._check_shared_sizes()
+        self._check_open_groups()
+
+    @cached_property
+    def roles(self) -> tuple[RoleAllocation, ...]:
+        """All roles, in the order they are written in."""
+        return tuple(role for group in self.groups for role in group)
+
+    def _check_names(self) -> None:
+        seen: set[str] = set()
+        for index, role in enumerate(self.roles):
+            if len(self.roles) > 2 and role.name is None:
+                raise RuleError(
+                    f"with three or more roles each one is named, but this `{role.backend}` is not",
+                    f"write {role.backend}[NAME]:..., for example {role.backend}[{role.role}]:...",
+                    role=index,
+                )
+            if role.role in seen:
+                fix = "give each role a name of its own" if role.name else f"name it: {role.backend}[NAME]:..."
+                raise RuleError(f"two roles are both `{role.role}`", fix, role=index)
+            seen.add(role.role)
+
+    def _check_shared_sizes(self) -> None:
+        for group in self.groups:
+            sizes = {role.n_devices: role for role in group if role.n_devices is not None}
+            if len(sizes) > 1:
+                listed = ", ".join(f"{role.role} {size}" for size, role in sizes.items())
+                raise RuleError(
+                    f"roles joined by `|` share the same devices, but their sizes differ: {listed}",
+                    "make them equal (`d*` fits a role to the others), or separate them with `+`",
+                    role=self.roles.index(list(sizes.values())[1]),
+                )
+
+    def _check_open_groups(self) -> None:
+        open_groups = [group for group in self.groups if self._known_size(group) is None]
+        if len(open_groups) > 1:
+            raise RuleError(
+                "`d*` means what is left, but two groups of devices ask for it",
+                "write the number in all but one, or share devices with `|`",
+                letter="d",
+                role=self.roles.index(open_groups[1][0]),
+            )
+
+    @staticmethod
+    def _known_size(group: tuple[RoleAllocation, ...]) -> int | None:
+        return next((role.n_devices for role in group if role.n_devices is not None), None)
+
+    @property
+    def n_devices(self) -> int | None:
+        """Devices of all groups together, or None while a `d*` is open."""
+        sizes = [self._known_size(group) for group in self.groups]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    def resolve(self, n_devices: int | None = None) -> dict[str, ParallelLayout]:
+        """Each role's layout by name; `n_devices`, all that there are, settles a `d*`.
+
+        Raises:
+            AllocationError: a `d*` that `n_devices` does not settle.
+        """
+        sizes = [self._known_size(group) for group in self.groups]
+        taken = sum(size for size in sizes if size is not None)
+        left = None if n_devices is None else n_devices - taken
+        return {
+            role.role: role.resolve(left if size is None else size)
+            for group, size in zip(self.groups, sizes, strict=True)
+            for role in group
+        }
+
+    def __str__(self) -> str:
+        return "+".join("|".join(str(role) for role in group) for group in self.groups)

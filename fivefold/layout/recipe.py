@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import ClusterConfig, Recipe, Section, SFTRecipe, TrainRecipe
-from fivefold.layout.allocation import Allocation, AllocationError, RoleAllocation, RuleError, parse, parse_role
+from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.devices import parse_devices
+from fivefold.layout.errors import AllocationError, RuleError
+from fivefold.layout.parser import parse, parse_role
 
 Groups = tuple[tuple[RoleAllocation, ...], ...]
 

@@ -1,0 +1,1 @@
+"""The training engine on Megatron-Core: the only room that imports megatron."""

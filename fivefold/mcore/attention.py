@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
-from fivefold.mcore.kernels import split_heads
-from fivefold.mcore.sequence import PackedSequences
-from fivefold.mcore.varlen import varlen_attention
+from fivefold.engine.kernels import split_heads
+from fivefold.engine.sequences import PackedAttention
+from fivefold.engine.varlen import varlen_attention
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """What Megatron-Core hands through to every layer untouched: the packing, and the tokens' rotations."""
+
+    attention: PackedAttention
+    cos_T1D: torch.Tensor
+    """[T, 1, D], in the model's dtype, of each token's position."""
+    sin_T1D: torch.Tensor
 
 
 class PackedSelfAttention(SelfAttention):
@@ -30,7 +42,7 @@ class PackedSelfAttention(SelfAttention):
             self.num_query_groups_per_partition,
             self.config.layernorm_epsilon,
         )
-        output = self.core_attention(query, key, value, packed_seq_params)
+        output = self.core_attention(query, key, value, packed_seq_params.attention)
         return self.linear_proj(output.flatten(1).unsqueeze(1))
 
 
@@ -42,12 +54,12 @@ class PackedCoreAttention(nn.Module):
         self.cp_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedAttention
     ) -> torch.Tensor:
         """query [T, heads, d], key and value [T, kv_heads, d] of this rank's tokens. Returns [T, heads, d]."""
         if self.cp_group.size() > 1:
             pair = _GatherKeys.apply(
-                torch.stack((key, value), dim=1), packed.first_keys, packed.second_keys, self.cp_group
+                torch.stack((key, value), dim=1), packed.first_keys_K, packed.second_keys_K, self.cp_group
             )
             key, value = pair.unbind(1)
         return varlen_attention(query, key, value, packed.plan)

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from fivefold.mcore.main_grad import add_matmul
+from fivefold.engine.main_grad import add_matmul
 
 _CPU = torch.device("cpu")
 _prepared = False

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fivefold.mcore.kernels import sum_rows
+from fivefold.engine.kernels import sum_rows
 
 
 def install(decoder: nn.Module, config: TransformerConfig) -> None:

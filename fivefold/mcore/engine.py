@@ -26,19 +26,21 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema import EngineConfig, OptimizerConfig
-from fivefold.layout.check import check_layout
+from fivefold.engine.logprobs import linear_logprobs
+from fivefold.engine.metrics import reduce_metrics
+from fivefold.engine.micro_batches import MicroBatch, MicroBatchPlanner, attention_equals_rest_at
+from fivefold.engine.rope import cos_sin, inverse_frequencies
+from fivefold.engine.sequences import LocalSequences
+from fivefold.families.check import check_layout
+from fivefold.families.shape import load_shape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.shape import load_shape
 from fivefold.mcore import compat, settings
+from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.checkpoint import load_state, save_state
-from fivefold.mcore.logprobs import linear_logprobs
-from fivefold.mcore.metrics import reduce_metrics
-from fivefold.mcore.micro_batches import MicroBatch, MicroBatchPlanner, attention_equals_rest_at
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_groups
 from fivefold.mcore.random_weights import RandomWeights
-from fivefold.mcore.rope import cos_sin, inverse_frequencies
 from fivefold.types import Batch, StepResult
 
 Offloadable = Literal["params", "grads", "optimizer"]
@@ -105,7 +107,8 @@ class MegatronEngine:
         self._planner = MicroBatchPlanner(
             config=config.mb_spec,
             layout=layout,
-            groups=self.groups,
+            dp_rank=self.groups.dp.rank(),
+            cp_rank=self.groups.cp.rank(),
             quadratic_at=attention_equals_rest_at(self.shape),
             same_length=config.megatron.token_dispatcher == "allgather",
             flash=self._device.type == "cuda" and config.dtype == "bfloat16",
@@ -137,7 +140,8 @@ class MegatronEngine:
         kept = self._run(
             batch, step, temperature=loss.temperature, entropy_gradient=loss.entropy_gradient, backward=True
         )
-        metrics = reduce_metrics(kept, self.groups, n_trained=float(batch.mask_T.sum()))
+        counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
+        metrics = reduce_metrics(kept, counts=counts, n_trained=float(batch.mask_T.sum()))
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(batch)
         return metrics
 
@@ -229,10 +233,7 @@ class MegatronEngine:
     ) -> list[Any]:
         """Put the batch through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
         micro_batches = self._planner.split(batch)
-        dtype = getattr(torch, self.config.dtype)
-        for micro_batch in micro_batches:
-            packed = micro_batch.local.packed
-            packed.cos_T1D, packed.sin_T1D = cos_sin(micro_batch.local.positions_T, self._frequencies, dtype)
+        steps = [(micro_batch, self._packed(micro_batch.local)) for micro_batch in micro_batches]
 
         def predict_and_lose(
             micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
@@ -241,15 +242,17 @@ class MegatronEngine:
             loss, kept = step(micro_batch, logprobs, entropy)
             return loss, torch.zeros((), dtype=torch.int), kept
 
-        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            micro_batch = next(iterator)
+        def forward(
+            iterator: Iterator[tuple[MicroBatch, PackedSequences]], chunk: Any
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro_batch, packed = next(iterator)
             decoder = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-            return chunk(micro_batch.local), partial(predict_and_lose, micro_batch, decoder)
+            return chunk(micro_batch.local, packed), partial(predict_and_lose, micro_batch, decoder)
 
         with self._gradient_functions() if backward else nullcontext():
             kept: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=[iter(micro_batches) for _ in self._chunks],
+                data_iterator=[iter(steps) for _ in self._chunks],
                 model=self._chunks,
                 num_microbatches=len(micro_batches),
                 seq_length=max(micro_batch.padded for micro_batch in micro_batches) // self.layout.cp,
@@ -257,6 +260,11 @@ class MegatronEngine:
                 forward_only=not backward,
             )
         return kept
+
+    def _packed(self, local: LocalSequences) -> PackedSequences:
+        dtype = getattr(torch, self.config.dtype)
+        cos_T1D, sin_T1D = cos_sin(local.positions_T, self._frequencies, dtype)
+        return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
 
     def _predict(
         self,

@@ -12,8 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fivefold.mcore.kernels import accumulate, swiglu
-from fivefold.mcore.main_grad import main_grad, mark_accumulated
+from fivefold.engine.kernels import accumulate, swiglu
+from fivefold.engine.main_grad import main_grad, mark_accumulated
 
 _ALIGNMENT = 16
 """Bytes: torch's grouped matmul wants rows to start at multiples of it, on any device, however many rows there are."""

@@ -12,17 +12,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.bridge.mapping import padded_vocab
+from fivefold.engine.sequences import LocalSequences
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.shape import ModelShape
 from fivefold.mcore import dispatcher
-from fivefold.mcore.sequence import LocalSequences
+from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.specs import block_spec
 
 
 class Decoder(GPTModel):
     """Megatron-Core's GPT model, from packed tokens to hidden states. What follows them is the loss's business."""
 
-    def forward(self, local: LocalSequences) -> torch.Tensor:
+    def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
         """[T / tp, 1, hidden] of this stage: the last normalised hidden state on the last one."""
         hidden = None
         if self.pre_process:
@@ -31,7 +32,7 @@ class Decoder(GPTModel):
         if self.config.sequence_parallel:
             padding_1T = padding_1T.chunk(self.config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
         return self.decoder(
-            hidden_states=hidden, attention_mask=None, packed_seq_params=local.packed, padding_mask=padding_1T
+            hidden_states=hidden, attention_mask=None, packed_seq_params=packed, padding_mask=padding_1T
         )
 
     def output_weight(self) -> torch.Tensor:

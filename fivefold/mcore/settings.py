@@ -11,8 +11,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.shape import ModelShape
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

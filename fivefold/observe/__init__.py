@@ -1,0 +1,1 @@
+"""What people see of a run: metrics, timers, console, TensorBoard, run folders."""

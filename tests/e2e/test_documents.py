@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import SFTRecipe, TrainRecipe
-from fivefold.layout.check import check_recipe
-from fivefold.layout.shape import load_shape
+from fivefold.families.check import check_recipe
+from fivefold.families.shape import load_shape
 from tests.e2e.conftest import ROOT, Fivefold
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

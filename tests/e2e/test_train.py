@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fivefold import roles
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.evaluate import evaluate
+from fivefold.roles import launch as roles
 from fivefold.train import plan_run
 from tests.e2e.conftest import ROOT, Fivefold
 

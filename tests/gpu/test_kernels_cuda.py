@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fivefold.mcore import kernels
+from fivefold.engine import kernels
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = torch.device("cuda")
 
-from fivefold.mcore import triton_experts, triton_heads, triton_logits  # noqa: E402 (Triton may be absent)
+from fivefold.engine import triton_experts, triton_heads, triton_logits  # noqa: E402 (Triton may be absent)
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -15,8 +15,8 @@ from worker_pool import rejoin
 
 from fivefold.algorithms.loss import Loss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.layout.allocation import parse_backend
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
 

@@ -22,7 +22,7 @@ from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.layout.allocation import parse_backend
+from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
 FOLDED = "megatron:(attn:t2|ffn:e2)"

@@ -19,7 +19,7 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import PolicyLoss
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.mcore.logprobs import linear_logprobs
+from fivefold.engine.logprobs import linear_logprobs
 from fivefold.types import Batch
 
 HIDDEN = 12

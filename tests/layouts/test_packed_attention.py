@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ragged import LENGTHS, uneven_batch
 from worker_pool import Workers
 
+from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
+from fivefold.engine.varlen import FlashPlan, plan_attention, varlen_attention
 from fivefold.mcore.attention import PackedCoreAttention
-from fivefold.mcore.sequence import LocalSequences, localize, padded_tokens
-from fivefold.mcore.varlen import FlashPlan, plan_attention, varlen_attention
 from fivefold.types import Batch
 
 CPU = torch.device("cpu")
@@ -133,8 +133,8 @@ def test_the_shares_predict_every_trained_token_once_from_the_token_before_it(cp
 def test_causal_attention_costs_every_rank_the_same(cp_size: int) -> None:
     costs = set()
     for share in shares(cp_size, flash=True):
-        assert isinstance(share.packed.plan, FlashPlan)
-        costs.add(int(flash_pairs(share.packed.plan).sum()))
+        assert isinstance(share.attention.plan, FlashPlan)
+        costs.add(int(flash_pairs(share.attention.plan).sum()))
     assert len(costs) == 1
 
 
@@ -174,7 +174,7 @@ def attend_in_shares(lengths: tuple[int, ...], n_kv_heads: int) -> LocalAttentio
     rows = torch.where(share.padding_T, 0, start_of[(share.tokens_T - 1).clamp(min=0)] + share.positions_T)
     local = [tensor[rows].detach().requires_grad_() for tensor in tensors]
     attention = PackedCoreAttention(pg_collection=SimpleNamespace(cp=group))
-    output = attention(*local, share.packed)
+    output = attention(*local, share.attention)
     gradient = torch.where(share.padding_T[:, None, None], 0.0, upstream[rows])
     output.backward(gradient)
     sequence = torch.where(share.padding_T, -1, share.tokens_T - 1)

@@ -16,7 +16,7 @@ from fivefold.bridge.mapping import (
     VocabParallel,
     WeightMapping,
 )
-from fivefold.layout.shape import ModelShape
+from fivefold.families.shape import ModelShape
 
 
 @dataclass(frozen=True)

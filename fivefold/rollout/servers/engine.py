@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.layout.rollout_memory import SERVER_SHARE
+from fivefold.planning.rollout_memory import SERVER_SHARE
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
 from fivefold.rollout.hf_weights import audited, file_tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.bridge import Bridge, HFWeights, ShardGroups, padded_vocab
 from fivefold.bridge.audit import WeightMismatchError
 from fivefold.bridge.families import FAMILIES
-from fivefold.layout.shape import load_shape
+from fivefold.families.shape import load_shape
 
 EMBEDDING = "model.embed_tokens.weight"
 ALONE = ShardGroups()

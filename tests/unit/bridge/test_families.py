@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.bridge import Bridge, HFWeights, ShardGroups, save_hf
 from fivefold.bridge.families import FAMILIES
-from fivefold.layout.shape import load_shape
+from fivefold.families.shape import load_shape
 
 
 def megatron_parameters(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from sharding_by_hand import LAYOUTS, Layout, Position, shard_by_hand
 from torch import Tensor
 
 from fivefold.bridge import Bridge, HFWeights, ShardGroups
-from fivefold.layout.shape import load_shape
+from fivefold.families.shape import load_shape
 
 WORLD = 8
 DENSE = ("llama", "qwen2", "qwen3")

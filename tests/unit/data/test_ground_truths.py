@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fivefold.config.schema import DatasetConfig
 from fivefold.data.prompts import load_prompts
+from fivefold.experience.samples import as_record
 from fivefold.observe.jsonl import JsonLines
-from fivefold.samples import as_record
 from fivefold.types import Completion, Sample
 
 Write = Callable[..., str]

@@ -6,15 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.layout.allocation import (
-    Allocation,
-    AllocationError,
-    ParallelLayout,
-    RoleAllocation,
-    RuleError,
-    parse,
-    parse_backend,
-)
+from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.errors import AllocationError, RuleError
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parser import parse, parse_backend
 
 LETTERS_OF = {"megatron": "tpcv", "fsdp": "tc", "transformers": "", "vllm": "tp", "sglang": "tp"}
 

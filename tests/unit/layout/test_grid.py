@@ -10,9 +10,9 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from fivefold.layout.allocation import parse_backend
 from fivefold.layout.grid import Axis, RankPosition, rank_grid, rank_groups, stage_layers
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parser import parse_backend
 
 ORDER = "tp-cp-ep-dp-pp"
 DENSE: list[list[Axis]] = [["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"], ["tp", "cp"], ["tp", "pp"]]

@@ -8,8 +8,8 @@ import pytest
 
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import SFTRecipe, TrainRecipe
-from fivefold.layout.allocation import parse, parse_role
 from fivefold.layout.devices import parse_devices
+from fivefold.layout.parser import parse, parse_role
 from fivefold.layout.placement import Device, Placement, place, place_allocation, place_by_list
 
 

@@ -19,7 +19,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles import Actor, Reference, Roles, Rollout, UpdateResult
+from fivefold.roles.launch import Actor, Reference, Roles, Rollout, UpdateResult
 from fivefold.types import Batch, Completion, Prompt
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"

@@ -1,1 +1,0 @@
-"""Other frameworks' configurations, read key by key: one module a framework."""

@@ -1,0 +1,1 @@
+"""The contract of a training engine, and what every engine shares: packing, sequences, heads, log-probs and kernels."""

@@ -1,0 +1,112 @@
+"""Element-wise chains, each as one pass over memory on CUDA and in plain PyTorch elsewhere.
+
+Each stands where Megatron-Core would use a TransformerEngine fusion. The plain functions say what is computed; the
+Triton kernels must agree with them, and keep only their inputs for the backward pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+# PyTorch's CUDA builds for Linux bring it along; its CPU builds do not.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+if _HAS_TRITON:
+    from fivefold.engine import triton_experts, triton_heads, triton_logits
+
+
+def _on_triton(x: torch.Tensor) -> bool:
+    return _HAS_TRITON and x.is_cuda
+
+
+def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * probability (Shazeer 2020), computed in float32 and rounded once. Returns [N, F]."""
+    if _on_triton(gate_up_N2F):
+        return triton_experts.swiglu(gate_up_N2F, probs_N)
+    gate, up = gate_up_N2F.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up * probs_N.float().unsqueeze(-1)).to(gate_up_N2F.dtype)
+
+
+def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
+    """Sum over k of rows[index[t, k]], accumulated in float32. Returns [T, D]; on CUDA it has no gradient."""
+    if _on_triton(rows_ND):
+        return triton_experts.sum_rows(rows_ND, index_TK)
+    return rows_ND[index_TK].float().sum(1).to(rows_ND.dtype)
+
+
+def accumulate(total: torch.Tensor, addend: torch.Tensor) -> None:
+    """total (float32, contiguous) += addend of the same shape, in any floating dtype."""
+    if _on_triton(total):
+        triton_experts.accumulate(total, addend)
+    else:
+        total.add_(addend)
+
+
+def split_heads(
+    qkv_TC: torch.Tensor,
+    query_weight_D: torch.Tensor | None,
+    key_weight_D: torch.Tensor | None,
+    cos_T1D: torch.Tensor,
+    sin_T1D: torch.Tensor,
+    n_groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, heads, D], keys and values [T, groups, D] from their joint projection: q/k norm, then rotation.
+
+    The projection holds, for each of `n_groups` key heads, its query heads, the key and the value. In half precision
+    the plain version rounds after the norm and after each product, as Hugging Face does; on CUDA all of it is computed
+    in float32 and rounded once.
+    """
+    if _on_triton(qkv_TC):
+        return triton_heads.split_heads(qkv_TC, query_weight_D, key_weight_D, cos_T1D, sin_T1D, n_groups, eps)
+    n_tokens, head_dim = qkv_TC.shape[0], cos_T1D.shape[-1]
+    grouped = qkv_TC.view(n_tokens, n_groups, -1, head_dim)
+    query = grouped[:, :, :-2].reshape(n_tokens, -1, head_dim)
+    key, value = grouped[:, :, -2], grouped[:, :, -1]
+    if query_weight_D is not None:
+        query = F.rms_norm(query, (head_dim,), query_weight_D, eps)
+        key = F.rms_norm(key, (head_dim,), key_weight_D, eps)
+    return _rotate(query, cos_T1D, sin_T1D), _rotate(key, cos_T1D, sin_T1D), value.contiguous()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the channel pairs (i, i + D/2) (Su et al. 2021, in the half-split order of Hugging Face)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """float32 [4, N]: max l, sum e^(l - max), sum e^(l - max) l, the target's logit (0 if it is not among the V)."""
+    if _on_triton(logits_NV):
+        return triton_logits.logit_statistics(logits_NV, targets_N)
+    logits = logits_NV.float()
+    maximum = logits.amax(dim=-1)
+    weights = (logits - maximum[:, None]).exp()
+    inside = (targets_N >= 0) & (targets_N < logits.shape[1])
+    target = logits.gather(1, targets_N.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    return torch.stack((maximum, weights.sum(-1), (weights * logits).sum(-1), torch.where(inside, target, 0.0)))
+
+
+def logit_gradient(
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    log_normalizer_N: torch.Tensor,
+    grad_logprob_N: torch.Tensor,
+    grad_entropy_N: torch.Tensor | None,
+    entropy_N: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`dtype` [N, V]: d/dl of g logprob + g_H H, which is g (1[target] - p) - g_H p (log p + H)."""
+    if _on_triton(logits_NV):
+        return triton_logits.logit_gradient(
+            logits_NV, targets_N, log_normalizer_N, grad_logprob_N, grad_entropy_N, entropy_N, dtype
+        )
+    log_p = logits_NV.float() - log_normalizer_N[:, None]
+    p = log_p.exp()
+    is_target = targets_N[:, None] == torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    grad = grad_logprob_N[:, None] * (is_target.float() - p)
+    if grad_entropy_N is not None:
+        grad = grad - grad_entropy_N[:, None] * p * (log_p + entropy_N[:, None])
+    return grad.to(dtype)

@@ -1,0 +1,140 @@
+"""Log-probabilities and entropies from the last hidden state, without the [tokens, vocabulary] logits.
+
+The vocabulary is sharded over tensor-parallel ranks and the tokens are taken a chunk at a time, in the forward and in
+the backward pass. What is kept between the two is one log-normaliser and one entropy a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.engine.kernels import logit_gradient, logit_statistics
+from fivefold.engine.main_grad import add_matmul, main_grad, mark_accumulated
+
+
+def linear_logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+    chunk_size: int,
+    vocab: int,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[target], and the entropy of that distribution: float32 [N] each.
+
+    weight_VH is this rank's shard of the rows, in rank order; rows beyond `vocab` are filler and get no probability.
+    hidden_NH is the same on all ranks; its gradient is this rank's part, to be summed over the group. The entropy
+    carries a gradient only with `entropy_gradient`.
+    """
+    return _LinearLogprobs.apply(
+        hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunk_size, vocab, group
+    )
+
+
+# Statistics of a shard that is filler only: it adds nothing to any sum.
+_NO_ROWS = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        chunk_size: int,
+        vocab: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first = group.rank() * weight.shape[0]
+        real_rows = min(max(vocab - first, 0), weight.shape[0])
+        statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
+        for rows in _chunks(hidden.shape[0], chunk_size):
+            if real_rows == 0:
+                statistics[:, rows] = _NO_ROWS.to(hidden.device)[:, None]
+                continue
+            logits = _logits(hidden[rows], weight[:real_rows], temperature)
+            statistics[:, rows] = logit_statistics(logits, targets[rows] - first)
+        log_normalizer, target_logit, entropy = _combine(statistics, group)
+        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
+        ctx.constants = (temperature, entropy_gradient, chunk_size, first, real_rows)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return target_logit - log_normalizer, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        temperature, entropy_gradient, chunk_size, first, real_rows = ctx.constants
+        grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
+        accumulator = _WeightGradient(weight, real_rows)
+        for rows in _chunks(hidden.shape[0], chunk_size) if real_rows > 0 else []:
+            logits = _logits(hidden[rows], weight[:real_rows], temperature)
+            grad_logits = logit_gradient(
+                logits,
+                targets[rows] - first,
+                log_normalizer[rows],
+                grad_logprob[rows] / temperature,
+                None if grad_entropy is None or not entropy_gradient else grad_entropy[rows] / temperature,
+                entropy[rows],
+                hidden.dtype,
+            )
+            torch.mm(grad_logits, weight[:real_rows], out=grad_hidden[rows])
+            accumulator.add(grad_logits, hidden[rows])
+        return grad_hidden, accumulator.result(), None, None, None, None, None, None
+
+
+def _chunks(n_tokens: int, chunk_size: int) -> list[slice]:
+    return [slice(start, min(start + chunk_size, n_tokens)) for start in range(0, n_tokens, chunk_size)]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """float32 [chunk, rows]. On CUDA the half-precision product is accumulated and left in float32."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = torch.mm(hidden, weight.t()).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-normaliser, target logit and entropy, float32 [N] each, from every rank's statistics."""
+    shards = statistics_4N.unsqueeze(0)
+    if group.size() > 1 and statistics_4N.numel() > 0:
+        gathered = statistics_4N.new_empty(group.size() * 4, statistics_4N.shape[1])
+        dist.all_gather_into_tensor(gathered, statistics_4N.contiguous(), group=group)
+        shards = gathered.view(group.size(), *statistics_4N.shape)
+    maximum_RN, sums_RN, weighted_RN, target_RN = shards.unbind(1)
+    maximum = maximum_RN.amax(0)
+    scale_RN = (maximum_RN - maximum).exp()
+    total = (sums_RN * scale_RN).sum(0)
+    log_normalizer = maximum + total.log()
+    entropy = log_normalizer - (weighted_RN * scale_RN).sum(0) / total
+    return log_normalizer, target_RN.sum(0), entropy
+
+
+class _WeightGradient:
+    """Sum over chunks of grad_logits.T @ hidden in float32, in the parameter's `main_grad` where there is one."""
+
+    def __init__(self, weight: torch.Tensor, real_rows: int) -> None:
+        self.weight = weight
+        self.real_rows = real_rows
+        buffer = main_grad(weight)
+        self.is_main_grad = buffer is not None
+        self.total = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
+
+    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        add_matmul(self.total[: self.real_rows], grad_logits.t(), hidden)
+
+    def result(self) -> torch.Tensor | None:
+        return mark_accumulated(self.weight) if self.is_main_grad else self.total.to(self.weight.dtype)

@@ -1,0 +1,40 @@
+"""Rotary position embeddings on packed tokens, as Hugging Face computes them (half-rotation, cos/sin in fp32)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fivefold.families.shape import ModelShape, RopeScaling
+
+
+def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:
+    """float32 [head_dim / 2]: rotation of each pair of channels, in radians a position (Su et al. 2021, eq. 15)."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
+    frequencies = 1.0 / (shape.rope_theta ** (exponents / shape.head_dim))
+    return frequencies if shape.rope_scaling is None else _scale(frequencies, shape.rope_scaling)
+
+
+def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Longer context: `linear` slows every pair down; `llama3` only long wavelengths, smoothly in between."""
+    if scaling.type == "linear":
+        return frequencies / scaling.factor
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    smooth = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    return torch.where((wavelengths >= shortest) & (wavelengths <= longest), blended, scaled)
+
+
+def cos_sin(
+    positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, `dtype` [T, 1, head_dim] each, of positions int64 [T]."""
+    angles = positions_T.float()[:, None] * frequencies[None, :]
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)

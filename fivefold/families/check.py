@@ -1,0 +1,158 @@
+"""Whether a model can be split as a layout asks, and whether a recipe fits its model and its cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.families.shape import ModelShape
+from fivefold.layout.parallel import SERVERS, ParallelLayout
+from fivefold.layout.placement import RolePlacement, place
+from fivefold.layout.recipe import recipe_allocation
+
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""It raises lower ones in silence, and refuses higher ones."""
+
+
+def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
+    """Refuses a layout that the model's sizes cannot be divided by; lists every problem.
+
+    The vocabulary may have any size: its rows are padded to a multiple of the tensor parallel degree.
+
+    Raises:
+        ValueError: naming each size, the degree that does not divide it, and what to change.
+    """
+    problems = list(layout_problems(layout, shape))
+    if problems:
+        raise ValueError(
+            f"{shape.family} cannot be laid out as {describe(layout)}:\n" + "\n".join(f"- {line}" for line in problems)
+        )
+
+
+def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None) -> None:
+    """Refuses a recipe whose layouts do not fit the cluster, one another, or the models.
+
+    `shape` is that of `actor.path`; `ref_shape` that of `ref.path`, None where it is the actor's.
+
+    Raises:
+        RecipeError: listing every problem, each with its role.
+    """
+    placement = place(recipe)
+    layouts = {placed.role: placed.layout for placed in placement.roles}
+    shapes = dict.fromkeys(layouts, shape)
+    if ref_shape is not None:
+        layouts.setdefault("ref", layouts["actor"])
+        shapes["ref"] = ref_shape
+    problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
+    problems += [line for placed in placement.roles for line in replica_problems(placed)]
+    problems += [*router_problems(recipe, shape), *server_problems(recipe)]
+    if problems:
+        raise RecipeError(recipe.experiment_name, problems)
+
+
+def describe(layout: ParallelLayout) -> str:
+    """The degrees that are not 1: `megatron tp2 ep4 (8 ranks)`."""
+    names = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")
+    degrees = [f"{name}{value}" for name in names if (value := getattr(layout, name)) > 1]
+    return f"{' '.join([layout.backend, *degrees])} ({layout.world_size} ranks)"
+
+
+def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
+    """One line for each rule that the layout breaks."""
+    yield from _tensor_problems(layout, shape)
+    yield from _pipeline_problems(layout, shape)
+    if layout.backend == "megatron":
+        yield from _expert_problems(layout, shape)
+
+
+def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """One line for each key of the recipe that is about a router, where the model has none."""
+    if shape.is_moe:
+        return
+    fields = recipe.actor.megatron.transformer
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if value := getattr(fields, name):
+            yield f"actor.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
+
+
+def replica_problems(placed: RolePlacement) -> Iterator[str]:
+    """A line for the first replica of an inference server that would not lie on one node."""
+    layout = placed.layout
+    if layout.is_server and (straddling := placed.straddling_groups("tp", "pp")):
+        nodes = sorted({placed.devices[rank].node for rank in straddling[0]})
+        yield (
+            f"{placed.role}: a replica of {layout.backend} would span nodes {', '.join(map(str, nodes))}: a server "
+            f"is on one node, so t x p = {layout.tp * layout.pp} must divide the GPUs that the role has on each"
+        )
+
+
+def server_problems(recipe: Recipe) -> Iterator[str]:
+    """One line for each key of the recipe that is about servers where there is none, or that the server cannot take."""
+    if not isinstance(recipe, TrainRecipe):
+        return
+    backends = {role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout"}
+    if not backends & set(SERVERS):
+        for name in ("memory_fraction", "server_python", "server_args"):
+            if value := getattr(recipe.rollout, name):
+                yield f"rollout.{name}={value} is for vLLM and SGLang, and the rollout is neither: drop it"
+    if "vllm" in backends:
+        low, high = VLLM_TEMPERATURES
+        for section, value in (("gconfig", recipe.gconfig), ("evaluator", recipe.evaluator)):
+            if not value.greedy and not low <= value.temperature <= high:
+                yield f"{section}.temperature={value.temperature}: vLLM samples with {low} to {high}; choose among them"
+
+
+def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
+    tp = layout.tp
+    if shape.n_heads % tp:
+        yield _indivisible("attention heads", shape.n_heads, "t", tp)
+    if shape.n_kv_heads % tp:
+        # Inference engines copy key/value heads where there are fewer than ranks.
+        is_copied = not layout.is_training and tp % shape.n_kv_heads == 0
+        if not is_copied:
+            yield _indivisible("key/value heads", shape.n_kv_heads, "t", tp)
+    if not all(shape.moe_layers) and shape.ffn_hidden % tp:
+        yield _indivisible("columns of the MLP", shape.ffn_hidden, "t", tp)
+    if shape.shared_expert_ffn_hidden % tp:
+        yield _indivisible("columns of the shared expert", shape.shared_expert_ffn_hidden, "t", tp)
+    if shape.is_moe and layout.backend != "megatron" and shape.expert_ffn_hidden % tp:
+        yield _indivisible("columns of an expert", shape.expert_ffn_hidden, "t", tp)
+
+
+def _pipeline_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
+    if layout.vpp > 1 and layout.pp == 1:
+        yield f"v{layout.vpp} splits each pipeline stage, but there is one stage only: add p2 or more, or drop v"
+    chunks = layout.pp * layout.vpp
+    if shape.n_layers % chunks:
+        written = f"p{layout.pp}" + (f"*v{layout.vpp} = {chunks}" if layout.vpp > 1 else "")
+        divisors = _divisors(shape.n_layers)
+        yield f"{shape.n_layers} layers do not divide into equal parts over {written}: p*v must be one of {divisors}"
+
+
+def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
+    if not shape.is_moe:
+        if layout.ep > 1 or layout.etp > 1:
+            degree = f"e{layout.ep}" if layout.ep > 1 else f"ffn t{layout.etp}"
+            yield f"{degree} splits experts, and {shape.family} has none: drop it"
+        return
+    if shape.top_k == 1 and shape.norm_topk_prob:
+        yield (
+            "each token visits one expert with norm_topk_prob=true, so its weight is always 1 and the router learns "
+            "nothing, which Megatron-Core refuses: use a model with norm_topk_prob=false or with more experts a token"
+        )
+    if shape.n_experts % layout.ep:
+        yield _indivisible("experts", shape.n_experts, "e", layout.ep)
+    if shape.expert_ffn_hidden % layout.etp:
+        yield _indivisible("columns of an expert", shape.expert_ffn_hidden, "ffn t", layout.etp)
+
+
+def _indivisible(what: str, size: int, letter: str, degree: int) -> str:
+    return f"{size} {what} cannot be split over {letter}{degree}: {letter} must divide {size} ({_divisors(size)})"
+
+
+def _divisors(size: int) -> str:
+    """The first divisors of `size`, as far as they are plausible degrees."""
+    divisors = [degree for degree in range(1, min(size, 256) + 1) if size % degree == 0]
+    shown = ", ".join(map(str, divisors[:8]))
+    return shown + ", ..." if len(divisors) > 8 else shown

@@ -1,0 +1,229 @@
+"""From another framework's degrees and device lists to allocation strings, `d` following from the devices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.importing.draft import Degree, Draft, Role, RolePlan
+from fivefold.importing.meanings import NO_REFERENCE, WHOLE_WEIGHTS
+from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.devices import parse_devices
+from fivefold.layout.errors import AllocationError, RuleError
+from fivefold.layout.parser import parse, parse_role
+
+MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
+DEFAULT_GPUS_PER_NODE = 8
+ANY_ROLLOUT = "transformers:d*"
+
+
+def lay_out(draft: Draft) -> None:
+    """Turns the draft's role plans into `actor.backend`, `rollout.backend`, `ref.backend` and `rollout.colocate`.
+
+    A plan that its devices cannot hold makes its keys unsupported; the role then takes whatever devices there are.
+    """
+    _check_strings(draft)
+    if not draft.recipe.get("actor.kl_ctl"):
+        _drop_reference(draft)
+    _read_device_lists(draft)
+    actor = _settle(draft, "actor")
+    _settle(draft, "rollout")
+    if actor is not None and "rollout" not in draft.plans:
+        draft.recipe |= {"rollout.backend": ANY_ROLLOUT, "rollout.colocate": True}
+        draft.notes.append(f"rollout.backend={ANY_ROLLOUT}, on the actor's devices: the source lays out no rollout")
+    if draft.is_shared is not None and {"actor", "rollout"} <= set(draft.plans):
+        draft.recipe.setdefault("rollout.colocate", draft.is_shared)
+    _settle_reference(draft, actor)
+    if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
+        draft.notes.append(WHOLE_WEIGHTS)
+
+
+def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
+    plan = draft.plans.get(role)
+    if plan is None:
+        return None
+    to = f"{role}.backend"
+    _equalize_stages(draft, plan)
+    try:
+        allocation = _fitting(draft, plan)
+    except ValueError as error:
+        draft.recipe[to] = f"{plan.backend}:d*"
+        for key in plan.keys:
+            draft.unsupported(key, f"{error}; {role} is laid out as {draft.recipe[to]} instead")
+        return None
+    draft.recipe[to] = str(allocation)
+    for key, note in plan.keys.items():
+        draft.mapped(key, to, str(allocation), note)
+    return allocation
+
+
+def _drop_reference(draft: Draft) -> None:
+    """Its layout and its devices count for nothing, where there is no KL term."""
+    plan = draft.plans.pop("ref", None)
+    for key in plan.keys if plan else ():
+        draft.implied(key, NO_REFERENCE)
+    if "allocation_mode" not in draft.recipe:
+        return
+    allocation = parse(draft.recipe["allocation_mode"])
+    groups = [tuple(role for role in group if role.role != "ref") for group in allocation.groups]
+    kept = tuple(group for group in groups if group)
+    if kept and kept != allocation.groups:
+        draft.revise("allocation_mode", str(Allocation(kept)), NO_REFERENCE)
+
+
+def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
+    """The reference lives in the actor's processes, unless it is laid out otherwise on the same devices."""
+    plan = draft.plans.get("ref")
+    if plan is None:
+        return
+    _equalize_stages(draft, plan)
+    try:
+        own = _allocation(draft, plan)
+    except ValueError as error:
+        for key in plan.keys:
+            draft.unsupported(key, f"{error}; the reference is laid out as the actor instead")
+        return
+    if actor is None or replace(own, vpp=1) != replace(actor, vpp=1):
+        for key, note in plan.keys.items():
+            draft.mapped(key, "ref.backend", str(own), note)
+    for key in plan.keys:
+        draft.implied(key, "as the actor, in whose processes the reference runs")
+
+
+def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
+    """Fewer stages, for a model whose layers do not divide into equal ones: elsewhere, stages may be unequal."""
+    shape = _shape(draft)
+    stages = plan.get("pp") * plan.get("vpp")
+    if plan.backend != "megatron" or shape is None or shape.n_layers % stages == 0:
+        return
+    n_layers = shape.n_layers
+    fewer = max(p for p in range(1, plan.get("pp") + 1) if n_layers % p == 0)
+    lost: list[Degree] = ["vpp"] if fewer == plan.get("pp") else ["vpp", "pp"]
+    plan.degrees |= {"pp": fewer, "vpp": 1}
+    for degree in lost:
+        if (key := plan.degree_keys.get(degree)) in plan.keys:
+            del plan.keys[key]
+            reason = f"{n_layers} layers do not divide into {stages} equal stages: p{fewer} is laid out in their place"
+            draft.unsupported(key, reason)
+
+
+def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
+    """The plan on its devices; with whole experts, if it is only a degree that nobody has written that does not fit."""
+    try:
+        return _allocation(draft, plan)
+    except RuleError as error:
+        degree = _expert_tensor_degree(draft, plan)
+        if "etp" in plan.degrees or degree == 1:
+            raise
+        whole = _allocation(draft, replace(plan, degrees={**plan.degrees, "etp": 1}))
+        split = f"experts are split t{degree} ways"
+        draft.notes.append(f"without an expert tensor degree, {split}, but {error.rule}: set to 1")
+        return whole
+
+
+def _allocation(draft: Draft, plan: RolePlan) -> RoleAllocation:
+    """The plan on its devices.
+
+    Raises:
+        ValueError: whole replicas do not fill the devices, or experts do not fit a pipeline stage.
+    """
+    replica = plan.get("tp") * plan.get("pp") * plan.get("cp")
+    dp = None
+    if plan.n_devices is not None:
+        if plan.n_devices < replica or plan.n_devices % replica:
+            holds = "device does" if plan.n_devices == 1 else "devices do"
+            raise ValueError(f"{plan.n_devices} {holds} not hold whole replicas of t*p*c = {replica}")
+        dp = plan.n_devices // replica
+    return RoleAllocation(
+        plan.backend,
+        dp=dp,
+        tp=plan.get("tp"),
+        pp=plan.get("pp"),
+        cp=plan.get("cp"),
+        vpp=plan.get("vpp"),
+        ep=plan.get("ep"),
+        etp=_expert_tensor_degree(draft, plan),
+    )
+
+
+def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
+    """What is written; else, where the framework hands none to Megatron-Core, the tensor degree, for an MoE model."""
+    if plan.backend != "megatron":
+        return 1
+    shape = _shape(draft)
+    if shape is None:
+        is_moe = plan.get("ep") > 1 or bool(MOE_NAME.search(str(draft.recipe.get("actor.path", ""))))
+    else:
+        is_moe = shape.is_moe
+    if not is_moe:
+        return 1
+    return plan.degrees.get("etp", plan.get("tp") if plan.etp_follows_tp else 1)
+
+
+def _shape(draft: Draft) -> PlanShape | None:
+    """The model's shape, if its name or folder tells it."""
+    try:
+        return find_shape(str(draft.recipe.get("actor.path", "")))
+    except ValueError:
+        return None
+
+
+# Lists of devices
+
+
+def _read_device_lists(draft: Draft) -> None:
+    """How many devices each role has, which roles share them, and how many nodes that takes."""
+    lists: dict[Role, tuple[int, ...]] = {}
+    for role, plan in draft.plans.items():
+        if plan.devices is None:
+            continue
+        try:
+            lists[role] = parse_devices(str(plan.devices))
+        except AllocationError as error:
+            del plan.keys[plan.devices_key]
+            draft.unsupported(plan.devices_key, f"{error.rule}; {error.fix}")
+            continue
+        plan.n_devices = len(lists[role])
+        plan.keys[plan.devices_key] = f"{plan.n_devices} devices"
+    if not lists:
+        return
+    per_node = draft.recipe.get("cluster.n_gpus_per_node") or DEFAULT_GPUS_PER_NODE
+    last = max(device for devices in lists.values() for device in devices)
+    draft.recipe.setdefault("cluster.n_nodes", last // per_node + 1)
+    if {"actor", "rollout"} <= set(lists):
+        _share(draft, set(lists["actor"]), set(lists["rollout"]))
+    if {"actor", "ref"} <= set(lists) and set(lists["actor"]) != set(lists["ref"]):
+        _on_the_actors(draft, "ref", "the reference runs in the actor's processes, on the actor's devices")
+
+
+def _share(draft: Draft, actor: set[int], rollout: set[int]) -> None:
+    draft.is_shared = bool(actor & rollout)
+    if draft.is_shared and actor != rollout:
+        reason = "rollout and actor share all of their devices or none; the rollout is laid out on the actor's"
+        _on_the_actors(draft, "rollout", reason)
+    elif not draft.is_shared and min(actor) < min(rollout):
+        draft.notes.append("on the cluster, the rollout's devices come first, then the actor's")
+
+
+def _on_the_actors(draft: Draft, role: Role, reason: str) -> None:
+    plan, actor = draft.plans[role], draft.plans["actor"]
+    plan.keys.pop(plan.devices_key)
+    draft.unsupported(plan.devices_key, reason)
+    plan.n_devices = actor.n_devices
+
+
+# Allocation strings that the source writes itself
+
+
+def _check_strings(draft: Draft) -> None:
+    """Takes back what cannot be read as a layout."""
+    for key in ("allocation_mode", "actor.backend", "rollout.backend", "ref.backend"):
+        value: Any = draft.recipe.get(key)
+        if value is None:
+            continue
+        try:
+            parse(value) if key == "allocation_mode" else parse_role(value)
+        except (AllocationError, RuleError) as error:
+            draft.demote(key, f"{error.rule}; {error.fix}")

@@ -1,0 +1,284 @@
+"""`fivefold import`: a recipe out of another framework's files, with an account of every key.
+
+files, a.b=c ──read──> flat keys ──dialect──> recipe values, role plans, entries
+                                                     │
+              recipe.yaml <──check── layouts <───────┘      each key: mapped, implied or unsupported
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+from rich.console import Console
+
+from fivefold.config.load import load_recipe
+from fivefold.config.problems import RecipeError, known_keys, problems_of
+from fivefold.config.schema import TrainRecipe
+from fivefold.data.rows import SUFFIXES
+from fivefold.importing.areal import dialect as areal
+from fivefold.importing.dialect import Dialect
+from fivefold.importing.draft import Draft
+from fivefold.importing.layouts import lay_out
+from fivefold.importing.meanings import NO_REFERENCE, run_name
+from fivefold.importing.report import Report
+from fivefold.importing.roll import dialect as roll
+from fivefold.importing.shell.script import OVERRIDE
+from fivefold.importing.siirl import dialect as siirl
+from fivefold.importing.source import Document, read_document, read_overrides, resolve
+from fivefold.importing.trinity import dialect as trinity
+from fivefold.importing.verl import dialect as verl
+from fivefold.layout.placement import place
+
+Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
+DIALECTS: Mapping[Framework, Dialect] = {
+    "areal": areal.DIALECT,
+    "roll": roll.DIALECT,
+    "siirl": siirl.DIALECT,
+    "trinity": trinity.DIALECT,
+    "verl": verl.DIALECT,
+}
+MISSING = "???"
+NEEDED = ("actor.path", "train_dataset.path")
+YIELDING = (
+    "actor.kl_estimator",
+    "actor.recompute_logprob",
+    "gconfig.greedy",
+    "actor.ppo_n_minibatches",
+    "actor.optimizer.min_lr_ratio",
+    "evaluator.temperature",
+    "evaluator.n_samples",
+    "gconfig.min_new_tokens",
+    "scheduler.address",
+)
+"""Of two keys that contradict each other, the one that is taken back."""
+LEFT_BY_OTHERS = "a server takes what the roles leave that share its devices: they are not offloaded"
+LEVELS = ("actor.reward_norm.mean_level", "actor.reward_norm.std_level")
+SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
+
+
+def import_recipe(
+    framework: Framework,
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    output: Path,
+    *,
+    strict: bool = False,
+    as_json: bool = False,
+    overwrite: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Report:
+    """Writes a recipe to `output` that says what the framework's `files` and `overrides` say; shows the report.
+
+    Args:
+        framework: whose files they are.
+        files: YAML files and launch scripts; keys of later ones rule over those of earlier ones.
+        overrides: `a.b=c` in the framework's own keys, over all files.
+        output: the recipe's file.
+        strict: refuse to write if anything is unsupported.
+        as_json: print the report to standard output as JSON, besides the table on standard error.
+        overwrite: replace `output` if it exists.
+        environment: variables that launch scripts and `${oc.env:...}` may ask for; None: this process's own.
+
+    Raises:
+        ValueError: files that cannot be read, `output` exists or cannot be written, or, with `strict`, keys that are
+            unsupported.
+    """
+    _check_output(output, overwrite=overwrite)
+    recipe, report = convert(framework, files, overrides, os.environ if environment is None else environment)
+    Console(stderr=True).print(report.table())
+    if strict and report.unsupported:
+        lines = "\n".join(f"- {entry.key}: {entry.note}" for entry in report.unsupported)
+        count = "1 key is" if len(report.unsupported) == 1 else f"{len(report.unsupported)} keys are"
+        raise ValueError(f"{count} unsupported, and --strict allows none:\n{lines}")
+    _write(output, recipe, report)
+    if as_json:
+        json.dump({**report.as_dict(), "recipe": str(output)}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    return report
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    # To os.path, what it cannot look at is not there: `_write` then says why.
+    if os.path.isdir(output):
+        raise ValueError(f"-o {output} is a folder; name a file, such as {output / 'recipe.yaml'}")
+    nearest = next(parent for parent in output.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(nearest):
+        raise ValueError(f"-o {output}: {nearest} is a file, not a folder; name a file in a folder")
+    if os.path.exists(output) and not overwrite:
+        raise ValueError(f"{output} exists; give another name, or --overwrite")
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Files and overrides, told apart: what looks like `a.b=c` and is no file is an override."""
+    # Unlike Path's, this `exists` takes a word that is too long for a file's name.
+    overrides = [word for word in arguments if OVERRIDE.match(word) and not os.path.exists(word)]
+    return [Path(word) for word in arguments if word not in overrides], overrides
+
+
+def convert(
+    framework: Framework, files: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], Report]:
+    """The recipe as nested keys, `???` where a value must still be given, and the report.
+
+    Raises:
+        ValueError: files that cannot be read.
+    """
+    if not files and not overrides:
+        raise ValueError("there is nothing to import; give YAML files, launch scripts or overrides as a.b=c")
+    dialect = DIALECTS[framework]
+    documents = [read_document(file, environment) for file in files]
+    source = dialect.merge([*documents, read_overrides(overrides)])
+    draft = Draft(resolve(source.values, environment), dialect.defaults, source.caveats)
+    dialect.convert(draft)
+    lay_out(draft)
+    dialect.after_layout(draft)
+    draft.finish(f"no key of {dialect.title} that is known here")
+    draft.notes[:0] = source.notes
+    to_give = _complete(draft, documents)
+    recipe = _check(draft, to_give)
+    return recipe, Report(
+        framework=dialect.title,
+        sources=tuple(str(file) for file in files) + (("overrides",) if overrides else ()),
+        entries=tuple(draft.entries),
+        to_give=tuple(to_give),
+        notes=tuple(draft.notes),
+    )
+
+
+def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
+    """Fills in what follows from other keys; returns the keys that nothing tells."""
+    recipe = draft.recipe
+    if "experiment_name" not in recipe:
+        recipe["experiment_name"] = run_name(Path(documents[0].name).stem if documents else "imported")
+        draft.notes.append(f"experiment_name={recipe['experiment_name']}, after the file: the source names no run")
+    if "valid_dataset.path" in recipe:
+        for name in SAME_COLUMNS:
+            if (value := recipe.get(f"train_dataset.{name}")) is not None:
+                recipe.setdefault(f"valid_dataset.{name}", value)
+    grouped = [key for key in LEVELS if recipe.get(key, "group") == "group"]
+    if recipe.get("gconfig.n_samples") == 1 and grouped:
+        recipe |= dict.fromkeys(grouped, "batch")
+        draft.notes.append(
+            "one response a prompt leaves no signal within its group, so rewards are normalised over the batch"
+        )
+    missing = [key for key in NEEDED if key not in recipe]
+    recipe |= dict.fromkeys(missing, MISSING)
+    return missing
+
+
+def _drop_what_has_no_effect(draft: Draft) -> None:
+    """Takes back what the recipe refuses beside a key that switches it off."""
+    recipe = draft.recipe
+    if "valid_dataset.path" not in recipe:
+        for key in [key for key in recipe if key.startswith(("evaluator.", "valid_dataset."))]:
+            draft.demote(key, "without held-out prompts, nothing is evaluated", "implied")
+    if recipe.get("evaluator.greedy", True):
+        draft.demote("evaluator.temperature", "evaluation is greedy", "implied")
+    if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
+        draft.demote("actor.optimizer.min_lr_ratio", "the rate is constant", "implied")
+    if not recipe.get("actor.kl_ctl"):
+        for key in [key for key in recipe if key.startswith("ref.")]:
+            draft.demote(key, NO_REFERENCE, "implied")
+    for section in ("train_dataset", "valid_dataset"):
+        if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
+            draft.demote(f"{section}.split", "one file has no splits", "implied")
+
+
+def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
+    """The recipe, nested. Values that the schema refuses are taken back, and their keys become unsupported."""
+    while True:
+        _drop_what_has_no_effect(draft)
+        recipe = _nested({key: "to-be-given" if key in to_give else value for key, value in draft.recipe.items()})
+        try:
+            checked = TrainRecipe.model_validate(recipe)
+        except ValidationError as error:
+            if not _take_back(draft, error):
+                raise RecipeError("the converted recipe", problems_of(error, TrainRecipe)) from error
+            continue
+        if "rollout.memory_fraction" in draft.recipe and (reason := _who_settles_memory(checked)):
+            draft.demote("rollout.memory_fraction", reason, "implied")
+            continue
+        draft.notes += _layout_notes(checked)
+        return _nested(draft.recipe)
+
+
+def _who_settles_memory(recipe: TrainRecipe) -> str | None:
+    """Why the rollout's share of the memory is not the recipe's to say, if it is not."""
+    try:
+        placement = place(recipe)
+    except RecipeError:
+        return None
+    if not placement["rollout"].layout.is_server:
+        return "the embedded engine takes what it needs"
+    return LEFT_BY_OTHERS if placement.sharers("rollout") else None
+
+
+def _layout_notes(recipe: TrainRecipe) -> list[str]:
+    """What is wrong with the layout, and what the rollout's server needs."""
+    try:
+        placement = place(recipe)
+    except RecipeError as error:
+        return [f"the layout does not fit: {problem}" for problem in error.problems]
+    return [
+        f"{placed.layout.backend} has to be installed: where it wants other versions of torch or transformers, in an "
+        "environment of its own that rollout.server_python names"
+        for placed in placement.roles
+        if placed.layout.is_server
+    ]
+
+
+def _take_back(draft: Draft, error: ValidationError) -> bool:
+    """Whether a value that the schema refuses was found and taken out of the recipe."""
+    found = False
+    for detail, problem in zip(error.errors(include_url=False), problems_of(error, TrainRecipe), strict=True):
+        location = ".".join(str(part) for part in detail["loc"])
+        for key in _at_fault(draft.recipe, location, detail["type"], problem):
+            draft.demote(key, problem)
+            found = True
+    return found
+
+
+def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str) -> list[str]:
+    """The recipe's keys that an error at `location` is about."""
+    if kind == "missing":  # which makes its whole section useless
+        return [key for key in recipe if key.startswith(location.rpartition(".")[0] + ".")]
+    # The location may be that of an item in a list.
+    if keys := [key for key in recipe if f"{location}.".startswith(f"{key}.")]:
+        return keys
+    section = f"{location}." if location else ""
+    inside = [key for key in YIELDING if key in recipe and key.startswith(section)]
+    return [key for key in inside if key.removeprefix(section) in problem][:1]
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and keys in the order of the schema."""
+    order = {key: place_ for place_, key in enumerate(known_keys(TrainRecipe))}
+    tree: dict[str, Any] = {}
+    for key in sorted(flat, key=lambda key: order.get(key, order.get(key.rpartition(".")[0], len(order)))):
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = flat[key]
+    return tree
+
+
+def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
+    """Report and recipe in one file, which is read back as `fivefold train` will."""
+    # By OmegaConf, which reads it back: texts that it would take for numbers, such as 1e-6, are quoted.
+    body = OmegaConf.to_yaml(OmegaConf.create(dict(recipe)))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(f"{report.comments()}\n{body}", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"-o {output}: the recipe cannot be written there ({error.strerror}); name a file in a folder of yours"
+        ) from error
+    load_recipe(output, [f"{key}=to-be-given" for key in report.to_give], TrainRecipe)

@@ -1,0 +1,138 @@
+"""What became of every key, for people (a table, comments) and for programs (JSON)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from fivefold.importing.draft import Entry, Outcome
+
+OUTCOMES: tuple[Outcome, ...] = ("unsupported", "mapped", "implied")
+COLOURS = {"unsupported": "red", "mapped": "green", "implied": "dim"}
+SECRET = re.compile(r"(api_?key|secret|password|(^|[._])token|(hub|hf|auth|access)_token)$", re.IGNORECASE)
+LONGEST_VALUE = 60
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one import."""
+
+    framework: str
+    sources: tuple[str, ...]
+    """Files that were read."""
+    entries: tuple[Entry, ...]
+    """One for each key of the sources, and one for each of the framework's defaults that was carried over."""
+    to_give: tuple[str, ...]
+    """Keys of the recipe that it cannot do without and the sources do not say; written as `???`."""
+    notes: tuple[str, ...]
+
+    def of(self, outcome: Outcome) -> list[Entry]:
+        """The source's own keys with that outcome."""
+        return [entry for entry in self.entries if entry.outcome == outcome and not entry.is_default]
+
+    @property
+    def defaults(self) -> list[Entry]:
+        """What holds in the framework although the source does not write it, and would not hold in Fivefold."""
+        return [entry for entry in self.entries if entry.is_default and entry.outcome != "implied"]
+
+    @property
+    def unsupported(self) -> list[Entry]:
+        """Of the source's keys and the framework's defaults, what the recipe does not do."""
+        return [entry for entry in self.entries if entry.outcome == "unsupported"]
+
+    def summary(self) -> str:
+        """One line of counts."""
+        counts = ", ".join(f"{len(self.of(outcome))} {outcome}" for outcome in ("mapped", "implied", "unsupported"))
+        total = sum(not entry.is_default for entry in self.entries)
+        keys = "1 key" if total == 1 else f"{total} keys"
+        return f"{keys}: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "framework": self.framework,
+            "sources": list(self.sources),
+            "counts": {outcome: len(self.of(outcome)) for outcome in ("mapped", "implied", "unsupported")},
+            "entries": [
+                {
+                    "key": entry.key,
+                    "value": shown(entry, shorten=False),
+                    "outcome": entry.outcome,
+                    "to": entry.to,
+                    "result": entry.result,
+                    "note": entry.note,
+                    "is_default": entry.is_default,
+                }
+                for entry in self.entries
+            ],
+            "to_give": list(self.to_give),
+            "notes": list(self.notes),
+        }
+
+    def comments(self) -> str:
+        """The report as YAML comments."""
+        # A note may have several lines: a layout, and a caret under the character that is to blame.
+        lines = "\n".join(self._lines()).splitlines()
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+    def _lines(self) -> Iterator[str]:
+        yield f"Converted from {self.framework} ({', '.join(self.sources)}) by `fivefold import`."
+        yield self.summary()
+        yield from _section("Still to be given", self.to_give)
+        yield from _section("Notes", self.notes)
+        for outcome in OUTCOMES:
+            yield from _section(outcome.capitalize(), [_line(entry) for entry in self.of(outcome)])
+        yield from _section(f"Defaults of {self.framework}", [_line(entry) for entry in self.defaults])
+
+    def table(self) -> Table:
+        """For the terminal: what is unsupported first."""
+        table = Table(title=self.summary(), title_justify="left", expand=False)
+        for column in (self.framework, "recipe", "why"):
+            table.add_column(column, overflow="fold")
+        groups = [(outcome, self.of(outcome)) for outcome in OUTCOMES] + [("default", self.defaults)]
+        for name, entries in groups:
+            for entry in entries:
+                colour = COLOURS[entry.outcome]
+                left = f"{entry.key}={shown(entry)}" + (" (default)" if name == "default" else "")
+                right = f"{entry.to}={_short(entry.result)}" if entry.to else entry.outcome
+                table.add_row(*(escape(text) for text in (left, right, entry.note)), style=colour)
+            table.add_section()
+        return table
+
+
+def shown(entry: Entry, *, shorten: bool = True) -> str:
+    """The value as text; one that is a secret is not shown."""
+    if SECRET.search(entry.key) and entry.value not in (None, ""):
+        return "***"
+    return _short(entry.value) if shorten else _words(entry.value)
+
+
+def _words(value: Any) -> str:
+    words = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    # Control characters are not allowed in YAML, and not in its comments either.
+    return " ".join("".join(character if character.isprintable() else " " for character in words).split())
+
+
+def _short(value: Any) -> str:
+    line = _words(value)
+    return f"{line[: LONGEST_VALUE - 3]}..." if len(line) > LONGEST_VALUE else line
+
+
+def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield ""
+        yield f"{title}:"
+        yield from (indent(line, "  ") for line in lines)
+
+
+def _line(entry: Entry) -> str:
+    left = f"{entry.key}={shown(entry)}"
+    if entry.outcome != "mapped":
+        return f"{left}: {entry.outcome + ', ' if entry.is_default else ''}{entry.note}"
+    return f"{left} -> {entry.to}={_short(entry.result)}" + (f" ({entry.note})" if entry.note else "")

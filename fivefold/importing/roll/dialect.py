@@ -1,0 +1,298 @@
+"""ROLL: one YAML file with a block for each role (actor_train, actor_infer, reference, rewards)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.importing import megatron
+from fivefold.importing.dialect import Dialect
+from fivefold.importing.draft import Draft, Role, RolePlan, flag, number, positive, whole
+from fivefold.importing.meanings import (
+    ESTIMATOR,
+    NO_CRITIC,
+    ON_MEGATRON,
+    advantages,
+    rollout_engine,
+    token_budget,
+    warmup,
+)
+from fivefold.importing.roll.rules import CONFIG, INFER, REF, RULES, TRAIN
+
+STRATEGY = "strategy_args.strategy_name"
+PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
+NO_CHECKPOINTING = TRAIN + "model_args.disable_gradient_checkpointing"
+ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
+WARMUP = TRAIN + "training_args.warmup_steps"
+HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
+"""Of a reward's keys, those that say where it runs."""
+ANSWERS = "ground_truth"
+MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
+
+DEFAULTS: Mapping[str, Any] = {
+    "adv_estimator": "gae",
+    "rollout_batch_size": 128,
+    "num_return_sequences_in_group": 1,
+    "prompt_length": 1024,
+    "max_steps": 500,
+    "save_steps": 50,
+    "eval_steps": 10,
+    "seed": 42,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "num_gpus_per_node": 8,
+    NO_CHECKPOINTING: False,
+}
+
+
+def convert(draft: Draft) -> None:
+    """Everything that takes several keys, then the rest key by key."""
+    _lay_out(draft)
+    _lengths(draft)
+    _advantages(draft)
+    _kl(draft)
+    _clipping(draft)
+    _micro_batches(draft)
+    draft.awaiting |= {ACCUMULATION, WARMUP}
+    _evaluation(draft)
+    _rewards(draft)
+    draft.apply(RULES)
+    if "train_dataset.path" in draft.recipe and "train_dataset.answer_key" not in draft.recipe:
+        draft.recipe["train_dataset.answer_key"] = ANSWERS
+        draft.notes.append(f"train_dataset.answer_key={ANSWERS}: the column where ROLL's rows hold the answer")
+
+
+# Layout
+
+
+def _lay_out(draft: Draft) -> None:
+    sections: Mapping[Role, str] = {"actor": TRAIN, "ref": REF}
+    for role, section in sections.items():
+        if draft.keys(section + "*"):
+            _lay_out_trainer(draft, role, section)
+    if draft.keys(INFER + "*"):
+        _lay_out_rollout(draft)
+    is_on = not draft.read(NO_CHECKPOINTING, flag)
+    if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
+        megatron.checkpoint_layers(draft, NO_CHECKPOINTING, is_on)
+    else:
+        megatron.recompute(draft, TRAIN + CONFIG, NO_CHECKPOINTING, is_on)
+
+
+def _plan(draft: Draft, devices_key: str) -> RolePlan:
+    plan = RolePlan(devices=draft.get(devices_key), devices_key=devices_key)
+    if draft.writes(devices_key):
+        plan.keys[devices_key] = ""
+    return plan
+
+
+def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
+    key = section + "device_mapping"
+    plan = draft.plans[role] = _plan(draft, key)
+    strategy = str(draft.get(section + STRATEGY, "deepspeed_train"))
+    if strategy.startswith("megatron"):
+        megatron.degrees(draft, role, section + CONFIG)
+        plan.keys[section + STRATEGY] = ""
+    elif strategy.startswith(("fsdp2", "deepspeed")):
+        plan.shards_weights = True
+        plan.keys[section + STRATEGY] = ON_MEGATRON
+        if strategy.startswith("deepspeed"):
+            for option in draft.keys(section + CONFIG + "*"):
+                draft.unsupported(option, "options of DeepSpeed are not read: Megatron-Core trains in its place")
+        if draft.writes(section + "model_args.ulysses_size"):
+            draft.lay_out(section + "model_args.ulysses_size", role, "cp")
+    else:
+        # hf_infer keeps whole copies of the reference.
+        for written in (section + STRATEGY, key):
+            draft.implied(written, "the reference runs in the actor's processes")
+        del draft.plans[role]
+
+
+def _lay_out_rollout(draft: Draft) -> None:
+    key = INFER + "device_mapping"
+    plan = draft.plans["rollout"] = _plan(draft, key)
+    plan.backend = "vllm"
+    if draft.writes(INFER + STRATEGY):
+        rollout_engine(draft, INFER + STRATEGY)
+    tensor = [INFER + CONFIG + name for name in ("tensor_parallel_size", "tp_size")]
+    for written in filter(draft.writes, tensor):
+        draft.lay_out(written, "rollout", "tp")
+    if draft.writes(INFER + CONFIG + "pipeline_parallel_size"):
+        draft.lay_out(INFER + CONFIG + "pipeline_parallel_size", "rollout", "pp")
+    per_worker = INFER + "num_gpus_per_worker"
+    if plan.backend == "sglang" and draft.writes(per_worker) and not any(map(draft.writes, tensor)):
+        draft.lay_out(per_worker, "rollout", "tp")
+    draft.implied(per_worker, "follows from the rollout's degrees")
+
+
+# Batches and lengths
+
+
+def _lengths(draft: Draft) -> None:
+    """Either the response's length, or that of the whole sequence."""
+    prompt, response, sequence = draft.get("prompt_length"), "response_length", "sequence_length"
+    if isinstance(draft.get(response), int):
+        draft.mapped(response, "gconfig.max_new_tokens", draft.read(response, whole))
+        draft.implied(sequence, f"{response} rules")
+    elif isinstance(draft.get(sequence), int) and isinstance(prompt, int):
+        longest = draft.read(sequence, whole) - prompt
+        draft.mapped(sequence, "gconfig.max_new_tokens", longest, f"less prompt_length={prompt}")
+    draft.implied(INFER + "generating_args.max_new_tokens", "response_length rules")
+    draft.implied("validation.generating_args.max_new_tokens", "response_length rules")
+
+
+def _sequence_length(draft: Draft) -> int | None:
+    lengths = draft.get("prompt_length"), draft.recipe.get("gconfig.max_new_tokens")
+    return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
+
+
+def _micro_batches(draft: Draft) -> None:
+    """A token budget (dynamic batches or packing), or a number of sequences."""
+    budget = "actor.mb_spec.max_tokens_per_mb"
+    packed = TRAIN + "sequence_packing_args.max_packed_sequence_length_train"
+    dynamic = TRAIN + "max_tokens_per_microbatch_in_train"
+    for switch, key in ((TRAIN + "use_sequence_packing", packed), (TRAIN + "use_dynamic_batching_in_train", dynamic)):
+        if draft.get(switch) is True and draft.get(key):
+            draft.mapped(key, budget, draft.read(key, whole))
+            draft.implied(PER_DEVICE, f"{key} rules")
+        draft.implied(switch, "sequences are always packed, under a token budget")
+        draft.implied(key, f"{switch} is off")
+    if draft.is_open(PER_DEVICE):
+        token_budget(draft, PER_DEVICE, draft.get(PER_DEVICE), _sequence_length(draft))
+
+
+def count_updates(draft: Draft) -> None:
+    """An optimizer step takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica."""
+    steps, plan = draft.get(ACCUMULATION), draft.plans.get("actor")
+    per_device = draft.get(PER_DEVICE, 1)
+    updates = None
+    if plan is not None and plan.n_devices is not None and isinstance(steps, int) and isinstance(per_device, int):
+        replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
+        updates = _updates(draft, per_device, steps, replicas)
+    draft.unsupported(ACCUMULATION, "updates in a step are counted by actor.ppo_n_minibatches")
+    if draft.writes(WARMUP):
+        total = updates and draft.read("max_steps", positive) * updates * draft.read("ppo_epochs", positive, 1)
+        warmup(draft, WARMUP, total)
+
+
+def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | None:
+    prompts, group = draft.read("rollout_batch_size", positive), draft.read("num_return_sequences_in_group", positive)
+    update, responses = per_device * steps * replicas, prompts * group
+    if update < 1 or responses % update or prompts % (responses // update):
+        text = f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences, groups whole"
+        draft.unsupported(ACCUMULATION, text)
+        return None
+    note = f"{prompts}*{group} sequences in updates of {per_device}*{steps}*{replicas} replicas"
+    draft.mapped(ACCUMULATION, "actor.ppo_n_minibatches", responses // update, note)
+    return responses // update
+
+
+# Algorithm
+
+
+def _advantages(draft: Draft) -> None:
+    """`norm_mean_type` and `norm_std_type`, or the older `reward_norm`; whitening, where neither is set."""
+    estimator, n_samples = str(draft.get("adv_estimator")), draft.read("num_return_sequences_in_group", positive)
+    if estimator != "reinforce":
+        advantages(draft, "adv_estimator", estimator, divides_by_std=True, n_samples=n_samples)
+    if estimator in ("gae", "ppo"):
+        for key in (*draft.keys("critic.*"), "gamma", "lambd", "value_clip", "whiten_advantages"):
+            draft.unsupported(key, NO_CRITIC)
+    draft.implied("adv_estimator", "rewards are the advantages, once they are normalised")
+    levels = {"batch": "batch", "group": "group"}
+    for key, target in (("norm_mean_type", MEAN), ("norm_std_type", STD)):
+        if draft.get(key) in levels:
+            draft.mapped(key, target, levels[draft.get(key)])
+        elif draft.get(key) is not None:
+            draft.unsupported(key, "rewards are normalised over the group, the batch, or not at all")
+    if draft.get("reward_norm") in levels:
+        target = STD if draft.get("reward_scale") is True else MEAN
+        draft.mapped("reward_norm", target, levels[draft.get("reward_norm")])
+        if draft.get("reward_shift") is not True:
+            draft.recipe.setdefault(STD, levels[draft.get("reward_norm")])
+    for key in ("reward_shift", "reward_scale"):
+        draft.implied(key, "says which of mean and std reward_norm takes")
+    _whitening(draft)
+    if estimator == "reinforce":
+        for target in (MEAN, STD):
+            draft.recipe.setdefault(target, "none")
+
+
+def _whitening(draft: Draft) -> None:
+    key = "whiten_advantages"
+    if draft.get(key) is not True:
+        draft.implied(key, "switched off")
+    elif MEAN in draft.recipe or STD in draft.recipe:
+        draft.unsupported(key, "rewards are normalised once, and that is done already")
+    else:
+        draft.recipe[STD] = "batch"
+        draft.mapped(key, MEAN, "batch", f"with {STD}=batch; over sequences, not weighted by their tokens")
+
+
+def _kl(draft: Draft) -> None:
+    """A KL loss to the reference (k3), or a penalty on each token's reward."""
+    if draft.get("use_kl_loss") is True:
+        draft.mapped("use_kl_loss", "actor.kl_in", "loss")
+        draft.recipe["actor.kl_estimator"] = "k3"
+        draft.mapped("kl_loss_coef", "actor.kl_ctl", draft.read("kl_loss_coef", number, 0.0), "estimator k3")
+    elif draft.get("add_token_level_kl") is True:
+        draft.mapped("add_token_level_kl", "actor.kl_in", "reward")
+        draft.mapped("kl_penalty", "actor.kl_estimator", draft.read("kl_penalty", ESTIMATOR, "kl"))
+        draft.recipe.setdefault("actor.kl_estimator", "k1")
+        draft.recipe.setdefault("actor.kl_ctl", draft.read("init_kl_coef", number, 0.2))
+        draft.mapped("init_kl_coef", "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
+    if draft.get("add_token_level_kl") is True:
+        draft.unsupported("add_token_level_kl", "there is one KL term, and it is in the loss")
+    for key in ("use_kl_loss", "kl_loss_coef", "add_token_level_kl", "init_kl_coef", "kl_penalty"):
+        draft.implied(key, "this KL term is off")
+    if draft.get("target_kl") is None:
+        draft.implied("kl_horizon", "the weight of the KL term is fixed")
+
+
+def _clipping(draft: Draft) -> None:
+    both = draft.read("pg_clip", number, 0.2)
+    if draft.get("use_pg_clip_range") is True:
+        for key, target in (("pg_clip_low", "actor.eps_clip"), ("pg_clip_high", "actor.eps_clip_higher")):
+            draft.recipe.setdefault(target, draft.read(key, number, 0.2))
+            draft.mapped(key, target, draft.recipe[target])
+        draft.implied("pg_clip", "pg_clip_low and pg_clip_high rule")
+    draft.mapped("pg_clip", "actor.eps_clip", both)
+    for key in ("use_pg_clip_range", "pg_clip_low", "pg_clip_high"):
+        draft.implied(key, "says whether the range has two sides")
+    if draft.get("dual_clip_loss") is True:
+        draft.mapped("dual_clip_loss", "actor.c_clip", 1 + 2 * both, "1 + 2 * pg_clip")
+
+
+def _evaluation(draft: Draft) -> None:
+    own = "validation.generating_args."
+    if not draft.writes(own + "temperature"):
+        return
+    temperature = draft.read(own + "temperature", number)
+    is_greedy = temperature == 0 or draft.get(own + "do_sample") is False
+    draft.recipe["evaluator.greedy"] = is_greedy
+    draft.mapped(own + "do_sample", "evaluator.greedy", is_greedy)
+    if not is_greedy:
+        note = "sampled: evaluator.greedy=false"
+        draft.mapped(own + "temperature", "evaluator.temperature", temperature, note)
+    for name in ("temperature", "top_p", "top_k"):
+        as_trained = draft.get(own + name) == draft.get(INFER + "generating_args." + name)
+        if is_greedy or as_trained:
+            draft.implied(own + name, "evaluation is greedy" if is_greedy else "as in training")
+        draft.unsupported(own + name, f"evaluation takes {name} from gconfig")
+
+
+def _rewards(draft: Draft) -> None:
+    """One rule-based mathematical reward is offered; of several domains, none can be chosen for the user."""
+    names = {key.split(".")[1] for key in draft.keys("rewards.*")}
+    for name in sorted(names):
+        worker = f"rewards.{name}.worker_cls"
+        if "MathRule" not in str(draft.get(worker, "")):
+            for key in draft.keys(f"rewards.{name}.*"):
+                if not key.startswith(tuple(f"rewards.{name}.{part}" for part in HOSTING)):
+                    draft.unsupported(key, "write this reward as reward.fn=module:function")
+        elif len(names) == 1:
+            draft.mapped(worker, "reward.fn", "math")
+        else:
+            draft.unsupported(worker, "there is one reward function; let yours choose by data_source")
+
+
+DIALECT = Dialect("ROLL", convert, DEFAULTS, after_layout=count_updates)

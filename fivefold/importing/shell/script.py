@@ -1,0 +1,422 @@
+"""What a launch script would pass to its training command, read without running anything.
+
+export TP=2                                  assignments, arrays, defaults and arithmetic are followed,
+CMD=(python3 -m trainer actor.tp=\\$TP)       `if` and `case` as far as they test variables,
+eval "${CMD[@]}" seed=1                      functions where they are called; loops are passed over
+
+-> launches: [["-m", "trainer", "actor.tp=2", "seed=1"]]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from fivefold.importing.shell.expand import Expander, Text, Variables
+from fivefold.importing.shell.words import REDIRECTIONS, Piece, Token, Word, tokenize
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+LAUNCHER = re.compile(r"([^=]*/)?(python[\d.]*|torchrun|accelerate)|[^=]*\.py")
+OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+MOST_CALLS = 8
+
+Status = bool | None
+"""Of a command: true, false, or not known because it is not run."""
+
+
+@dataclass
+class Script:
+    """What came out of a script."""
+
+    launches: list[list[Text]] = field(default_factory=list)
+    """The arguments of each program that is started with `key=value` among them."""
+    notes: list[str] = field(default_factory=list)
+    """Decisions that the script leaves to commands, which are not run."""
+    exported: list[str] = field(default_factory=list)
+    """Environment variables that it sets for the program and uses nowhere itself."""
+
+
+def read_script(text: str, environment: Mapping[str, str]) -> Script:
+    """The commands that the script would run, its variables filled in from itself and from `environment`.
+
+    Raises:
+        ValueError: a script that is not closed properly, with the line.
+    """
+    variables = Variables(environment)
+    reader = _Reader(variables, Script())
+    reader.run(tokenize(text))
+    if not reader.script.launches:
+        # Manuals print the command as an array and leave out the line that runs it.
+        for items in [items for items in variables.arrays.values() if _arguments(items)]:
+            reader.evaluate(items)
+    reader.script.exported = [name for name in dict.fromkeys(reader.exported) if name not in variables.read]
+    return reader.script
+
+
+def _arguments(words: Sequence[Text]) -> list[Text]:
+    """What a program is handed, if there are `key=value` arguments; else nothing."""
+    programs = [place for place, word in enumerate(words) if LAUNCHER.fullmatch(word.text)]
+    overrides = [place for place, word in enumerate(words) if programs and OVERRIDE.match(word.text)]
+    first = next((place for place in overrides if place > programs[0]), None)
+    if first is None:
+        return []
+    return list(words[max(place for place in programs if place < first) + 1 :])
+
+
+class _Reader:
+    """Goes through the statements once; those in branches that are not taken are parsed, but have no effect."""
+
+    def __init__(self, variables: Variables, script: Script) -> None:
+        self._variables = variables
+        self._expander = Expander(variables)
+        self.script = script
+        self.exported: list[str] = []
+        self._functions: dict[str, tuple[list[Token], int]] = {}
+        self._tokens: list[Token] = []
+        self._at = 0
+        self._depth = 0
+
+    def run(self, tokens: list[Token], body: int | None = None) -> Status:
+        """Follows the statements of `tokens`, or the one command at `body`."""
+        outer = self._tokens, self._at
+        self._tokens, self._at = tokens, body or 0
+        status = self._statements(live=True, until=frozenset()) if body is None else self._command(live=True)
+        self._tokens, self._at = outer
+        return status
+
+    def evaluate(self, words: Sequence[Text]) -> Status:
+        """`eval`: the words, read a second time as a command."""
+        notes = {word.text.partition("=")[0]: word.notes for word in words}
+        before = len(self.script.launches)
+        status = self.run(tokenize(" ".join(word.text for word in words)))
+        self.script.launches[before:] = [
+            [Text(word.text, notes.get(word.text.partition("=")[0], ()) + word.notes) for word in launch]
+            for launch in self.script.launches[before:]
+        ]
+        return status
+
+    # Statements
+
+    def _peek(self) -> Token | None:
+        return self._tokens[self._at] if self._at < len(self._tokens) else None
+
+    def _is_operator(self, *texts: str) -> bool:
+        token = self._peek()
+        return token is not None and token.kind == "operator" and token.text in texts
+
+    def _skip(self, *operators: str) -> None:
+        while (token := self._peek()) is not None and (token.kind == "newline" or self._is_operator(*operators)):
+            self._at += 1
+
+    def _keyword(self) -> str | None:
+        token = self._peek()
+        return None if token is None else token.bare
+
+    def _expect(self, *keywords: str, opened: Token) -> str:
+        self._skip(";")
+        found = self._keyword()
+        if found not in keywords:
+            expected = " or ".join(f"`{keyword}`" for keyword in keywords)
+            line = self._tokens[min(self._at, len(self._tokens) - 1)].line
+            raise ValueError(f"line {line}: {expected} is expected for the `{opened.bare}` of line {opened.line}")
+        self._at += 1
+        return found
+
+    def _statements(self, *, live: bool, until: frozenset[str]) -> Status:
+        status: Status = True
+        while True:
+            self._skip(";", "&")
+            token = self._peek()
+            if token is None or token.bare in until or (token.kind == "operator" and token.text in until):
+                return status
+            before = self._at
+            status = self._and_or(live=live)
+            if self._at == before:
+                self._at += 1  # an operator that begins nothing
+
+    def _and_or(self, *, live: bool) -> Status:
+        status = self._pipeline(live=live)
+        while self._is_operator("&&", "||"):
+            wanted = self._tokens[self._at].text == "&&"
+            self._at += 1
+            self._skip()
+            runs = status is wanted
+            following = self._pipeline(live=live and runs)
+            status = following if runs else status
+        return status
+
+    def _pipeline(self, *, live: bool) -> Status:
+        negates = self._keyword() == "!"
+        self._at += negates
+        status = self._command(live=live)
+        while self._is_operator("|", "|&"):
+            self._at += 1
+            self._skip()
+            self._command(live=False)
+            status = None
+        return (not status if status is not None else None) if negates else status
+
+    def _command(self, *, live: bool) -> Status:
+        token = self._peek()
+        if token is None:
+            return True
+        if token.kind == "arithmetic":
+            self._at += 1
+            return self._expander.arithmetic(token.text, []) not in ("", "0")
+        compound = {
+            "if": self._if,
+            "case": self._case,
+            "for": self._loop,
+            "while": self._loop,
+            "until": self._loop,
+            "select": self._loop,
+            "{": self._group,
+            "function": self._function,
+            "[[": self._conditional,
+        }.get(token.bare or "")
+        if compound is not None:
+            self._at += 1
+            status = compound(token, live)
+            self._redirections()
+            return status
+        if self._is_operator("("):
+            self._at += 1
+            status = self._statements(live=live, until=frozenset({")"}))
+            self._at += 1
+            return status
+        return self._simple(live=live)
+
+    def _if(self, opened: Token, live: bool) -> Status:
+        keyword, is_done = "if", False
+        while keyword != "fi":
+            taken = live and not is_done
+            if keyword in ("if", "elif"):
+                condition = self._statements(live=taken, until=frozenset({"then"}))
+                self._expect("then", opened=opened)
+                if taken and condition is None:
+                    self._note(opened, f"`{keyword}` asks a command, which is not run; taken as false")
+                taken = taken and condition is True
+            is_done = is_done or taken
+            self._statements(live=taken, until=frozenset({"elif", "else", "fi"}))
+            keyword = self._expect("elif", "else", "fi", opened=opened)
+        return True
+
+    def _case(self, opened: Token, live: bool) -> Status:
+        subject = self._word_text()
+        self._expect("in", opened=opened)
+        is_done = False
+        while True:
+            self._skip(";;")
+            if self._keyword() == "esac" or self._peek() is None:
+                break
+            patterns = []
+            while not self._is_operator(")") and self._peek() is not None:
+                if self._is_operator("|", "("):
+                    self._at += 1
+                else:
+                    patterns.append(self._word_text())
+            self._at += 1
+            taken = live and not is_done and any(fnmatchcase(subject, pattern) for pattern in patterns)
+            is_done = is_done or taken
+            self._statements(live=taken, until=frozenset({";;", "esac"}))
+        self._expect("esac", opened=opened)
+        return True
+
+    def _loop(self, opened: Token, live: bool) -> Status:
+        self._statements(live=False, until=frozenset({"do"}))
+        self._expect("do", opened=opened)
+        self._statements(live=False, until=frozenset({"done"}))
+        self._expect("done", opened=opened)
+        return None
+
+    def _group(self, opened: Token, live: bool) -> Status:
+        status = self._statements(live=live, until=frozenset({"}"}))
+        self._expect("}", opened=opened)
+        return status
+
+    def _function(self, opened: Token, live: bool) -> Status:
+        name = self._keyword() or ""
+        self._at += 1
+        self._skip("(", ")")
+        self._functions[name] = (self._tokens, self._at)
+        self._command(live=False)
+        return True
+
+    def _conditional(self, opened: Token, live: bool) -> Status:
+        """`[[ ... ]]`, whose `&&`, `||` and brackets stand between tests."""
+        status = self._alternatives()
+        if self._keyword() != "]]":
+            while self._keyword() != "]]" and self._peek() is not None:
+                self._at += 1  # a test of a kind that is not known
+            status = None
+        self._expect("]]", opened=opened)
+        return status
+
+    def _alternatives(self) -> Status:
+        status = self._conjunction()
+        while self._is_operator("||"):
+            self._at += 1
+            other = self._conjunction()
+            status = True if True in (status, other) else None if None in (status, other) else False
+        return status
+
+    def _conjunction(self) -> Status:
+        status: Status = True
+        while True:
+            self._skip("&&")
+            if self._is_operator("("):
+                self._at += 1
+                part = self._alternatives()
+                self._skip(")")
+            else:
+                words: list[str] = []
+                while (token := self._peek()) is not None and token.kind == "word" and token.bare != "]]":
+                    words.append(self._word_text())
+                part = _test(words)
+            status = False if False in (status, part) else None if None in (status, part) else True
+            self._skip()
+            if not self._is_operator("&&"):
+                return status
+
+    # Simple commands
+
+    def _simple(self, *, live: bool) -> Status:
+        first = self._peek()
+        assert first is not None, "the caller has looked"
+        words: list[Word] = []
+        while (token := self._peek()) is not None and token.kind in ("word", "array"):
+            self._at += 1
+            if token.kind == "array":
+                if live:
+                    self._assign_array(token)
+            else:
+                words.append(token.word)
+            self._redirections()
+            if len(words) == 1 and self._is_operator("(") and token.bare is not None:
+                self._at -= 1
+                return self._function(first, live)
+        self._redirections()
+        return self._execute(words, first) if live else True
+
+    def _redirections(self) -> None:
+        while self._is_operator(*REDIRECTIONS):
+            self._at += 1
+            if (token := self._peek()) is not None and token.kind == "word":
+                self._at += 1
+
+    def _word_text(self) -> str:
+        token = self._peek()
+        self._at += 1
+        return "" if token is None else self._expander.text(token.word).text
+
+    def _execute(self, words: list[Word], first: Token) -> Status:
+        while words and (assignment := _assignment(words[0])) is not None:
+            self._assign(*assignment)
+            words = words[1:]
+        name = _plain(words[0]) if words else None
+        if name in DECLARATIONS:
+            return self._declare(name, words[1:])
+        texts = [text for word in words for text in self._expander.fields(word)]
+        match texts[:1]:
+            case [Text(text="eval")]:
+                return self.evaluate(texts[1:])
+            case [Text(text=command)] if command in self._functions and self._depth < MOST_CALLS:
+                return self._call(command, texts[1:])
+            case [Text(text="[" | "test")]:
+                return _test([text.text for text in texts[1:] if text.text != "]"])
+            case [Text(text="source" | ".")]:
+                self._note(first, f"`source {' '.join(text.text for text in texts[1:])}` is not followed")
+                return None
+            case [Text(text="shift")]:
+                del self._variables.positional[:1]
+                return True
+            case [Text(text="true" | ":" | "echo" | "set")] | []:
+                return True
+            case [Text(text="false")]:
+                return False
+        if arguments := _arguments(texts):
+            self.script.launches.append(arguments)
+        return None
+
+    def _call(self, name: str, arguments: list[Text]) -> Status:
+        outer = self._variables.positional
+        self._variables.positional = arguments
+        self._depth += 1
+        status = self.run(*self._functions[name])
+        self._depth -= 1
+        self._variables.positional = outer
+        return status
+
+    def _declare(self, keyword: str, words: list[Word]) -> Status:
+        for word in words:
+            assignment = _assignment(word)
+            if assignment is not None:
+                self._assign(*assignment)
+            name = assignment[0] if assignment is not None else _plain(word)
+            if keyword == "export" and name is not None and not name.startswith("-"):
+                self.exported.append(name)
+        return True
+
+    def _assign(self, name: str, appends: bool, word: Word) -> None:
+        value = self._expander.text(word)
+        before = self._variables.get(name) if appends else None
+        if before is not None:
+            value = Text(before.text + value.text, before.notes + value.notes)
+        self._variables.texts[name] = value
+
+    def _assign_array(self, token: Token) -> None:
+        items = [text for word in token.items for text in self._expander.fields(word)]
+        before = self._variables.arrays.get(token.text, []) if token.appends else []
+        self._variables.arrays[token.text] = [*before, *items]
+
+    def _note(self, token: Token, text: str) -> None:
+        self.script.notes.append(f"line {token.line}: {text}")
+
+
+def _plain(word: Word) -> str | None:
+    return word[0].text if len(word) == 1 else None
+
+
+def _assignment(word: Word) -> tuple[str, bool, Word] | None:
+    """(name, whether it is `+=`, the word of the value), if `word` is an assignment."""
+    match = ASSIGNMENT.match(word[0].text) if word and not word[0].quoted else None
+    if match is None:
+        return None
+    rest = Piece(word[0].text[match.end() :], quoted=False, expands=True)
+    return match[1], bool(match[2]), (rest, *word[1:])
+
+
+def _test(words: list[str]) -> Status:
+    """`[ ... ]` over texts and numbers; None for files and whatever else must be looked at."""
+    match words:
+        case ["!", *rest]:
+            status = _test(rest)
+            return None if status is None else not status
+        case ["-n", text] | [text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case ["-n" | "-z" as sign]:
+            return sign == "-z"
+        case [left, "=" | "==", right]:
+            return fnmatchcase(left, right)
+        case [left, "!=", right]:
+            return not fnmatchcase(left, right)
+        case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as sign, right] if _is_number(left, right):
+            difference = int(left) - int(right)
+            return {
+                "-eq": difference == 0,
+                "-ne": difference != 0,
+                "-lt": difference < 0,
+                "-le": difference <= 0,
+                "-gt": difference > 0,
+                "-ge": difference >= 0,
+            }[sign]
+    return None
+
+
+def _is_number(*texts: str) -> bool:
+    return all(re.fullmatch(r"-?\d+", text) for text in texts)

@@ -1,0 +1,209 @@
+"""Reading what another framework is configured by: YAML files, launch scripts and `a.b=c` overrides, as flat keys.
+
+actor:                          actor.lr      1e-06
+  lr: 1e-6              ->      actor.path    "Qwen/Qwen3-8B"
+  path: ${model}                model         "Qwen/Qwen3-8B"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.importing.shell.expand import Text
+from fivefold.importing.shell.script import OVERRIDE, read_script
+
+SCRIPTS = (".sh", ".bash", ".txt", "")
+YAMLS = (".yaml", ".yml", ".json")
+INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+DEEPEST = 20
+"""Interpolations that lead to interpolations, at most."""
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 with numbers as in YAML 1.2: `1e-6` is one, `0.99_1.01` is none."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+@dataclass
+class Document:
+    """The keys of one file."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    caveats: dict[str, str] = field(default_factory=dict)
+    """By key: what its value depends on and the file does not say."""
+    notes: list[str] = field(default_factory=list)
+
+    def update(self, other: Document) -> None:
+        """Takes over the keys of `other`, over its own; a value there replaces a whole section here."""
+        sections = tuple(f"{key}." for key in other.values)
+        self.values = {key: value for key, value in self.values.items() if not key.startswith(sections)} | other.values
+        self.caveats = {key: note for key, note in self.caveats.items() if key not in other.values} | other.caveats
+        self.notes += other.notes
+
+
+def read_document(path: Path, environment: Mapping[str, str]) -> Document:
+    """The keys of a YAML file, or of the command that a script launches.
+
+    Raises:
+        ValueError: no such file, or one that cannot be read as what its suffix says.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give YAML files and launch scripts, then overrides as a.b=c")
+    if path.suffix not in SCRIPTS + YAMLS:
+        raise ValueError(f"{path}: the suffix {path.suffix} is not one of {', '.join((*YAMLS, *SCRIPTS[:-1]))}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _read_yaml(path.name, text) if path.suffix in YAMLS else _read_script(path.name, text, environment)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_overrides(words: Sequence[str]) -> Document:
+    """The keys of `a.b=c`, `+a.b=c` and `++a.b=c`; `~a.b` is refused."""
+    return _from_words("command line", [Text(word) for word in words])
+
+
+def _read_yaml(name: str, text: str) -> Document:
+    try:
+        tree = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ValueError("not a mapping of keys to values")
+    return Document(name, dict(flatten(tree)))
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and the values under them; a list of mappings is numbered, a list of plain values is a value."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if _is_list_of_sections(tree) else None
+    if not children:
+        yield prefix, tree
+        return
+    for key, child in children:
+        yield from flatten(child, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _is_list_of_sections(tree: Any) -> bool:
+    return isinstance(tree, list) and bool(tree) and all(isinstance(item, dict) for item in tree)
+
+
+def _read_script(name: str, text: str, environment: Mapping[str, str]) -> Document:
+    script = read_script(text, environment)
+    if not script.launches:
+        raise ValueError("no command with key=value arguments is launched here")
+    if len(script.launches) > 1:
+        raise ValueError(
+            f"{len(script.launches)} commands with key=value arguments are launched; give a script with one of them"
+        )
+    document = _from_words(name, _flags_joined(script.launches[0]))
+    document.notes += [f"{name}, {note}" for note in script.notes]
+    if script.exported:
+        document.notes.append(f"{name}: environment variables are not carried over: {', '.join(script.exported)}")
+    return document
+
+
+def _flags_joined(words: Sequence[Text]) -> Iterator[Text]:
+    """`--config FILE` as one word, `--config=FILE`; what is no key or flag is passed over."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        has_value = rest and not rest[0].text.startswith("-") and not OVERRIDE.match(rest[0].text)
+        if word.text.startswith("--") and "=" not in word.text and has_value:
+            yield Text(f"{word.text}={rest[0].text}", rest.pop(0).notes)
+        elif word.text.startswith(("--", "~")) or OVERRIDE.match(word.text):
+            yield word
+
+
+def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
+    document = Document(name)
+    for word in words:
+        left, equals, right = word.text.partition("=")
+        key = left if left.startswith("--") else left.lstrip("+")
+        if left.startswith("~"):
+            raise ValueError(f"{word.text}: an override that deletes a key is not read; leave the key out of its file")
+        if not equals and not left.startswith("--"):
+            raise ValueError(f"{word.text}: there is no `=`; write key=value")
+        for path, value in flatten(_typed(right) if equals else True, key):
+            document.values[path] = value
+            document.caveats.pop(path, None)
+            if word.notes:
+                document.caveats[path] = "; ".join(dict.fromkeys(word.notes))
+    return document
+
+
+def _typed(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def resolve(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """`values` with `${...}` filled in: other keys, `oc.env`, `oc.select`. What leads nowhere is left as it is."""
+    return {key: _resolved(value, key, values, environment) for key, value in values.items()}
+
+
+def _resolved(value: Any, key: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_resolved(item, key, values, environment) for item in value]
+    for _ in range(DEEPEST):
+        match = INTERPOLATION.search(value) if isinstance(value, str) else None
+        if match is None:
+            return value
+        found = _lookup(match[1].strip(), key, values, environment)
+        if found is _NOTHING:
+            return value
+        value = found if match[0] == value else f"{value[: match.start()]}{found}{value[match.end() :]}"
+    return value
+
+
+_NOTHING = object()
+
+
+def _lookup(expression: str, key: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    resolver, colon, argument = expression.partition(":")
+    if not colon:
+        return _at(_absolute(expression, key), values)
+    name, comma, default = (part.strip() for part in argument.partition(","))
+    if resolver == "oc.env" and name in environment:
+        return _typed(environment[name])
+    if resolver == "oc.select" and _absolute(name, key) in values:
+        return _at(_absolute(name, key), values)
+    return _typed(default) if comma and resolver in ("oc.env", "oc.select") else _NOTHING
+
+
+def _at(key: str, values: Mapping[str, Any]) -> Any:
+    """The value of `key`, whose own relative interpolations are counted from there."""
+    value = values.get(key, _NOTHING)
+    if not isinstance(value, str):
+        return value
+    return INTERPOLATION.sub(lambda match: _made_absolute(match[1], key), value)
+
+
+def _made_absolute(expression: str, key: str) -> str:
+    resolver, colon, argument = expression.partition(":")
+    if not colon:
+        return f"${{{_absolute(expression.strip(), key)}}}"
+    name, comma, default = argument.partition(",")
+    return f"${{{resolver}:{_absolute(name.strip(), key)}{comma}{default}}}"
+
+
+def _absolute(reference: str, key: str) -> str:
+    """`.x` stands beside the key that says it, `..x` one level further up."""
+    levels = len(reference) - len(reference.lstrip("."))
+    if levels == 0:
+        return reference
+    return ".".join([*key.split(".")[:-levels], reference.lstrip(".")])

@@ -1,0 +1,293 @@
+"""Trinity-RFT: one YAML file for explorer and trainer, with verl's key tree below `trainer.trainer_config`.
+
+The tree may also stand in a file of its own (`trainer.trainer_config_path`); a file whose keys begin with
+`actor_rollout_ref` is taken for that. Keys of the first releases (`data.dataset_path`, `explorer.engine_num`) are read
+under their later names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fivefold.importing import megatron
+from fivefold.importing.dialect import Dialect, merged
+from fivefold.importing.draft import Draft, RolePlan, number, positive, whole
+from fivefold.importing.meanings import ESTIMATOR, ON_MEGATRON, advantages, rollout_engine, warmup
+from fivefold.importing.source import INTERPOLATION, Document
+from fivefold.importing.trinity.rules import OLD_NAMES, RULES, TREE
+from fivefold.importing.verl import tree as verl_tree
+from fivefold.importing.verl.rules import ACTOR, MODEL
+from fivefold.importing.verl.tree import Tree
+
+ENGINE = "explorer.rollout_model."
+TASKS = "buffer.explorer_input.taskset."
+TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
+
+DEFAULTS: Mapping[str, Any] = {
+    "algorithm.algorithm_type": "ppo",
+    "algorithm.optimizer.min_lr_ratio": 0.01,
+    "algorithm.policy_loss_fn_args.clip_ratio_c": 3.0,
+    "algorithm.kl_loss_fn_args.kl_coef": 0.001,
+    TREE + MODEL + "enable_gradient_checkpointing": True,
+    "buffer.batch_size": 1,
+    "explorer.eval_interval": 100,
+    ENGINE + "engine_num": 1,
+    ENGINE + "tensor_parallel_size": 1,
+    "project": "Trinity-RFT",
+    "name": "rft",
+}
+GROUP_SIZES = {"ppo": 1, "dapo": 16}
+"""`repeat_times` by algorithm, where it is not written; 2 for others."""
+
+
+def merge(documents: Sequence[Document]) -> Document:
+    """The trainer's own file below `trainer.trainer_config`, first releases' keys under their later names."""
+    return merged([_renamed(document) for document in documents])
+
+
+def _renamed(document: Document) -> Document:
+    is_tree = any(key.startswith(TREE_SECTIONS) for key in document.values)
+
+    def name(key: str) -> str:
+        if is_tree:
+            return TREE + key
+        for old, new in OLD_NAMES.items():
+            if key == old or key.startswith(f"{old}."):
+                return new + key.removeprefix(old)
+        return key
+
+    values = {name(key): _below_tree(value) if is_tree else value for key, value in document.values.items()}
+    return replace(document, values=values, caveats={name(key): note for key, note in document.caveats.items()})
+
+
+def _below_tree(value: Any) -> Any:
+    """`${actor_rollout_ref.x}` of the trainer's own file, which now stands below `trainer.trainer_config`."""
+    if not isinstance(value, str):
+        return value
+    return INTERPOLATION.sub(
+        lambda match: match[0] if match[1].startswith(".") or ":" in match[1] else f"${{{TREE}{match[1]}}}", value
+    )
+
+
+def convert(draft: Draft) -> None:
+    """Trinity's own keys rule over those of the tree below `trainer.trainer_config`."""
+    n_samples = _group_size(draft)
+    algorithm = str(draft.get("algorithm.algorithm_type"))
+    _advantages(draft, algorithm, n_samples)
+    _kl(draft, algorithm)
+    _clipping(draft)
+    _lay_out(draft)
+    _batches(draft, n_samples)
+    _tasks(draft)
+    _optimizer(draft)
+    _files(draft)
+    if draft.writes("cluster.ray_address"):
+        draft.recipe["scheduler.type"] = "ray"
+    draft.apply(RULES)
+
+
+# Algorithm
+
+
+def _group_size(draft: Draft) -> int:
+    key = "algorithm.repeat_times"
+    size: int = draft.read(key, positive, GROUP_SIZES.get(str(draft.get("algorithm.algorithm_type")), 2))
+    draft.recipe["gconfig.n_samples"] = size
+    draft.mapped(key, "gconfig.n_samples", size)
+    return size
+
+
+def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
+    key = "algorithm.advantage_fn"
+    estimator = str(draft.get(key, {"dapo": "grpo", "gspo": "grpo"}.get(algorithm, algorithm)))
+    written = key if draft.writes(key) else "algorithm.algorithm_type"
+    advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
+    if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus"):
+        draft.implied("algorithm.algorithm_type", f"{key} rules")
+    draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
+
+
+def _kl(draft: Draft, algorithm: str) -> None:
+    """A KL loss (k2 unless written; none for DAPO), and a KL penalty (none unless written).
+
+    In the first releases, the tree says it.
+    """
+    if draft.writes(TREE + ACTOR + "use_kl_loss") and not draft.keys("algorithm.kl_*"):
+        verl_tree.kl(draft, TREE)
+        draft.implied("algorithm.kl_loss_fn_args.kl_coef", "the trainer's own file says it")
+        return
+    loss, penalty = "algorithm.kl_loss_fn", "algorithm.kl_penalty_fn"
+    term = draft.get(loss, "none" if algorithm == "dapo" else "k2")
+    place = "loss" if term != "none" else "reward"
+    key = loss if place == "loss" else penalty
+    kind, weight = draft.get(key, term), f"{key}_args.kl_coef"
+    if kind != "none":
+        estimator = ESTIMATOR(kind) if str(kind).lower() in ("k1", "k2", "k3", "low_var_kl") else None
+        draft.recipe["actor.kl_in"] = place
+        draft.recipe["actor.kl_ctl"] = draft.read(weight, number, 0.001)
+        draft.mapped(weight, "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
+        if not (draft.writes(key) and draft.writes(weight)):
+            draft.notes.append(f"{key}={kind}, weighted {draft.recipe['actor.kl_ctl']:g}: the default of {algorithm}")
+        if estimator is not None:
+            draft.recipe["actor.kl_estimator"] = estimator
+            draft.mapped(key, "actor.kl_estimator", estimator)
+        draft.unsupported(key, f"the estimator {kind!r} is not offered; there are k1, k2 and k3")
+    if draft.get(penalty, "none") != "none" and place == "loss":
+        draft.unsupported(penalty, "there is one KL term, and it is in the loss")
+    for name in (loss, penalty):
+        draft.implied(name, "switched off")
+        draft.implied(f"{name}_args.kl_coef", f"{name} is off")
+
+
+def _clipping(draft: Draft) -> None:
+    own = "algorithm.policy_loss_fn_args."
+    if draft.writes(own + "clip_range_low") or draft.writes(own + "clip_range_high"):
+        draft.implied(own + "clip_range", "clip_range_low and clip_range_high rule")
+    for name, target in (
+        ("clip_range", "actor.eps_clip"),
+        ("clip_range_low", "actor.eps_clip"),
+        ("clip_range_high", "actor.eps_clip_higher"),
+    ):
+        if draft.get(own + name) is not None:
+            draft.mapped(own + name, target, draft.read(own + name, number))
+    if not draft.keys(own + "clip_range*"):
+        verl_tree.clipping(draft, TREE)
+
+
+# Layout
+
+
+def _lay_out(draft: Draft) -> None:
+    """Explorer and trainer have devices of their own: the trainer gets those that the engines leave."""
+    rollout = draft.plans["rollout"] = RolePlan("vllm")
+    if draft.writes(ENGINE + "engine_type"):
+        rollout_engine(draft, ENGINE + "engine_type")
+    draft.lay_out(ENGINE + "tensor_parallel_size", "rollout", "tp")
+    if draft.writes(ENGINE + "pipeline_parallel_size"):
+        draft.lay_out(ENGINE + "pipeline_parallel_size", "rollout", "pp")
+    rollout.n_devices = draft.read(ENGINE + "engine_num", positive) * rollout.get("tp") * rollout.get("pp")
+    if draft.is_open(ENGINE + "engine_num"):
+        rollout.keys[ENGINE + "engine_num"] = ""
+    verl_tree.lay_out_trainers(draft, Tree(etp_follows_tp=True, prefix=TREE))
+    _lay_out_trainer(draft)
+    verl_tree.recompute(draft, TREE)
+    nodes, per_node = draft.get("cluster.node_num"), draft.get("cluster.gpu_per_node")
+    is_one = draft.get("mode") == "colocate" or (nodes, per_node) == (1, 1)
+    draft.is_shared = is_one
+    for role in ("actor", "ref"):
+        if isinstance(nodes, int) and isinstance(per_node, int):
+            draft.plans[role].n_devices = nodes * per_node - (0 if is_one else rollout.n_devices)
+        else:
+            draft.plans[role].n_devices = None
+
+
+def _lay_out_trainer(draft: Draft) -> None:
+    """`trainer.trainer_strategy` and `trainer.megatron`, which rule over the tree."""
+    plan, strategy = draft.plans["actor"], "trainer.trainer_strategy"
+    if draft.writes(strategy):
+        plan.shards_weights = not str(draft.get(strategy)).startswith("megatron")
+        plan.keys[strategy] = ON_MEGATRON if plan.shards_weights else ""
+    own = draft.keys("trainer.megatron.*")
+    if plan.shards_weights:
+        megatron.ignore(draft, "trainer.megatron.")
+    elif own:
+        plan.degrees.clear()
+        megatron.degrees(draft, "actor", "trainer.megatron.")
+    if plan.shards_weights and draft.writes("trainer.ulysses_sequence_parallel_size"):
+        plan.degrees.clear()
+        draft.lay_out("trainer.ulysses_sequence_parallel_size", "actor", "cp")
+    if own or draft.writes(strategy):
+        draft.plans["ref"] = replace(plan, degrees=dict(plan.degrees), keys={}, degree_keys={})
+
+
+# Batches and data
+
+
+def _batches(draft: Draft, n_samples: int) -> None:
+    """`batch_size` tasks are explored a step; the trainer takes `train_batch_size` experiences an update."""
+    key, tasks = "buffer.train_batch_size", draft.read("buffer.batch_size", positive)
+    update, step = draft.get(key), tasks * n_samples
+    if isinstance(update, int) and update > 0:
+        if step % update or tasks % (step // update):
+            draft.unsupported(key, f"{tasks} tasks of {n_samples} responses do not divide into updates of {update}")
+        else:
+            draft.mapped(key, "actor.ppo_n_minibatches", step // update, f"{tasks}*{n_samples} experiences a step")
+    _micro_batches(draft)
+
+
+def _micro_batches(draft: Draft) -> None:
+    budget, shards = "actor.mb_spec.max_tokens_per_mb", draft.plans["actor"].get("cp")
+    for key in ("trainer.max_token_len_per_gpu", "trainer.ppo_max_token_len_per_gpu"):
+        if isinstance(draft.get(key), int):
+            note = f"times {shards} context parallel shards" if shards > 1 else ""
+            draft.mapped(key, budget, draft.read(key, whole) * shards, note)
+    draft.implied("trainer.use_dynamic_bsz", "micro-batches always have a token budget")
+    if budget not in draft.recipe:
+        verl_tree.micro_batches(draft, TREE, _sequence_length(draft))
+
+
+def _sequence_length(draft: Draft) -> int | None:
+    lengths = [draft.get("model.max_prompt_tokens"), draft.get("model.max_response_tokens")]
+    if all(isinstance(length, int) for length in lengths):
+        return sum(lengths)
+    longest = draft.get("model.max_model_len")
+    return longest if isinstance(longest, int) else None
+
+
+def _tasks(draft: Draft) -> None:
+    """The task set, its lengths, and the first of the held-out ones."""
+    response, longest = draft.get("model.max_response_tokens"), draft.get("model.max_model_len")
+    if not draft.writes("model.max_prompt_tokens") and isinstance(response, int) and isinstance(longest, int):
+        note = f"{longest} less {response} of the response"
+        draft.mapped("model.max_model_len", "train_dataset.max_length", longest - response, note)
+    _path(draft, TASKS, "train_dataset")
+    evaluations = sorted({key.split(".")[3] for key in draft.keys("buffer.explorer_input.eval_tasksets.*")})
+    for number_ in evaluations:
+        held_out = f"buffer.explorer_input.eval_tasksets.{number_}."
+        if number_ != "0":
+            for key in draft.keys(held_out + "*"):
+                draft.unsupported(key, "there is one held-out data set, the first")
+            continue
+        _path(draft, held_out, "valid_dataset")
+        temperature = held_out + "rollout_args.temperature"
+        if (value := draft.read(temperature, number, 0)) > 0:
+            draft.recipe["evaluator.greedy"] = False
+            draft.mapped(temperature, "evaluator.temperature", value, "evaluator.greedy=false")
+        draft.implied(temperature, "evaluation is greedy")
+        for name in ("top_p", "top_k"):
+            draft.unsupported(held_out + f"rollout_args.{name}", f"evaluation takes {name} from gconfig")
+
+
+def _path(draft: Draft, section: str, target: str) -> None:
+    """A hub name with the name of its subset, `openai/gsm8k:main`."""
+    path, subset = draft.get(section + "path"), draft.get(section + "subset_name")
+    if not isinstance(path, str) or "${" in path:
+        return
+    is_hub = not path.startswith(("/", "./", "../", "~")) and path.count("/") == 1
+    value = f"{path}:{subset}" if subset and is_hub else path
+    draft.mapped(section + "path", f"{target}.path", value)
+    if subset and is_hub:
+        draft.mapped(section + "subset_name", f"{target}.path", value)
+    elif subset:
+        draft.unsupported(section + "subset_name", "only a data set of the hub has subsets")
+
+
+def _optimizer(draft: Draft) -> None:
+    own, total = "algorithm.optimizer.", draft.get("buffer.total_steps", draft.get("trainer.total_steps"))
+    if draft.writes(own + "lr_warmup_steps"):
+        warmup(draft, own + "lr_warmup_steps", total if isinstance(total, int) else None)
+    if draft.get(own + "lr_scheduler_type", draft.get(own + "warmup_style", "constant")) == "constant":
+        draft.implied(own + "min_lr_ratio", "the rate is constant")
+    verl_tree.warmup_and_rates(draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None)
+
+
+def _files(draft: Draft) -> None:
+    key = "trainer.trainer_config_path"
+    if draft.keys(TREE + "*"):
+        draft.implied(key, "that file was read")
+    draft.unsupported(key, "that file was not read: give it after this one")
+
+
+DIALECT = Dialect("Trinity-RFT", convert, DEFAULTS, merge=merge)

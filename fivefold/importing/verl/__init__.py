@@ -1,0 +1,1 @@
+"""verl, whose key tree siiRL and Trinity-RFT took over."""

@@ -1,0 +1,258 @@
+"""The key tree of verl, which others took over: data, actor_rollout_ref, critic, algorithm, trainer.
+
+Here is what takes several keys to convert; `verl_rules` holds the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fivefold.importing import megatron
+from fivefold.importing.draft import Draft, Role, RolePlan, Unfit, flag, number, positive, whole
+from fivefold.importing.meanings import (
+    ESTIMATOR,
+    ON_MEGATRON,
+    advantages,
+    min_lr,
+    rollout_engine,
+    token_budget,
+    warmup,
+)
+from fivefold.importing.verl.rules import ACTOR, MODEL, OVERRIDE, REF, ROLLOUT
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the tree stands, and what its framework does with it."""
+
+    etp_follows_tp: bool
+    """Whether an expert tensor degree that is not written is the tensor degree."""
+    prefix: str = ""
+
+
+def convert_tree(draft: Draft, tree: Tree) -> None:
+    """Everything that takes several keys."""
+    at = tree.prefix
+    _advantages(draft, at)
+    lay_out_trainers(draft, tree)
+    recompute(draft, at)
+    _lay_out_rollout(draft, at)
+    _mini_batches(draft, at)
+    micro_batches(draft, at, sequence_length(draft, at))
+    kl(draft, at)
+    clipping(draft, at, unwritten=0.2)
+    _evaluation(draft, at)
+
+
+# Batches
+
+
+def sequence_length(draft: Draft, at: str) -> int | None:
+    """The longest prompt and response together."""
+    lengths = [draft.get(at + key) for key in ("data.max_prompt_length", "data.max_response_length")]
+    return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
+
+
+def _mini_batches(draft: Draft, at: str) -> None:
+    key, batch_key = at + ACTOR + "ppo_mini_batch_size", at + "data.train_batch_size"
+    mini, batch = draft.get(key), draft.get(batch_key)
+    if mini is None or not isinstance(batch, int):
+        return
+    if not isinstance(mini, int) or mini < 1 or batch % mini:
+        draft.unsupported(key, f"{batch_key}={batch} prompts do not divide into mini-batches of {mini}")
+    else:
+        draft.mapped(key, "actor.ppo_n_minibatches", batch // mini, f"{batch} prompts in mini-batches of {mini}")
+
+
+def micro_batches(draft: Draft, at: str, length: int | None) -> None:
+    """Either a token budget (dynamic batch size), or a number of sequences."""
+    dynamic, tokens = at + ACTOR + "use_dynamic_bsz", at + ACTOR + "ppo_max_token_len_per_gpu"
+    sequences = at + ACTOR + "ppo_micro_batch_size_per_gpu"
+    if draft.get(dynamic) is True and draft.get(tokens) is not None:
+        shards = draft.plans["actor"].get("cp")
+        note = f"times {shards} context parallel shards" if shards > 1 else ""
+        draft.mapped(tokens, "actor.mb_spec.max_tokens_per_mb", draft.read(tokens, whole) * shards, note)
+        draft.implied(sequences, f"{dynamic} is on: {tokens} rules")
+    elif draft.get(sequences) is not None:
+        token_budget(draft, sequences, draft.get(sequences), length)
+        draft.implied(tokens, f"{dynamic} is off: {sequences} rules")
+    draft.implied(dynamic, "micro-batches always have a token budget")
+
+
+# Layout
+
+
+def lay_out_trainers(draft: Draft, tree: Tree) -> None:
+    """The actor's and the reference's plans."""
+    at = tree.prefix
+    actor = draft.plans["actor"] = RolePlan(etp_follows_tp=tree.etp_follows_tp)
+    actor.shards_weights = not _trains_on_megatron(draft, at)
+    actor.n_devices = _n_devices(draft, at)
+    _degrees(draft, "actor", at + ACTOR)
+    # Where the reference's own degree is not written, the actor's holds.
+    draft.plans["ref"] = replace(actor, degrees=dict(actor.degrees), keys={}, degree_keys={})
+    _degrees(draft, "ref", at + REF)
+
+
+def recompute(draft: Draft, at: str) -> None:
+    """What is computed again in the backward pass, by the keys of the engine that the source trains with."""
+    switch = at + MODEL + "enable_gradient_checkpointing"
+    if draft.plans["actor"].shards_weights:
+        megatron.checkpoint_layers(draft, switch, is_on=draft.read(switch, flag, True))
+        megatron.ignore(draft, at + ACTOR + "megatron.")
+    else:
+        megatron.recompute(draft, at + ACTOR + OVERRIDE, switch, is_on=True)
+
+
+def _degrees(draft: Draft, role: Role, section: str) -> None:
+    if not draft.plans["actor"].shards_weights:
+        megatron.degrees(draft, role, section + "megatron.")
+        return
+    for key in (section + "ulysses_sequence_parallel_size", section + "fsdp_config.ulysses_sequence_parallel_size"):
+        if draft.writes(key):
+            draft.lay_out(key, role, "cp")
+
+
+def _trains_on_megatron(draft: Draft, at: str) -> bool:
+    """Whether Megatron-Core trains: written, or named by the trainer's configuration, or told by the keys in use."""
+    key = at + ACTOR + "strategy"
+    strategy = draft.get(key, draft.get(at + "model_engine"))
+    hints = [str(draft.get(flag_, "")) for flag_ in ("--config-name", "--config-path")]
+    if strategy is None:
+        return any("megatron" in hint for hint in hints) or bool(draft.keys(at + ACTOR + "megatron.*"))
+    for written in (key, at + "model_engine"):
+        if not draft.writes(written):
+            continue
+        if strategy in ("megatron", "fsdp", "fsdp2"):
+            draft.plans["actor"].keys[written] = "" if strategy == "megatron" else ON_MEGATRON
+        else:
+            draft.unsupported(written, f"{strategy!r} is not offered; megatron is laid out in its place")
+    return strategy not in ("fsdp", "fsdp2")
+
+
+def _n_devices(draft: Draft, at: str) -> int | None:
+    nodes, gpus = draft.get(at + "trainer.nnodes"), draft.get(at + "trainer.n_gpus_per_node")
+    return nodes * gpus if isinstance(nodes, int) and isinstance(gpus, int) else None
+
+
+def _lay_out_rollout(draft: Draft, at: str) -> None:
+    plan = draft.plans["rollout"] = RolePlan("vllm", n_devices=draft.plans["actor"].n_devices)
+    draft.is_shared = True
+    if draft.get(at + ROLLOUT + "name") is not None:
+        rollout_engine(draft, at + ROLLOUT + "name")
+    tensor, pipeline = at + ROLLOUT + "tensor_model_parallel_size", at + ROLLOUT + "pipeline_model_parallel_size"
+    if plan.backend == "transformers":
+        draft.implied(tensor, "the embedded engine runs whole replicas")
+        return
+    draft.lay_out(tensor, "rollout", "tp")
+    draft.lay_out(pipeline, "rollout", "pp")
+
+
+# Algorithm
+
+
+def _advantages(draft: Draft, at: str) -> None:
+    key, std = at + "algorithm.adv_estimator", at + "algorithm.norm_adv_by_std_in_grpo"
+    estimator, n_samples = str(draft.get(key, "gae")), draft.read(at + ROLLOUT + "n", positive, 1)
+    divides = draft.get(std, True) is True
+    advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
+    if estimator == "grpo":
+        draft.mapped(std, "actor.reward_norm.std_level", "group" if divides else "none")
+    draft.implied(std, f"only grpo reads it, and {key} is {estimator}")
+    if estimator in ("gae", "ppo"):
+        return
+    for other in draft.keys(at + "critic.*"):
+        draft.implied(other, f"{estimator} has no critic")
+
+
+def kl(draft: Draft, at: str) -> None:
+    """The KL term to the reference, in the loss or in the reward."""
+    in_loss, in_reward = at + ACTOR + "use_kl_loss", at + "algorithm.use_kl_in_reward"
+    loss_keys = (at + ACTOR + "kl_loss_coef", at + ACTOR + "kl_loss_type")
+    reward_keys = (at + "algorithm.kl_ctrl.kl_coef", at + "algorithm.kl_penalty")
+    if draft.get(in_loss) is True:
+        _kl_term(draft, in_loss, "loss", *loss_keys, default="low_var_kl")
+    if draft.get(in_reward) is True:
+        _kl_term(draft, in_reward, "reward", *reward_keys, default="kl")
+        kind = at + "algorithm.kl_ctrl.type"
+        if draft.get(kind, "fixed") != "fixed":
+            draft.unsupported(kind, "the weight of the KL term is fixed")
+    for switch, keys in ((in_loss, loss_keys), (in_reward, reward_keys)):
+        draft.implied(switch, "off, as it is by default")
+        for key in keys:
+            draft.implied(key, f"{switch} is off")
+    for key in draft.keys(at + "algorithm.kl_ctrl.*"):
+        draft.implied(key, "the weight of the KL term is fixed")
+
+
+def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str, *, default: str) -> None:
+    draft.mapped(switch, "actor.kl_in", place)
+    if draft.recipe.get("actor.kl_in") != place:
+        for key in (weight, estimator):
+            draft.unsupported(key, f"there is one KL term, and it is in the {draft.recipe.get('actor.kl_in')}")
+        return
+    value = draft.read(weight, number, 0.001)
+    draft.recipe["actor.kl_ctl"] = value
+    draft.mapped(weight, "actor.kl_ctl", value)
+    try:
+        kind = ESTIMATOR(draft.get(estimator, default))
+    except Unfit as error:
+        draft.unsupported(estimator, str(error))
+        return
+    draft.recipe["actor.kl_estimator"] = kind
+    draft.mapped(estimator, "actor.kl_estimator", kind)
+
+
+def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
+    """PPO's clip range: one ratio for both sides, or one for each.
+
+    `unwritten` is what a side has that is not written; None: the ratio for both.
+    """
+    both, low, high = (at + ACTOR + name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
+    if draft.writes(low) or draft.writes(high):
+        for key, target in ((low, "actor.eps_clip"), (high, "actor.eps_clip_higher")):
+            value = draft.read(key, number, draft.read(both, number, 0.2) if unwritten is None else unwritten)
+            draft.recipe[target] = value
+            draft.mapped(key, target, value)
+        draft.implied(both, f"{low} and {high} rule")
+    elif unwritten is not None and draft.get(both, unwritten) != unwritten:
+        reason = f"clip_ratio_low and clip_ratio_high rule over it, {unwritten} unless written"
+        draft.unsupported(both, f"{reason}; where your release has neither, set actor.eps_clip")
+    elif draft.writes(both):
+        draft.mapped(both, "actor.eps_clip", draft.read(both, number))
+
+
+def _evaluation(draft: Draft, at: str) -> None:
+    """Sampling of held-out prompts: its own temperature and number, the rest as in training."""
+    own = at + ROLLOUT + "val_kwargs."
+    if not draft.keys(own + "*"):
+        return
+    temperature = draft.read(own + "temperature", number, 0)
+    samples = draft.get(own + "do_sample", False) is True and temperature > 0
+    if draft.writes(own + "do_sample"):
+        draft.mapped(own + "do_sample", "evaluator.greedy", not samples)
+    if samples and draft.writes(own + "temperature"):
+        draft.mapped(own + "temperature", "evaluator.temperature", temperature)
+    draft.implied(own + "temperature", "evaluation is greedy")
+    for name in ("top_p", "top_k"):
+        as_trained = draft.get(own + name) == draft.get(at + ROLLOUT + name, {"top_p": 1.0, "top_k": -1}[name])
+        if as_trained or not samples:
+            draft.implied(own + name, "as in training" if samples else "evaluation is greedy")
+        draft.unsupported(own + name, f"evaluation takes {name} from gconfig")
+
+
+def training_steps(draft: Draft, at: str) -> int | None:
+    """All training steps, if the source says."""
+    total = draft.get(at + "trainer.total_training_steps")
+    return total if isinstance(total, int) and total > 0 else None
+
+
+def warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> None:
+    """The optimizer's keys that depend on others; `lr_warmup_steps` rules over the ratio."""
+    steps = section + "lr_warmup_steps"
+    if draft.writes(steps):
+        warmup(draft, steps, total_steps)
+        if draft.read(steps, whole) > 0:
+            draft.implied(section + "lr_warmup_steps_ratio", f"{steps} rules")
+    if draft.writes(section + "min_lr"):
+        min_lr(draft, section + "min_lr", section + "lr")

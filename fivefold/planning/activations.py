@@ -1,0 +1,144 @@
+"""Bytes that one layer keeps for its backward pass, and what the passes need besides for a moment.
+
+Counted from the tensors that autograd saves, each storage once:
+
+    x ─norm─> n ─qkv─> (p) ─> q k v ─attention─> o ─proj─> + x1 ─norm─> n1 ─> MLP: gate_up, activation   ─> + x'
+    *         *        *      * * *              *           *          *     MoE: rows, gate_up, product
+
+Sequence parallelism divides the residual stream (x, n, x1, n1, rows) by tp; heads and widths divide the rest. Expert
+load is taken to be even; a rank whose experts draw 20% more tokens than the mean needs 20% more for its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.workload import Workload
+
+_FLOAT, _INDEX = 4, 8
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Bytes of one layer and one micro-batch on one rank."""
+
+    input: int
+    """The residual stream that comes in: all that full recomputation keeps."""
+    attention: int
+    """Saved by the first half: norm, attention, projections; with `input`."""
+    mlp_input: int
+    """Saved between the halves: the residual stream and its norm, which is where selective recomputation starts."""
+    mlp: int
+    """Saved by the second half behind the norm."""
+    attention_backward: int
+    mlp_forward: int
+    """Alive at the worst moment of the second half's forward pass, besides what is saved."""
+    mlp_backward: int
+    """The same of its backward pass, less what is already freed."""
+
+    @property
+    def saved(self) -> int:
+        """Without recomputation."""
+        return self.attention + self.mlp_input + self.mlp
+
+
+def layer_costs(shape: PlanShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
+    """The costs of an MoE or of a dense layer."""
+    tokens = work.tokens_per_micro_batch / layout.cp
+    stream = tokens / layout.tp * shape.hidden * work.element_bytes
+    attention, attention_backward = _attention(shape, layout, work, tokens)
+    mlp, mlp_forward, mlp_backward = (_moe if is_moe else _dense_mlp)(shape, layout, work, tokens)
+    statistics = 2 * tokens / layout.tp * _FLOAT
+    return LayerCosts(
+        input=int(stream),
+        attention=int(2 * stream + attention + statistics),
+        mlp_input=int(2 * stream),
+        mlp=int(mlp),
+        attention_backward=int(attention_backward + 2 * stream),
+        mlp_forward=int(mlp_forward + stream),
+        mlp_backward=int(mlp_backward + 2 * stream),
+    )
+
+
+def _attention(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
+    """(saved, needed by the backward pass) between the norm and the residual sum."""
+    element, tp = work.element_bytes, layout.tp
+    keys = shape.key_width + shape.value_width
+    joint = shape.query_width + keys
+    # With context parallelism the two local chunks of a sequence see prefixes of (2 cp + 1) chunks together.
+    key_tokens = tokens if layout.cp == 1 else tokens * (2 * layout.cp + 1) / 2
+    saved = element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
+    saved += _FLOAT * tokens * shape.n_heads / tp
+    if shape.qk_norm:
+        saved += element * tokens * joint / tp
+    if shape.latent is not None:
+        mla = shape.latent
+        saved += element * tokens / tp * (2 * mla.query_rank + 2 * mla.kv_rank + mla.rope_dim)
+    # Gradients of the output, of q, k, v and of their joint projection; flash attention sums q's in float32.
+    backward = element * (tokens * (shape.output_width + shape.query_width + joint) + key_tokens * keys) / tp
+    backward += _FLOAT * tokens * shape.query_width / tp
+    if layout.cp > 1:
+        backward += element * tokens * layout.cp * keys / tp
+    return saved, backward
+
+
+def _dense_mlp(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
+    """(saved, forward, backward): gate_up (2 widths), silu(gate), a copy of up, and their product."""
+    element = work.element_bytes
+    width = shape.ffn_hidden / layout.tp
+    rows = element * tokens
+    saved = rows * 5 * width
+    forward = rows * shape.hidden
+    # Each projection's backward pass returns a weight's gradient of undefined content, for the hook of Megatron's DDP.
+    weight = element * width * shape.hidden
+    gathered = rows * shape.hidden if layout.tp > 1 else 0
+    down = gathered + rows * width + weight
+    # Gradients of silu(gate), of up's copy and of gate, less what is freed by then: the product, then these two.
+    activation = 2 * rows * width
+    up = rows * shape.hidden + 2 * weight - 3 * rows * width
+    return saved, forward, max(down, activation, up)
+
+
+def _moe(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
+    """(saved, forward, backward) of router, dispatch, experts and shared expert."""
+    element = work.element_bytes
+    sent = tokens / layout.tp * shape.top_k
+    rows = sent * layout.etp
+    row = element * shape.hidden
+    width = element * shape.expert_ffn_hidden / layout.etp
+    exchanges = layout.ep > 1 or layout.etp > 1
+    indices = sent * 5 * _INDEX + (rows * 2 * _INDEX if exchanges else 0)
+    saved = rows * (row + 3 * width + _FLOAT) + sent * _FLOAT + indices
+    # Rows as they were sent and, from other ranks, as they arrived stay in the frames of the forward pass until the
+    # layer is done.
+    held = (2 if layout.ep > 1 else 1) * sent * row
+    forward = rows * row + (held + rows * row if exchanges else 0)
+    router = tokens / layout.tp * (_FLOAT * (shape.hidden + 3 * shape.n_experts))
+    forward = max(forward, router)
+    # Behind the activation's backward pass: its gradient, the rows', and twice the weight's: one that is added to the
+    # float32 buffer, and one that only wakes the hook behind it. The activation's own tensors are gone by then.
+    weight = element * shape.n_experts / layout.ep * 2 * shape.expert_ffn_hidden / layout.etp * shape.hidden
+    backward = 2 * weight + rows * (row + 2 * width) - rows * 3 * width
+    backward = max(backward, weight + rows * (row + width), (3 if exchanges else 1) * rows * row - rows * 3 * width)
+    if shape.shared_expert_ffn_hidden:
+        saved += element * tokens * 5 * shape.shared_expert_ffn_hidden / layout.tp
+        saved += element * tokens / layout.tp * shape.hidden
+    return saved, forward, backward
+
+
+def head_bytes(shape: PlanShape, layout: ParallelLayout, work: Workload) -> int:
+    """Alive while the last stage turns hidden states into log-probs and back.
+
+    Hidden states: normalised, those of trained tokens, and their gradient. Logits: a chunk in float32, the chunk before
+    it until the name is bound anew, and its gradient.
+    """
+    element = work.element_bytes
+    tokens = work.tokens_per_micro_batch / layout.cp
+    vocabulary = -(-shape.vocab // layout.tp)
+    chunk = min(work.logprob_chunk, tokens)
+    hidden = element * shape.hidden * (3 * tokens + (tokens / layout.tp if layout.tp > 1 else 0))
+    logits = chunk * vocabulary * (2 * _FLOAT + element)
+    woken = chunk * vocabulary * (_FLOAT + element) + element * vocabulary * shape.hidden
+    return int(hidden + max(logits, woken) + 6 * _FLOAT * tokens)

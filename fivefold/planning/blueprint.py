@@ -1,0 +1,175 @@
+"""A whole plan: every role on its devices, and what stands in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fivefold.families.check import replica_problems
+from fivefold.layout.placement import Placement
+from fivefold.planning.question import Question
+from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
+from fivefold.planning.rollout_memory import asleep_bytes
+from fivefold.planning.stages import plan_problems
+
+HEADROOM = 0.05
+"""Of a GPU's memory, what fragmentation and uneven experts may take: with less left, a plan is tight."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The answer to a question."""
+
+    question: Question
+    placement: Placement
+    trainers: tuple[TrainerPlan, ...]
+    rollouts: tuple[RolloutPlan, ...]
+    problems: tuple[str, ...]
+    """Why it cannot run."""
+    notes: tuple[str, ...]
+    """What would run, but is wasteful or uncertain."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def draw_up(question: Question) -> Blueprint:
+    """Place the roles and add up what they need.
+
+    Raises:
+        ValueError: roles that do not fit on the cluster, or a backend whose memory is not known.
+    """
+    placement = question.place()
+    alone = [plan_trainer(question, placed) for placed in placement.roles if placed.layout.is_training]
+    kept = {trainer.placed.role: kept_bytes(trainer) for trainer in alone}
+    generating = [placed for placed in placement.roles if not placed.layout.is_training]
+    on_gpus = question.gpus_per_node > 0
+    kept |= {placed.role: asleep_bytes(placed.layout) if on_gpus else 0 for placed in generating}
+
+    def beside(role: str) -> int:
+        return sum(kept[other] for other in placement.sharers(role))
+
+    trainers = tuple(replace(trainer, beside=beside(trainer.placed.role)) for trainer in alone)
+    rollouts = tuple(plan_rollout(question, placed, beside(placed.role)) for placed in generating)
+    blueprint = Blueprint(question, placement, trainers, rollouts, (), ())
+    problems = (*_model_problems(blueprint), *_memory_problems(blueprint))
+    return replace(blueprint, problems=problems, notes=tuple(_notes(blueprint)))
+
+
+def _model_problems(blueprint: Blueprint) -> Iterator[str]:
+    for rollout in blueprint.rollouts:
+        for line in plan_problems(rollout.placed.layout, blueprint.question.shape):
+            yield f"{rollout.placed.role}: {line}"
+        yield from replica_problems(rollout.placed)
+    for trainer in blueprint.trainers:
+        if trainer.time is not None and trainer.placed.layout.dp > blueprint.question.work.sequences:
+            yield (
+                f"{trainer.placed.role}: d{trainer.placed.layout.dp} shares out {blueprint.question.work.sequences} "
+                "sequences of a step: some ranks would have none; use fewer replicas or more sequences"
+            )
+
+
+def _memory_problems(blueprint: Blueprint) -> Iterator[str]:
+    question = blueprint.question
+    if question.gpus_per_node == 0:
+        return
+    for trainer in blueprint.trainers:
+        yield from _trainer_problems(trainer, question)
+    for rollout in blueprint.rollouts:
+        yield from _rollout_problems(rollout, question)
+
+
+def _trainer_problems(trainer: TrainerPlan, question: Question) -> Iterator[str]:
+    stage, room = trainer.binding, question.gpu.memory
+    if stage.total + trainer.beside > room:
+        yield (
+            f"{trainer.placed.role}: rank {trainer.binding_rank} (stage {stage.stage}) needs {gb(stage.total)} GB"
+            f"{_besides(trainer.beside)}, of the {gb(room)} GB of a {question.gpu.name}; {_relief(trainer, question)}"
+        )
+
+
+def _rollout_problems(rollout: RolloutPlan, question: Question) -> Iterator[str]:
+    memory, room = rollout.memory, question.gpu.memory
+    key = "memory_fraction" if rollout.placed.layout.is_server else "max_batch_size"
+    besides = _besides(rollout.beside)
+    if memory.total + rollout.beside > room:
+        yield (
+            f"{rollout.placed.role}: a rank needs {gb(memory.total)} GB{besides}, of the {gb(room)} GB of a "
+            f"{question.gpu.name}; split replicas further (t), give roles devices of their own, or lower rollout.{key}"
+        )
+    elif memory.sequences == 0:
+        yield (
+            f"{rollout.placed.role}: {gb(memory.weights)} GB of weights leave no room for the keys and values of one "
+            f"sequence of {question.work.sequence_length} tokens{besides}; split replicas further (t)"
+        )
+
+
+def _besides(beside: int) -> str:
+    return f", besides the {gb(beside)} GB that the roles on the same devices keep" if beside else ""
+
+
+def _relief(trainer: TrainerPlan, question: Question) -> str:
+    """The first thing to try for a stage that is too large."""
+    room = question.gpu.memory - trainer.beside
+    if trainer.binding.resident > room:
+        return "its weights and optimizer alone are too large: split the model further (p, t, e), or add replicas (d)"
+    for mode, memory in trainer.modes.items():
+        if memory.total <= room:
+            return f"with actor.megatron.recompute={mode} it needs {gb(memory.total)} GB"
+    return "nor does full recomputation help enough: lower actor.mb_spec.max_tokens_per_mb, or split further (c, t, p)"
+
+
+def _notes(blueprint: Blueprint) -> Iterator[str]:
+    question = blueprint.question
+    shape = question.shape
+    yield from question.notes
+    if not shape.is_trainable:
+        yield f"{shape.name} ({shape.family}) is planned from its sizes alone: there is no engine that trains it yet"
+    yield from blueprint.placement.warnings()
+    for trainer in blueprint.trainers:
+        if question.gpus_per_node == 0:
+            continue
+        left = question.gpu.memory - trainer.binding.total - trainer.beside
+        if 0 <= left < HEADROOM * question.gpu.memory:
+            yield (
+                f"{trainer.placed.role}: rank {trainer.binding_rank} (stage {trainer.binding.stage}) has {gb(left)} GB "
+                "to spare, which uneven experts or fragmentation may take"
+            )
+        yield from _time_notes(trainer)
+    yield from _turns(blueprint)
+
+
+def _turns(blueprint: Blueprint) -> Iterator[str]:
+    """Who sleeps and who waits on devices that several roles share."""
+    for rollout in blueprint.rollouts:
+        if sharers := blueprint.placement.sharers(rollout.placed.role):
+            role, others = rollout.placed.role, " and ".join(sharers)
+            yield (
+                f"{role} and {others} take turns on the same devices: {role} sleeps while they train or score; while "
+                f"it generates, the weights and optimizer of {others} stay on the devices"
+            )
+    for trainer in blueprint.trainers:
+        if trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
+            yield f"{trainer.placed.role} and actor take turns on the same devices; the weights of both stay there"
+
+
+def _time_notes(trainer: TrainerPlan) -> Iterator[str]:
+    role, layout, time = trainer.placed.role, trainer.placed.layout, trainer.time
+    if time is None:
+        return
+    if time.bubble_share > 0.15:
+        fewer = "add v, " if layout.vpp == 1 else ""
+        yield (
+            f"{role}: {time.bubble_share:.0%} of a step waits for the pipeline: {time.micro_batches} micro-batches "
+            f"over {layout.pp} stages; {fewer}take fewer stages or more sequences a step"
+        )
+    for item in time.traffic:
+        if item.dimension in ("ep", "etp") and item.crosses_nodes:
+            yield f"{role}: {item.dimension} groups cross nodes; their all-to-all takes the network at every MoE layer"
+    if time.launching > 0.1 * time.total:
+        busy = "launches kernels and starts the experts' exchanges" if layout.ep > 1 else "launches kernels"
+        yield (
+            f"{role}: {time.launching / time.total:.0%} of a step the GPU waits for the host, which {busy}; larger "
+            "micro-batches (actor.mb_spec.max_tokens_per_mb) wait less"
+        )

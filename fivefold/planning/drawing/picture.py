@@ -1,0 +1,211 @@
+"""The picture of a plan: devices by role, attention beside experts, with memory and time beneath."""
+
+from __future__ import annotations
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import RolePlacement
+from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.drawing.bars import (
+    MEMORY_COLOURS,
+    TIME_COLOURS,
+    Bar,
+    draw_bars,
+    rollout_parts,
+    time_parts,
+    trainer_parts,
+)
+from fivefold.planning.drawing.devices import (
+    LABEL_WIDTH,
+    View,
+    attention_view,
+    draw_devices,
+    expert_view,
+    row_width,
+    widest_row,
+)
+from fivefold.planning.drawing.svg import FAINT, INK, LINE, Canvas, stage_colour, text_width, tint
+from fivefold.planning.memory import RankMemory
+from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
+from fivefold.planning.stages import Stage, stages
+
+WIDTH, MARGIN = 1360.0, 32.0
+BETWEEN = 36.0
+"""Between the two views of the devices."""
+MOST_BARS = 16
+
+
+def draw(blueprint: Blueprint) -> str:
+    """The picture, as an SVG document."""
+    question = blueprint.question
+    canvas = Canvas(WIDTH)
+    title = f"{question.shape.name} on {_cluster(blueprint)}"
+    canvas.text(MARGIN, 44, title, size=22, bold=True)
+    canvas.text(MARGIN, 68, question.text, size=13, fill=FAINT, mono=True)
+    y = 100.0
+    for trainer in blueprint.trainers:
+        y = _trainer(canvas, blueprint, trainer, y)
+    for rollout in blueprint.rollouts:
+        y = _rollout(canvas, blueprint, rollout, y)
+    y = _memory(canvas, blueprint, y)
+    y = _time(canvas, blueprint, y)
+    _problems(canvas, blueprint, y)
+    return canvas.render(title)
+
+
+def _cluster(blueprint: Blueprint) -> str:
+    question = blueprint.question
+    nodes = f"{question.n_nodes} node{'s' if question.n_nodes > 1 else ''}"
+    if question.gpus_per_node == 0:
+        return f"{nodes}, CPU processes"
+    return f"{nodes} × {question.gpus_per_node} {question.gpu.name}"
+
+
+def _heading(canvas: Canvas, text: str, detail: str, y: float) -> None:
+    canvas.line(MARGIN, y - 20, WIDTH - MARGIN, y - 20)
+    canvas.text(MARGIN, y, text, size=15, bold=True)
+    canvas.text(MARGIN + text_width(text, 16) + 14, y, detail, size=12, fill=FAINT)
+
+
+def _trainer(canvas: Canvas, blueprint: Blueprint, trainer: TrainerPlan, y: float) -> float:
+    placed, shape = trainer.placed, blueprint.question.shape
+    layout = placed.layout
+    _heading(canvas, placed.role, f"{layout.backend}, {layout.world_size} ranks", y)
+    views = [("Attention and dense layers", _dense_degrees(layout), attention_view(placed))]
+    if shape.is_moe:
+        views.append(("Experts", _expert_degrees(layout), expert_view(placed, shape.n_experts)))
+    cell = _cell_width(placed, [view for _, _, view in views])
+    x, below = MARGIN, y
+    for index, (name, degrees, view) in enumerate(views):
+        indent = LABEL_WIDTH if index == 0 else 0
+        canvas.text(x + indent, y + 26, name, size=13, bold=True)
+        canvas.text(x + indent + text_width(name, 13.5) + 12, y + 26, degrees, size=12, fill=FAINT, mono=True)
+        below = draw_devices(canvas, placed, view, x=x, y=y + 42, cell=cell, labels=index == 0)
+        x += indent + row_width(*widest_row(placed, view), cell) + BETWEEN
+    below = _reading(canvas, layout, shape, below + 4)
+    return _stages(canvas, layout, shape, below) + 34
+
+
+def _cell_width(placed: RolePlacement, views: list[View]) -> float:
+    room = WIDTH - 2 * MARGIN - LABEL_WIDTH - BETWEEN * (len(views) - 1)
+    rows = [widest_row(placed, view) for view in views]
+    frames = sum(row_width(0, blocks, 0) for _, blocks in rows)
+    return min(84.0, (room - frames) / sum(devices for devices, _ in rows))
+
+
+def _dense_degrees(layout: ParallelLayout) -> str:
+    return _degrees(dp=layout.dp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, tp=layout.tp)
+
+
+def _expert_degrees(layout: ParallelLayout) -> str:
+    return _degrees(edp=layout.edp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+
+
+def _degrees(**degrees: int) -> str:
+    shown = [f"{name}{value}" for name, value in degrees.items() if value > 1]
+    return " ".join(shown) or "one rank"
+
+
+def _reading(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float) -> float:
+    """How to read the frames and labels."""
+    parts = ["large: rank, small: device of the node"]
+    if layout.tp > 1:
+        parts.append("t: shard of every matrix")
+    if layout.cp > 1:
+        parts.append("c: part of every sequence")
+    if layout.dp > 1:
+        parts.append("d: its own sequences")
+    if shape.is_moe:
+        parts.append("e: the experts it holds")
+    frame = "frame left: one copy of a stage, right: of its experts" if shape.is_moe else "frame: one copy of a stage"
+    canvas.text(MARGIN + LABEL_WIDTH, y + 8, "  ·  ".join([*parts, frame]), size=11, fill=FAINT)
+    return y + 22
+
+
+def _stages(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float) -> float:
+    """The legend of stages, with their layers."""
+    left = MARGIN + LABEL_WIDTH
+    for stage in stages(layout, shape):
+        text = f"stage {stage.index}: {_contents(stage)}"
+        needed = 18 + text_width(text, 11) + 18
+        if left + needed > WIDTH - MARGIN:
+            left, y = MARGIN + LABEL_WIDTH, y + 18
+        colour = stage_colour(stage.index)
+        canvas.rectangle(left, y, 12, 12, fill=tint(colour), stroke=colour, radius=3)
+        canvas.text(left + 18, y + 10, text, size=11, fill=FAINT)
+        left += needed
+    return y + 20
+
+
+def _contents(stage: Stage) -> str:
+    before = "embedding, " if stage.has_embedding else ""
+    return f"{before}layers {stage.summary.replace('-', '–')}" + (", LM head" if stage.has_head else "")
+
+
+def _rollout(canvas: Canvas, blueprint: Blueprint, rollout: RolloutPlan, y: float) -> float:
+    placed = rollout.placed
+    layout = placed.layout
+    detail = f"{layout.backend}, {layout.dp} replica{'s' if layout.dp > 1 else ''} of {layout.tp * layout.pp}"
+    if sharers := blueprint.placement.sharers(placed.role):
+        detail += f", on the same devices as {', '.join(sharers)}, in turn"
+    _heading(canvas, placed.role, detail, y)
+    view = attention_view(placed)
+    cell = _cell_width(placed, [view])
+    return draw_devices(canvas, placed, view, x=MARGIN, y=y + 20, cell=cell, labels=True) + 34
+
+
+def _memory(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
+    gpu = blueprint.question.gpu
+    _heading(canvas, "Memory of a rank", "at the highest moment of a step", y)
+    bars = [bar for trainer in blueprint.trainers for bar in _trainer_bars(trainer)]
+    for rollout in blueprint.rollouts:
+        memory = rollout.memory
+        note = f"{gb(memory.total + rollout.beside)} GB, {memory.sequences} sequences"
+        bars.append(Bar(f"{rollout.placed.role}, awake", rollout_parts(memory, rollout.beside), note))
+    limit = f"{gpu.name}: {gb(gpu.memory)} GB" if blueprint.question.gpus_per_node else ""
+    return draw_bars(
+        canvas, bars, MEMORY_COLOURS, x=MARGIN, y=y + 34, width=WIDTH - 2 * MARGIN, full=gpu.memory, limit=limit
+    ) + 34  # fmt: skip
+
+
+def _trainer_bars(trainer: TrainerPlan) -> list[Bar]:
+    """A bar a stage; of many stages, the first, the last, and the ones that need the most."""
+    chosen = list(trainer.memory)
+    if len(chosen) > MOST_BARS:
+        largest = sorted(chosen[1:-1], key=lambda stage: -stage.total)[: MOST_BARS - 2]
+        chosen = [chosen[0], *sorted(largest, key=lambda stage: stage.stage), chosen[-1]]
+    return [_trainer_bar(trainer, stage) for stage in chosen]
+
+
+def _trainer_bar(trainer: TrainerPlan, stage: RankMemory) -> Bar:
+    needed = f"{gb(stage.total + trainer.beside)} GB"
+    is_binding = stage is trainer.binding and len(trainer.memory) > 1
+    return Bar(
+        f"{trainer.placed.role}, stage {stage.stage}",
+        trainer_parts(stage, trainer.beside),
+        f"{needed}, binding (rank {trainer.binding_rank})" if is_binding else needed,
+        is_bold=is_binding,
+    )
+
+
+def _time(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
+    timed = [(trainer, trainer.time) for trainer in blueprint.trainers if trainer.time is not None]
+    if not timed or blueprint.question.gpus_per_node == 0:
+        return y
+    _heading(canvas, "Seconds of an optimizer step", "as kernels and links allow, on the slowest stage", y)
+    bars = []
+    for trainer, time in timed:
+        low, high = time.mfu_range
+        bars.append(Bar(trainer.placed.role, time_parts(time), f"{time.total:.1f} s, MFU {low:.0%} to {high:.0%}"))
+    full = max(time.total for _, time in timed)
+    return draw_bars(canvas, bars, TIME_COLOURS, x=MARGIN, y=y + 16, width=WIDTH - 2 * MARGIN, full=full) + 34
+
+
+def _problems(canvas: Canvas, blueprint: Blueprint, y: float) -> None:
+    for line in blueprint.problems:
+        canvas.rectangle(MARGIN, y - 12, 4, 16, fill="#c62828")
+        canvas.text(MARGIN + 12, y, line if len(line) < 190 else line[:187] + "…", size=12, fill=INK)
+        y += 22
+    if not blueprint.problems:
+        canvas.rectangle(MARGIN, y - 12, 4, 16, fill="#2e7d32", stroke=LINE)
+        canvas.text(MARGIN + 12, y, "It fits.", size=12, fill=INK)

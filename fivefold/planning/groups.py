@@ -1,0 +1,79 @@
+"""Groups of ranks that exchange data, and how many of them stay inside a node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fivefold.layout.grid import Axis, group_stride
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import Device, RolePlacement
+from fivefold.planning.traffic import Dimension
+
+TRAINING_AXES: dict[Dimension, tuple[Axis, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "etp": ("etp",),
+    "ep": ("ep",),
+    # Gradients of attention are reduced over the data and context parallel ranks together.
+    "dp": ("cp", "dp"),
+    "edp": ("edp",),
+    "pp": ("pp",),
+}
+INFERENCE_AXES: dict[Dimension, tuple[Axis, ...]] = {"tp": ("tp",), "pp": ("pp",)}
+"""Replicas of an inference engine have nothing to say to one another."""
+EXPERT_DIMENSIONS = ("etp", "ep", "edp")
+
+
+@dataclass(frozen=True)
+class GroupSpread:
+    """The groups of one dimension."""
+
+    dimension: Dimension
+    size: int
+    """Ranks of a group."""
+    n_groups: int
+    n_inside: int
+    """Groups whose ranks all sit on one node."""
+    ranks_per_node: int
+    """Ranks of a group on one node, counted where they are fewest."""
+
+
+def group_spreads(placed: RolePlacement, *, is_moe: bool) -> tuple[GroupSpread, ...]:
+    """The spread of each dimension that has groups; without experts, those of experts do not count."""
+    return tuple(_spreads(placed, is_moe))
+
+
+def ranks_together(placed: RolePlacement, *, is_moe: bool) -> dict[Dimension, int]:
+    """By dimension, how many ranks of a group share a node."""
+    return {spread.dimension: spread.ranks_per_node for spread in group_spreads(placed, is_moe=is_moe)}
+
+
+def from_node_start(layout: ParallelLayout, gpus_per_node: int) -> RolePlacement:
+    """An actor whose rank 0 is on the first GPU of a node, and the others on those after it."""
+    devices = (Device(*divmod(rank, gpus_per_node)) for rank in range(layout.world_size))
+    return RolePlacement("actor", layout, tuple(devices))
+
+
+def _spreads(placed: RolePlacement, is_moe: bool) -> Iterator[GroupSpread]:
+    nodes = tuple(device.node for device in placed.devices)
+    for dimension, axes in (TRAINING_AXES if placed.layout.is_training else INFERENCE_AXES).items():
+        stride, size = group_stride(placed.layout, *axes)
+        if size == 1 or (dimension in EXPERT_DIMENSIONS and not is_moe):
+            continue
+        n_inside, ranks_per_node = _node_counts(nodes, stride, size)
+        yield GroupSpread(dimension, size, len(nodes) // size, n_inside, ranks_per_node)
+
+
+@lru_cache(maxsize=1024)
+def _node_counts(nodes: tuple[int, ...], stride: int, size: int) -> tuple[int, int]:
+    """(groups on one node, fewest ranks of a group on one node), where neighbours of a group are `stride` ranks apart.
+
+    Cached, because a search asks for the same few groups in hundreds of layouts.
+    """
+    span = stride * size
+    firsts = (block + offset for block in range(0, len(nodes), span) for offset in range(stride))
+    counts = [Counter(nodes[first : first + span : stride]) for first in firsts]
+    return sum(len(count) == 1 for count in counts), min(min(count.values()) for count in counts)

@@ -1,0 +1,165 @@
+"""Memory of each rank by kind, at the moment of a step when it is highest.
+
+State lasts: weights, float32 gradients, and the optimizer's float32 master weights and two moments, which the
+distributed optimizer shards over data-parallel ranks (ZeRO stage 1, https://arxiv.org/abs/1910.02054). On top come the
+activations of the micro-batches in flight, and at the turn from forward to backward either the log-prob chunk (on the
+last stage) or what a layer's backward pass needs for a moment, never both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.activations import LayerCosts, head_bytes, layer_costs
+from fivefold.planning.stages import Stage, rank_parameters, stages
+from fivefold.planning.workload import Workload
+
+_FLOAT, _INDEX = 4, 8
+
+CUDA_CONTEXT = 700_000_000
+"""Driver, kernels and cuBLAS handles of one process."""
+COMMUNICATOR = 250_000_000
+"""Buffers of one NCCL communicator within a node; outside torch's allocator."""
+LIBRARY_WORKSPACE = 70_000_000
+"""cuBLAS workspaces, which torch allocates."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank of a pipeline stage."""
+
+    stage: int
+    weights: int
+    reference: int
+    """Weights of a frozen reference model in the same process."""
+    gradients: int
+    optimizer: int
+    """Master weights and moments."""
+    activations: int
+    in_flight: float
+    """Micro-batches whose activations are held at one time; a part of one where stages are interleaved."""
+    logprobs: int
+    """Hidden states and logits of a chunk, on the last stage."""
+    temporaries: int
+    """What the worst moment of a layer's passes needs. Not alive together with `logprobs`."""
+    buffers: int
+    """Gathered hidden states, pipeline receives, the step's tokens and library workspaces."""
+    context: int
+    """CUDA context and NCCL: on the GPU, but not in torch's statistics."""
+
+    @property
+    def resident(self) -> int:
+        """What stays between steps."""
+        return self.weights + self.reference + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> int:
+        """What `torch.cuda.max_memory_allocated` would say."""
+        return self.resident + self.activations + max(self.logprobs, self.temporaries) + self.buffers
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.allocated + self.context
+
+
+def training_memory(
+    layout: ParallelLayout, shape: PlanShape, work: Workload, *, reference: PlanShape | None = None
+) -> tuple[RankMemory, ...]:
+    """The memory of a rank of each pipeline stage; `reference` is a frozen model in the same processes."""
+    costs = {is_moe: layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in set(shape.moe_layers)}
+    trained = [_stage_memory(layout, shape, work, stage, costs) for stage in stages(layout, shape)]
+    if reference is None:
+        return tuple(trained)
+    frozen = (rank_parameters(layout, reference, stage).total for stage in stages(layout, reference))
+    return tuple(
+        replace(stage, reference=parameters * work.element_bytes)
+        for stage, parameters in zip(trained, frozen, strict=True)
+    )
+
+
+def _stage_memory(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    stage: Stage,
+    costs: dict[bool, LayerCosts],
+) -> RankMemory:
+    parameters = rank_parameters(layout, shape, stage)
+    weights = parameters.total * work.element_bytes
+    # Float32 weights are their own master copy.
+    state_bytes = 3 * _FLOAT if work.element_bytes < _FLOAT else 2 * _FLOAT
+    sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
+    kept, temporaries = _kept_and_temporary(shape, stage, work, costs)
+    in_flight = micro_batches_in_flight(layout, work, stage.index)
+    stream = next(iter(costs.values())).input
+    outputs = stream if layout.pp > 1 and not stage.has_head else 0
+    return RankMemory(
+        stage=stage.index,
+        weights=weights,
+        reference=0,
+        gradients=parameters.total * _FLOAT,
+        optimizer=int(state_bytes * sharded),
+        activations=int(in_flight * (kept + outputs * layout.vpp)),
+        in_flight=in_flight,
+        logprobs=head_bytes(shape, layout, work) if stage.has_head else 0,
+        temporaries=temporaries,
+        buffers=_buffers(layout, shape, work, stream),
+        context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout, shape),
+    )
+
+
+def _kept_and_temporary(
+    shape: PlanShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
+) -> tuple[int, int]:
+    """(bytes that a micro-batch keeps on the stage, bytes at the worst moment of a layer besides)."""
+    counts = {
+        is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
+    }
+    kept = temporary = 0
+    for is_moe, count in counts.items():
+        cost = costs[is_moe]
+        passes = max(cost.mlp_forward, cost.mlp_backward, cost.attention_backward - cost.mlp)
+        if work.recompute == "full":
+            kept += count * cost.input
+            again = cost.saved - cost.input
+        elif work.recompute == "selective":
+            kept += count * (cost.attention + cost.mlp_input)
+            again = cost.mlp
+        else:
+            kept += count * cost.saved
+            again = 0
+        temporary = max(temporary, again + passes)
+    return kept, temporary
+
+
+def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) -> float:
+    """Forward passes that wait for their backward pass on `stage`, in whole micro-batches of all its layers.
+
+    1F1B (https://arxiv.org/abs/2104.04473): as many as stages from here to the end. Interleaved: the first backward
+    pass comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of one chunk, each 1 / vpp of the stage.
+    """
+    count = work.micro_batches(layout)
+    if layout.vpp == 1:
+        return min(layout.pp - stage, count)
+    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp
+    return min(warm_up + 1, count * layout.vpp) / layout.vpp
+
+
+def _buffers(layout: ParallelLayout, shape: PlanShape, work: Workload, stream: int) -> int:
+    """Lasting buffers that are no state: the all-gathered stream, pipeline receives, the step's tokens."""
+    tokens = work.tokens / (layout.dp * layout.cp)
+    per_token = 5 * _INDEX + 1 + 2 * work.element_bytes * shape.head_dim + _FLOAT * work.n_fields
+    gathered = stream * layout.tp if layout.tp > 1 else 0
+    received = 2 * stream if layout.pp > 1 else 0
+    return int(tokens * per_token + gathered + received + LIBRARY_WORKSPACE)
+
+
+def _n_communicators(layout: ParallelLayout, shape: PlanShape) -> int:
+    """NCCL communicators that carry traffic. Without experts nobody calls those of experts, so they are never made."""
+    groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp]
+    if shape.is_moe:
+        groups += [layout.ep, layout.etp, layout.edp]
+    return sum(size > 1 for size in groups)

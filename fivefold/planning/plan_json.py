@@ -1,0 +1,114 @@
+"""A plan for programs: the same numbers as in the tables, in bytes, seconds and FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
+from fivefold.planning.role_plans import RolloutPlan, TrainerPlan
+from fivefold.planning.search import Candidate, Found, reasons
+from fivefold.planning.stages import Stage, stages
+from fivefold.planning.timing import StepTime
+
+
+def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
+    """What `json.dumps` takes."""
+    question = blueprint.question
+    shape = question.shape
+    return {
+        "model": {
+            "name": shape.name,
+            "family": shape.family,
+            "parameters": shape.n_parameters,
+            "active_parameters": shape.n_active_parameters,
+            "trainable": shape.is_trainable,
+        },
+        "allocation": str(question.allocation),
+        "devices": None if question.devices is None else {role: list(at) for role, at in question.devices.items()},
+        "cluster": {"nodes": question.n_nodes, "gpus_per_node": question.gpus_per_node, "gpu": asdict(question.gpu)},
+        "work": asdict(question.work),
+        "fits": blueprint.fits,
+        "problems": list(blueprint.problems),
+        "notes": list(blueprint.notes),
+        "roles": [
+            *(_trainer(trainer, shape, question.gpu) for trainer in blueprint.trainers),
+            *(_rollout(rollout) for rollout in blueprint.rollouts),
+        ],
+    }
+
+
+def _trainer(trainer: TrainerPlan, shape: PlanShape, gpu: Gpu) -> dict[str, Any]:
+    placed = trainer.placed
+    return {
+        "role": placed.role,
+        "layout": asdict(placed.layout),
+        "memory": [{**asdict(stage), "allocated": stage.allocated, "total": stage.total} for stage in trainer.memory],
+        "waiting_roles": trainer.beside,
+        "memory_by_recompute": {mode: stage.total for mode, stage in trainer.modes.items()},
+        "binding_rank": trainer.binding_rank,
+        "binding_stage": trainer.binding.stage,
+        "step": None if trainer.time is None else _step(trainer.time, gpu),
+        "groups": [asdict(spread) for spread in trainer.spreads],
+        "stages": [_stage(stage) for stage in stages(placed.layout, shape)],
+        "ranks": [dict(zip(RANK_COLUMNS, row, strict=True)) for row in rank_rows(placed, shape)],
+    }
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    return {
+        "stage": stage.index,
+        "virtual_stages": [[chunk[0], chunk[-1]] for chunk in stage.chunks],
+        "embedding": stage.has_embedding,
+        "head": stage.has_head,
+    }
+
+
+def _step(time: StepTime, gpu: Gpu) -> dict[str, Any]:
+    low, high = time.mfu_range
+    traffic = [
+        {**asdict(item), "crosses_nodes": item.crosses_nodes, "seconds": item.seconds(gpu)} for item in time.traffic
+    ]
+    return {
+        **asdict(time),
+        "seconds": time.total,
+        "bubble_share": time.bubble_share,
+        "mfu_range": [low, high],
+        "traffic": traffic,
+    }
+
+
+def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
+    memory = rollout.memory
+    return {
+        "role": rollout.placed.role,
+        "layout": asdict(rollout.placed.layout),
+        "memory": {**asdict(memory), "total": memory.total, "waiting_roles": rollout.beside},
+        "groups": [asdict(spread) for spread in rollout.spreads],
+        "devices": [list(device) for device in rollout.placed.devices],
+    }
+
+
+def found_as_json(found: Found) -> dict[str, Any]:
+    """The outcome of a search, best first."""
+    return {
+        "tried": found.n_tried,
+        "fitting": found.n_fitting,
+        "advice": list(found.advice),
+        "best": [_candidate(candidate, found.best[0]) for candidate in found.best],
+    }
+
+
+def _candidate(candidate: Candidate, first: Candidate) -> dict[str, Any]:
+    return {
+        "backend": candidate.text,
+        "recompute": candidate.recompute,
+        "memory": candidate.binding.total,
+        "seconds": candidate.time.total,
+        "mfu": candidate.time.mfu,
+        "tokens_per_second_per_gpu": candidate.time.tokens_per_second,
+        "reasons": list(reasons(candidate, first)),
+    }

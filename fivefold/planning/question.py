@@ -1,0 +1,63 @@
+"""What a plan is asked for: a model, roles on a cluster, and the work of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.allocation import Allocation
+from fivefold.layout.devices import device_text
+from fivefold.layout.placement import Placement, place_allocation, place_by_list
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned."""
+
+    shape: PlanShape
+    gpu: Gpu
+    allocation: Allocation
+    n_nodes: int
+    gpus_per_node: int
+    """0: CPU processes, planned as if each had a GPU."""
+    work: Workload
+    generation_batch: int
+    """Most sequences that a replica of the embedded engine decodes together."""
+    generated: int
+    """Sequences that all replicas generate in a step."""
+    reference: PlanShape | None = None
+    """The frozen reference model: in the actor's processes, unless `ref` has devices of its own."""
+    rollout_bytes: int = 2
+    """Of a weight and of a cached key, where they are generated with."""
+    memory_fraction: float | None = None
+    """Of a GPU's memory, what a server takes; None: its usual share, less what other roles keep there."""
+    devices: Mapping[str, tuple[int, ...]] | None = None
+    """Each role's devices, counted through over the nodes; None: as the allocation's `+` and `|` say."""
+    notes: tuple[str, ...] = ()
+    """What the recipe left open, and how it was taken."""
+
+    def place(self) -> Placement:
+        """The roles on their devices.
+
+        Raises:
+            ValueError: roles that do not fit on the cluster or on their lists.
+        """
+        if self.devices is None:
+            return place_allocation(self.allocation, self.n_nodes, self.gpus_per_node)
+        roles = {role.role: (role, self.devices[role.role]) for role in self.allocation.roles}
+        return place_by_list(roles, self.n_nodes, self.gpus_per_node)
+
+    @property
+    def kept_reference(self) -> PlanShape | None:
+        """The reference model, if the actor's processes hold it."""
+        return None if any(role.role == "ref" for role in self.allocation.roles) else self.reference
+
+    @property
+    def text(self) -> str:
+        """The roles and where they are, in one line."""
+        if self.devices is None:
+            return str(self.allocation)
+        return ", ".join(f"{role} on {device_text(self.devices[role.role])}" for role in self.allocation.roles)

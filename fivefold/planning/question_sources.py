@@ -1,0 +1,180 @@
+"""What a recipe asks a plan for, and what a model's name with a number of GPUs does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
+from fivefold.families.check import router_problems, server_problems
+from fivefold.families.plan_shape import find_shape
+from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.devices import parse_devices
+from fivefold.layout.parser import parse_role
+from fivefold.layout.recipe import recipe_allocation, recipe_devices
+from fivefold.planning.gpus import find_gpu
+from fivefold.planning.question import Question
+from fivefold.planning.workload import Recompute, Workload
+
+DEFAULT_SEQUENCE_LENGTH = 4096
+DEFAULT_SEQUENCES = 256
+DEFAULT_MICRO_TOKENS = 8192
+DEFAULT_GENERATION_BATCH = 256
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the command line says of the work; None: what the recipe says, or the default."""
+
+    sequence_length: int | None = None
+    sequences: int | None = None
+    micro_tokens: int | None = None
+    recompute: Recompute | None = None
+
+    def applied(self, work: Workload) -> Workload:
+        """`work` with these changes."""
+        return replace(work, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+def question_of_model(
+    model: str,
+    n_gpus: int,
+    *,
+    gpus_per_node: int,
+    gpu: str,
+    actor: str | None,
+    rollout: str | None,
+    devices: Sequence[str],
+    changes: Changes,
+) -> Question:
+    """What a model on a cluster asks for; without a layout, the actor takes the GPUs that are left.
+
+    Raises:
+        ValueError: an unknown model or GPU, a layout or a list of devices that cannot be read.
+    """
+    if n_gpus < 1 or gpus_per_node < 1:
+        raise ValueError(f"--gpus {n_gpus} --gpus-per-node {gpus_per_node}: both must be at least 1")
+    per_node = min(gpus_per_node, n_gpus)
+    if n_gpus % per_node:
+        raise ValueError(f"--gpus {n_gpus} is not a whole number of nodes of {per_node}; give --gpus-per-node")
+    default = Workload(DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES, DEFAULT_MICRO_TOKENS)
+    work = changes.applied(default)
+    trainer, generator = _trainer(actor), _generator(rollout)
+    roles = (trainer,) if generator is None else (generator, trainer)
+    lists = _device_lists(devices, {role.role for role in roles}) if devices else None
+    return Question(
+        shape=find_shape(model),
+        gpu=find_gpu(gpu),
+        allocation=_allocation(trainer, generator, n_gpus) if lists is None else _listed(roles, lists),
+        n_nodes=n_gpus // per_node,
+        gpus_per_node=per_node,
+        work=work,
+        generation_batch=DEFAULT_GENERATION_BATCH,
+        generated=work.sequences,
+        devices=lists,
+    )
+
+
+def _trainer(backend: str | None) -> RoleAllocation:
+    """The actor; without a layout it takes what is left."""
+    role = RoleAllocation("megatron", dp=None) if backend is None else parse_role(backend)
+    if not role.is_training:
+        raise ValueError(f"--actor {backend}: {role.backend} only generates; train with megatron")
+    return replace(role, name="actor")
+
+
+def _generator(backend: str | None) -> RoleAllocation | None:
+    if backend is None:
+        return None
+    role = parse_role(backend)
+    if role.is_training:
+        raise ValueError(f"--rollout {backend}: {role.backend} trains; generate with transformers, vllm or sglang")
+    return replace(role, name="rollout")
+
+
+def _allocation(trainer: RoleAllocation, generator: RoleAllocation | None, n_gpus: int) -> Allocation:
+    """Both roles, side by side if there are devices for both, else in turn."""
+    if generator is None:
+        return Allocation(((trainer,),))
+    least = [role.replica_size if role.n_devices is None else role.n_devices for role in (trainer, generator)]
+    if sum(least) <= n_gpus and (trainer.dp is not None or generator.dp is not None):
+        return Allocation(((generator,), (trainer,)))
+    return Allocation(((generator, trainer),))
+
+
+def _device_lists(options: Sequence[str], roles: set[str]) -> dict[str, tuple[int, ...]]:
+    """`--devices ROLE=LIST`, one for each role."""
+    lists: dict[str, tuple[int, ...]] = {}
+    for option in options:
+        role, _, text = option.partition("=")
+        if role not in roles or role in lists:
+            raise ValueError(f"--devices {option}: write ROLE=LIST once for each of {', '.join(sorted(roles))}")
+        lists[role] = parse_devices(text)
+    if missing := roles - lists.keys():
+        raise ValueError(f"--devices gives no list for {', '.join(sorted(missing))}; give every role one, or none")
+    return lists
+
+
+def _listed(roles: Sequence[RoleAllocation], lists: Mapping[str, tuple[int, ...]]) -> Allocation:
+    """The roles with every `d*` filled from the role's list; the lists say who shares, not the grouping."""
+    return Allocation(tuple((replace(role, dp=role.resolve(len(lists[role.role])).dp),) for role in roles))
+
+
+def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
+    """What a recipe asks for: its roles on its cluster, every sequence at its longest.
+
+    Raises:
+        ValueError: roles that contradict one another, a model whose shape is not known or that lacks what a key is for.
+    """
+    if isinstance(recipe, SFTRecipe):
+        question = _question(recipe, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
+        return replace(question, notes=tuple(_kind_notes(recipe)))
+    generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
+    length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
+    question = _question(recipe, gpu, changes, length=length, generated=generated, batch=recipe.rollout.max_batch_size)
+    reference = find_shape(recipe.ref.path or recipe.actor.path) if recipe.actor.kl_ctl > 0 else None
+    return replace(
+        question,
+        reference=reference,
+        rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
+        memory_fraction=recipe.rollout.memory_fraction,
+    )
+
+
+def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
+    """That a recipe which `fivefold train` would read as well is taken for one of `fivefold sft`."""
+    datasets = (recipe.train_dataset, recipe.valid_dataset)
+    if not any(rows is not None and "response_key" in rows.model_fields_set for rows in datasets):
+        yield (
+            "planned for `fivefold sft`, as the recipe has no key that only `fivefold train` reads; for a plan of "
+            "that, give one, such as rollout.backend"
+        )
+
+
+def _question(recipe: Recipe, gpu: str, changes: Changes, *, length: int, generated: int, batch: int) -> Question:
+    """What both kinds of recipe ask for; `generated` sequences a step, none of them in fine-tuning."""
+    actor, shape = recipe.actor, find_shape(recipe.actor.path)
+    if problems := [*router_problems(recipe, shape), *server_problems(recipe)]:
+        raise RecipeError(recipe.experiment_name, problems)
+    n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
+    work = Workload(
+        sequence_length=length,
+        sequences=(generated or recipe.train_dataset.batch_size) // n_minibatches,
+        micro_tokens=actor.mb_spec.max_tokens_per_mb,
+        recompute=actor.megatron.recompute,
+        element_bytes=ELEMENT_BYTES[actor.dtype],
+        logprob_chunk=actor.megatron.logprob_chunk_size,
+    )
+    return Question(
+        shape=shape,
+        gpu=find_gpu(gpu),
+        allocation=recipe_allocation(recipe),
+        n_nodes=recipe.cluster.n_nodes,
+        gpus_per_node=recipe.cluster.n_gpus_per_node,
+        work=changes.applied(work),
+        generation_batch=batch,
+        generated=generated,
+        devices=recipe_devices(recipe),
+    )

@@ -1,0 +1,135 @@
+"""What each role of a plan needs: the memory of its ranks, the groups they form, and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import RolePlacement
+from fivefold.planning.groups import GroupSpread, from_node_start, group_spreads, ranks_together
+from fivefold.planning.memory import RankMemory, training_memory
+from fivefold.planning.question import Question
+from fivefold.planning.rollout_memory import RolloutMemory, rollout_memory
+from fivefold.planning.stages import plan_problems
+from fivefold.planning.timing import StepTime, step_time
+from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """A role that trains."""
+
+    placed: RolePlacement
+    memory: tuple[RankMemory, ...]
+    """Of a rank of each pipeline stage."""
+    time: StepTime | None
+    """None for a reference model, which takes no step of its own."""
+    spreads: tuple[GroupSpread, ...]
+    modes: Mapping[Recompute, RankMemory]
+    """The stage that needs the most, by recompute mode; empty for a reference model."""
+    beside: int
+    """Bytes that other roles keep on the same GPUs while this one works."""
+
+    @property
+    def binding(self) -> RankMemory:
+        """The stage that needs the most."""
+        return largest(self.memory)
+
+    @property
+    def binding_rank(self) -> int:
+        """The first rank of that stage."""
+        return self.binding.stage * (self.placed.layout.world_size // self.placed.layout.pp)
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """A role that generates."""
+
+    placed: RolePlacement
+    memory: RolloutMemory
+    spreads: tuple[GroupSpread, ...]
+    beside: int
+    """Bytes that other roles keep on the same GPUs while this one works."""
+
+
+def largest(stages: Iterable[RankMemory]) -> RankMemory:
+    """The stage that needs the most."""
+    return max(stages, key=lambda stage: stage.total)
+
+
+def kept_bytes(trainer: TrainerPlan) -> int:
+    """Bytes that a trainer keeps while it waits: it never sleeps."""
+    return max(stage.resident + stage.context for stage in trainer.memory)
+
+
+def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
+    """A role that trains, or a reference model with devices of its own, as if nobody shared them.
+
+    Raises:
+        ValueError: a backend whose memory is not known, or a layout that the model cannot take.
+    """
+    layout, shape, work = placed.layout, question.shape, question.work
+    if layout.backend != "megatron":
+        raise ValueError(
+            f"{placed.role} runs {layout.backend}, whose memory and speed are not modelled; plan it as megatron, "
+            f"for example megatron:d{layout.dp}t{layout.tp}"
+        )
+    if placed.role == "ref":
+        return _reference(question, placed)
+    _require_possible(placed, shape)
+    if question.kept_reference is not None:
+        _require_possible(replace(placed, role="ref"), question.kept_reference)
+    modes = {mode: _memory(question, layout, work.recomputing(mode)) for mode in RECOMPUTE}
+    spreads = group_spreads(placed, is_moe=shape.is_moe)
+    # CPU processes are timed as if on one node.
+    timed = placed if question.gpus_per_node > 0 else from_node_start(layout, layout.world_size)
+    time = step_time(layout, shape, work, question.gpu, ranks_together(timed, is_moe=shape.is_moe))
+    binding = {mode: largest(memory) for mode, memory in modes.items()}
+    return TrainerPlan(placed, modes[work.recompute], time, spreads, binding, beside=0)
+
+
+def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple[RankMemory, ...]:
+    memory = training_memory(layout, question.shape, work, reference=question.kept_reference)
+    return memory if question.gpus_per_node > 0 else tuple(replace(stage, context=0) for stage in memory)
+
+
+def _require_possible(placed: RolePlacement, shape: PlanShape) -> None:
+    if problems := list(plan_problems(placed.layout, shape)):
+        raise ValueError("\n".join(f"{placed.role}: {line}" for line in problems))
+
+
+def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
+    """A role that only computes log-probs: no gradients, no optimizer, one layer's activations at a time."""
+    shape = question.reference or question.shape
+    _require_possible(placed, shape)
+    context = {} if question.gpus_per_node > 0 else {"context": 0}
+    memory = tuple(
+        replace(stage, gradients=0, optimizer=0, activations=0, in_flight=0.0, **context)
+        for stage in training_memory(placed.layout, shape, question.work.recomputing("full"))
+    )
+    return TrainerPlan(placed, memory, None, group_spreads(placed, is_moe=shape.is_moe), {}, beside=0)
+
+
+def plan_rollout(question: Question, placed: RolePlacement, beside: int) -> RolloutPlan:
+    """A role that generates, where other roles keep `beside` bytes on the same GPUs."""
+    shape = question.shape
+    memory = rollout_memory(
+        placed.layout,
+        shape,
+        question.gpu,
+        sequence_length=question.work.sequence_length,
+        batch_size=min(question.generation_batch, -(-question.generated // placed.layout.dp)),
+        element_bytes=question.rollout_bytes,
+        taken=beside,
+        fraction=question.memory_fraction,
+    )
+    if question.gpus_per_node == 0:
+        memory = replace(memory, context=0)
+    return RolloutPlan(placed, memory, group_spreads(placed, is_moe=shape.is_moe), beside)
+
+
+def gb(size: float) -> str:
+    """Bytes as GB (1e9), for texts."""
+    return f"{size / 1e9:.1f}"

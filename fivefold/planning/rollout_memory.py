@@ -1,0 +1,84 @@
+"""Memory of a rank that generates: weights, and the keys and values of the sequences that it decodes together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
+
+SERVER_SHARE = {"vllm": 0.9, "sglang": 0.88}
+"""Of the GPU's memory, what these servers and the roles that wait beside them fill, unless `rollout.memory_fraction`
+says what a server takes: weights, then keys and values with all the rest."""
+SERVER_WORKSPACE = 2_500_000_000
+"""Activations, CUDA graphs and sampling buffers of a server."""
+SERVER_ASLEEP = 4_600_000_000
+"""What a server keeps while it sleeps: contexts, workspaces and communicators. Measured of vLLM: 3.4 to 4.6 GB."""
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes on one rank, awake."""
+
+    weights: int
+    kv_cache: int
+    """Servers: the pool they take. The embedded engine: a full batch at its longest."""
+    workspace: int
+    context: int
+    sequences: int
+    """Of the longest length, that one replica holds at one time."""
+    least_cache: int
+    """Of `kv_cache`, what it cannot do without. Servers: one sequence. The embedded engine: all of it."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.workspace + self.context
+
+
+def asleep_bytes(layout: ParallelLayout) -> int:
+    """What stays of one rank on its GPU while the engine sleeps."""
+    return SERVER_ASLEEP if layout.is_server else _context(layout)
+
+
+def _context(layout: ParallelLayout) -> int:
+    """CUDA and NCCL of one rank's process."""
+    return CUDA_CONTEXT + (COMMUNICATOR if layout.tp > 1 else 0)
+
+
+def rollout_memory(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    gpu: Gpu,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    element_bytes: int,
+    taken: int = 0,
+    fraction: float | None = None,
+) -> RolloutMemory:
+    """The memory of one rank of an inference layout; a replica spans tp * pp ranks.
+
+    Args:
+        sequence_length: tokens of prompt and answer, at the longest.
+        batch_size: sequences that a replica of the embedded engine decodes together; servers decide for themselves.
+        taken: bytes that trainers keep on the same GPU while they wait.
+        fraction: of the GPU's memory, what a server takes; None: its usual share, less `taken`.
+    """
+    ranks = layout.tp * layout.pp
+    weights = shape.n_parameters * element_bytes // ranks
+    # Heads are divided, and copied where there are fewer than ranks; MLA's latent is copied to all.
+    copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
+    per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
+    context = _context(layout)
+    if not layout.is_server:
+        # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
+        workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
+        cache = batch_size * per_sequence
+        return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)
+    whole = gpu.memory * SERVER_SHARE[layout.backend] - taken if fraction is None else gpu.memory * fraction
+    room = int(whole) - weights - SERVER_WORKSPACE - context
+    pool = max(room, 0)
+    return RolloutMemory(weights, pool, SERVER_WORKSPACE, context, pool // per_sequence, least_cache=per_sequence)

@@ -1,0 +1,361 @@
+"""The best layouts of a model on a cluster: every layout that the model can take, those that fit, ranked by time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.allocation import RoleAllocation
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import Device, RolePlacement
+from fivefold.planning.blueprint import HEADROOM
+from fivefold.planning.gpus import GPUS, Gpu
+from fivefold.planning.groups import ranks_together
+from fivefold.planning.memory import RankMemory, training_memory
+from fivefold.planning.question import Question
+from fivefold.planning.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
+from fivefold.planning.rollout_memory import SERVER_SHARE, asleep_bytes
+from fivefold.planning.stages import plan_problems
+from fivefold.planning.timing import StepTime, step_time
+from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
+
+VIRTUAL_STAGES = (1, 2, 4, 8)
+SHORTEST_SHARD = 512
+"""Tokens of a sequence on a context parallel rank, below which splitting it further is not considered."""
+MORE_GPUS = (2, 3, 4, 6, 8, 12, 16, 18, 24, 32, 36, 48, 64)
+"""How many times as many GPUs are tried, where nothing fits."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine needs of each GPU while it generates beside a trainer that waits."""
+
+    share: float
+    """Of the GPU's memory, what it and the roles that wait may fill."""
+    least: int
+    """Bytes that it cannot do without: a server's for one sequence, ours for a batch."""
+    beside: int
+    """Bytes that frozen references keep there."""
+    fraction: float | None = None
+    """Of the GPU's memory, what a server takes whoever waits; None: what they leave it."""
+
+    @staticmethod
+    def of(rollout: RolloutPlan, fraction: float | None) -> Engine:
+        memory, layout = rollout.memory, rollout.placed.layout
+        share = SERVER_SHARE.get(layout.backend, 1.0)
+        least = memory.total - memory.kv_cache + memory.least_cache
+        return Engine(share, least, rollout.beside, fraction if layout.is_server else None)
+
+    def leaves(self, gpu: Gpu) -> int:
+        """Bytes that a trainer may keep; below 0, it does not fit even without one."""
+        if self.fraction is None:
+            return int(gpu.memory * self.share) - self.least - self.beside
+        if gpu.memory * self.fraction < self.least:
+            return -1
+        return int(gpu.memory * (1 - self.fraction)) - self.beside
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of the trainer that a layout is wanted for."""
+
+    gpu: Gpu
+    devices: tuple[Device, ...]
+    """One for each rank."""
+    reserved: int = 0
+    """Bytes of each GPU that other roles keep while the trainer works."""
+    engines: tuple[Engine, ...] = ()
+    """Those that generate on the same GPUs."""
+
+    @staticmethod
+    def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
+        """GPUs that no other role uses, from the first of a node on."""
+        return Cluster(gpu, tuple(Device(*divmod(index, gpus_per_node)) for index in range(n_gpus)))
+
+    @staticmethod
+    def of(question: Question) -> Cluster:
+        """The devices of the question's actor, and what the roles that share them leave it.
+
+        Raises:
+            ValueError: roles that do not fit on the cluster or on their lists.
+        """
+        placement = question.place()
+        sharers = [placement[role] for role in placement.sharers("actor")]
+        rollouts = [placed for placed in sharers if not placed.layout.is_training]
+        references = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
+        reserved = sum(asleep_bytes(placed.layout) for placed in rollouts)
+        frozen = sum(kept_bytes(reference) for reference in references)
+        engines = tuple(
+            Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
+        )
+        return Cluster(question.gpu, placement["actor"].devices, reserved + frozen, engines)
+
+    @property
+    def n_gpus(self) -> int:
+        return len(self.devices)
+
+    @property
+    def most_kept(self) -> int | None:
+        """Bytes that the trainer may keep while other roles work on the same GPUs; None: there are none.
+
+        Below 0, the others do not fit even without it.
+        """
+        return min((engine.leaves(self.gpu) for engine in self.engines), default=None)
+
+    def times(self, count: int) -> Cluster:
+        """`count` such clusters as one."""
+        n_nodes = 1 + max(device.node for device in self.devices)
+        copies = range(0, count * n_nodes, n_nodes)
+        return replace(
+            self, devices=tuple(Device(first + node, local) for first in copies for node, local in self.devices)
+        )
+
+    def splits(self, tp: int) -> bool:
+        """Whether tensor parallel groups of `tp` ranks stay inside a node."""
+        nodes = [device.node for device in self.devices]
+        return all(len(set(nodes[first : first + tp])) == 1 for first in range(0, self.n_gpus, tp))
+
+    def holds(self, memory: Sequence[RankMemory]) -> bool:
+        """Whether a trainer of such stages has the room, with `HEADROOM` to spare."""
+        room = self.gpu.memory * (1 - HEADROOM) - self.reserved
+        return all(stage.total <= room and self._may_keep(stage) for stage in memory)
+
+    def _may_keep(self, stage: RankMemory) -> bool:
+        return self.most_kept is None or stage.resident + stage.context <= self.most_kept
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: ParallelLayout
+    recompute: Recompute
+    binding: RankMemory
+    spare: float
+    """Bytes that a GPU of the binding rank has left."""
+    time: StepTime
+
+    @property
+    def text(self) -> str:
+        """As `actor.backend` writes it."""
+        return layout_text(self.layout)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    best: tuple[Candidate, ...]
+    """Fastest first; of layouts that differ in v alone, the fastest."""
+    n_tried: int
+    n_fitting: int
+    advice: tuple[str, ...]
+    """Where nothing fits: what comes nearest, and what would make it fit."""
+
+
+def layout_text(layout: ParallelLayout) -> str:
+    """The allocation string of a training layout."""
+    return str(
+        RoleAllocation(
+            backend=layout.backend,
+            dp=layout.dp,
+            tp=layout.tp,
+            pp=layout.pp,
+            cp=layout.cp,
+            vpp=layout.vpp,
+            ep=layout.ep,
+            etp=layout.etp,
+        )
+    )
+
+
+def search(
+    shape: PlanShape, cluster: Cluster, work: Workload, *, limit: int = 5, reference: PlanShape | None = None
+) -> Found:
+    """The `limit` fastest layouts of a trainer that fit with `HEADROOM` to spare."""
+    best: dict[tuple[int, ...], Candidate] = {}
+    n_tried = n_fitting = 0
+    for layout in layouts(shape, cluster, work, reference=reference):
+        n_tried += 1
+        chosen = _least_recompute(shape, cluster, work, layout, reference)
+        if chosen is None:
+            continue
+        n_fitting += 1
+        recompute, binding = chosen
+        time = _time(layout, shape, cluster, work.recomputing(recompute))
+        key = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
+        if key not in best or time.total < best[key].time.total:
+            spare = cluster.gpu.memory - cluster.reserved - binding.total
+            best[key] = Candidate(layout, recompute, binding, spare, time)
+    ranked = sorted(
+        best.values(), key=lambda candidate: (candidate.time.total, candidate.layout.pp, candidate.layout.tp)
+    )
+    advice = () if ranked else tuple(_advice(shape, cluster, work, reference))
+    return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice)
+
+
+def _time(layout: ParallelLayout, shape: PlanShape, cluster: Cluster, work: Workload) -> StepTime:
+    placed = RolePlacement("actor", layout, cluster.devices)
+    return step_time(layout, shape, work, cluster.gpu, ranks_together(placed, is_moe=shape.is_moe))
+
+
+def layouts(
+    shape: PlanShape, cluster: Cluster, work: Workload, *, reference: PlanShape | None = None
+) -> Iterator[ParallelLayout]:
+    """Every layout over all GPUs that the models can take; tensor parallel groups stay inside a node."""
+    models = [shape] if reference is None else [shape, reference]
+    for tp, pp, cp in _dense_degrees(shape, cluster, work):
+        ranks = cluster.n_gpus // pp
+        dp = ranks // (tp * cp)
+        for ep, etp in _expert_degrees(shape, ranks, tp):
+            for vpp in VIRTUAL_STAGES if pp > 1 else (1,):
+                layout = ParallelLayout("megatron", tp, pp, cp, dp, vpp, ep, etp, ranks // (ep * etp))
+                if all(_is_possible(layout, model) for model in models):
+                    yield layout
+
+
+def _dense_degrees(shape: PlanShape, cluster: Cluster, work: Workload) -> Iterator[tuple[int, int, int]]:
+    n_gpus = cluster.n_gpus
+    for tp in _divisors(n_gpus):
+        if not cluster.splits(tp) or shape.n_heads % tp or shape.n_kv_heads % tp:
+            continue
+        for pp in _divisors(n_gpus // tp):
+            if pp > shape.n_layers or (shape.is_trainable and shape.n_layers % pp):
+                continue
+            for cp in _divisors(n_gpus // (tp * pp)):
+                dp = n_gpus // (tp * pp * cp)
+                if dp <= work.sequences and (cp == 1 or work.sequence_length // cp >= SHORTEST_SHARD):
+                    yield tp, pp, cp
+
+
+def _expert_degrees(shape: PlanShape, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+    if not shape.is_moe:
+        # Dense layers only: the expert grid is that of data parallelism.
+        yield 1, 1
+        return
+    for etp in {1, tp}:
+        for ep in _divisors(ranks // etp):
+            if shape.n_experts % ep == 0:
+                yield ep, etp
+
+
+def _is_possible(layout: ParallelLayout, shape: PlanShape) -> bool:
+    if not shape.is_trainable and layout.vpp > 1:
+        return False
+    return next(plan_problems(layout, shape), None) is None
+
+
+def _divisors(number: int) -> list[int]:
+    return [degree for degree in range(1, number + 1) if number % degree == 0]
+
+
+def _least_recompute(
+    shape: PlanShape, cluster: Cluster, work: Workload, layout: ParallelLayout, reference: PlanShape | None
+) -> tuple[Recompute, RankMemory] | None:
+    """The recompute mode with the least work that fits, and the stage that needs the most under it."""
+    for recompute in RECOMPUTE:
+        memory = training_memory(layout, shape, work.recomputing(recompute), reference=reference)
+        if cluster.holds(memory):
+            return recompute, largest(memory)
+    return None
+
+
+def reasons(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
+    """Why a candidate stands where it does: what it has for it, and what costs it the first place."""
+    return (*_merits(candidate), *([] if candidate is first else _drawbacks(candidate, first)))
+
+
+def _merits(candidate: Candidate) -> Iterator[str]:
+    how = "no recomputation" if candidate.recompute == "none" else f"{candidate.recompute} recomputation"
+    yield f"{how}, {gb(candidate.spare)} GB to spare"
+    if candidate.layout.pp > 1:
+        yield f"{candidate.time.bubble_share:.0%} bubble"
+    crossing = [
+        item.dimension
+        for item in candidate.time.traffic
+        if item.crosses_nodes and item.dimension in ("cp", "ep", "etp")
+    ]
+    if crossing:
+        yield f"{' and '.join(crossing)} cross nodes"
+    elif inside := [item.dimension for item in candidate.time.traffic if item.dimension in ("tp", "cp", "ep", "etp")]:
+        yield f"{' and '.join(inside)} inside nodes"
+
+
+def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
+    """The part of the step that loses the most time to the first candidate."""
+    names = {
+        "layers": "in the layers",
+        "head": "in the LM head, which the last stage does alone",
+        "recompute": "in recomputation",
+        "launching": "waiting for the host",
+        "exposed": "in tp, cp and ep traffic",
+        "bubble": "in the pipeline's bubble",
+        "data_parallel": "reducing gradients",
+        "optimizer": "in the optimizer",
+    }
+    losses = {part: getattr(candidate.time, part) - getattr(first.time, part) for part in names}
+    part = max(losses, key=lambda name: losses[name])
+    if losses[part] > 0.005 * first.time.total:
+        yield f"loses {losses[part]:.2f} s {names[part]}"
+
+
+def _advice(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+    frugal = work.recomputing("full")
+    needs = [
+        (largest(training_memory(layout, shape, frugal, reference=reference)), layout)
+        for layout in layouts(shape, cluster, work, reference=reference)
+    ]
+    if not needs:
+        yield (
+            f"no layout of {cluster.n_gpus} GPUs suits the model's sizes: take a number of GPUs whose divisors divide "
+            f"its {shape.n_layers} layers and {shape.n_kv_heads} key/value heads, or a smaller --gpus-per-node"
+        )
+        return
+    nearest, layout = min(needs, key=lambda pair: pair[0].total)
+    yield (
+        f"the nearest is {layout_text(layout)} with full recomputation: stage {nearest.stage} needs "
+        f"{gb(nearest.total)} GB ({gb(nearest.resident)} of it weights, gradients and optimizer), and a "
+        f"{cluster.gpu.name} has {gb(cluster.gpu.memory * (1 - HEADROOM) - cluster.reserved)} GB to plan with"
+    )
+    yield from _remedies(shape, cluster, frugal, reference)
+    if cluster.most_kept is not None:
+        yield from _parting(shape, cluster, frugal, reference)
+
+
+def _parting(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+    """What devices of its own would bring a trainer that shares them."""
+    yield f"while other roles work on the same GPUs, the trainer may keep {gb(max(cluster.most_kept or 0, 0))} GB there"
+    apart = replace(cluster, reserved=0, engines=())
+    for times in (1, *MORE_GPUS):
+        if _fits(shape, apart.times(times), work, reference):
+            yield f"with other devices for those roles, it fits on {cluster.n_gpus * times} GPUs of this kind"
+            return
+
+
+def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+    if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, replace(cluster, gpu=gpu), work, reference)]:
+        yield f"GPUs on which it fits: {', '.join(fitting)}"
+    for times in MORE_GPUS:
+        if _fits(shape, cluster.times(times), work, reference):
+            yield f"it fits on {cluster.n_gpus * times} GPUs of this kind"
+            break
+    smaller = replace(work, micro_tokens=work.sequence_length)
+    if work.micro_tokens > work.sequence_length and _fits(shape, cluster, smaller, reference):
+        yield f"it fits with micro-batches of one sequence ({work.sequence_length} tokens)"
+    length = work.sequence_length // 2
+    while length >= SHORTEST_SHARD:
+        shorter = replace(work, sequence_length=length, micro_tokens=length)
+        if _fits(shape, cluster, shorter, reference):
+            yield f"it fits with sequences of {length} tokens, one a micro-batch"
+            return
+        length //= 2
+
+
+def _fits(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> bool:
+    if cluster.most_kept is not None and cluster.most_kept < 0:
+        return False
+    return any(
+        cluster.holds(training_memory(layout, shape, work, reference=reference))
+        for layout in layouts(shape, cluster, work, reference=reference)
+    )

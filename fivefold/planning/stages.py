@@ -1,0 +1,115 @@
+"""What each pipeline stage holds: its layers, its ends of the model, and the parameters of one of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fivefold.families.check import layout_problems
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.grid import stage_layers
+from fivefold.layout.parallel import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage. Its ranks all hold the same amounts."""
+
+    index: int
+    chunks: tuple[range, ...]
+    """The layers' numbers, for each of its virtual stages."""
+    n_moe: int
+    has_embedding: bool
+    has_head: bool
+    """Final norm and output layer."""
+
+    @property
+    def n_layers(self) -> int:
+        return sum(len(chunk) for chunk in self.chunks)
+
+    @property
+    def spans(self) -> tuple[str, ...]:
+        """The layers of each virtual stage, such as `0-3` and `8-11`."""
+        return tuple(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}" for chunk in self.chunks)
+
+    @property
+    def summary(self) -> str:
+        """Its layers in words: `0-3, 8-11`; of many virtual stages, the first three."""
+        return ", ".join(self.spans[:3]) + (f", ... ({len(self.spans)} parts)" if len(self.spans) > 3 else "")
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of one rank, by the ranks that its optimizer states are sharded over."""
+
+    dense: int
+    """Attention, dense MLPs, routers, norms and embeddings: replicated over dp * cp ranks."""
+    experts: int
+    """Replicated over edp ranks."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def plan_problems(layout: ParallelLayout, shape: PlanShape) -> Iterator[str]:
+    """One line for each rule that the layout breaks.
+
+    Stages may be uneven for models that are planned but not trained, because other engines take them so.
+    """
+    if shape.is_trainable:
+        yield from layout_problems(layout, shape)
+        return
+    yield from layout_problems(replace(layout, pp=1, vpp=1), shape)
+    if layout.pp * layout.vpp > shape.n_layers:
+        yield f"{shape.n_layers} layers are too few for p{layout.pp}*v{layout.vpp}: a stage needs at least one"
+
+
+def stages(layout: ParallelLayout, shape: PlanShape) -> tuple[Stage, ...]:
+    """The stages of the pipeline, first to last.
+
+    Layers that do not divide evenly (only of models that are planned but not trained) go to the middle first, as the
+    ends have the embedding and the head besides.
+    """
+    return tuple(_stage(layout, shape, index) for index in range(layout.pp))
+
+
+def _stage(layout: ParallelLayout, shape: PlanShape, index: int) -> Stage:
+    if shape.n_layers % (layout.pp * layout.vpp) == 0:
+        chunks = stage_layers(layout, shape.n_layers, index)
+    else:
+        chunks = tuple(_uneven_chunks(shape.n_layers, layout.pp * layout.vpp)[index :: layout.pp])
+    return Stage(
+        index=index,
+        chunks=chunks,
+        n_moe=sum(shape.moe_layers[layer] for chunk in chunks for layer in chunk),
+        has_embedding=index == 0,
+        has_head=index == layout.pp - 1,
+    )
+
+
+def _uneven_chunks(n_layers: int, n_chunks: int) -> list[range]:
+    least, rest = divmod(n_layers, n_chunks)
+    first = (n_chunks - rest) // 2
+    sizes = [least + (first <= chunk < first + rest) for chunk in range(n_chunks)]
+    starts = [sum(sizes[:chunk]) for chunk in range(n_chunks)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def rank_parameters(layout: ParallelLayout, shape: PlanShape, stage: Stage) -> RankParameters:
+    """Parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
+    tp = layout.tp
+    n_dense = stage.n_layers - stage.n_moe
+    dense = stage.n_layers * (shape.split_attention_parameters // tp + shape.whole_attention_parameters)
+    dense += stage.n_layers * 2 * shape.hidden
+    dense += n_dense * shape.dense_mlp_parameters // tp
+    dense += stage.n_moe * (shape.router_parameters + shape.shared_expert_parameters // tp)
+    vocabulary = -(-shape.vocab // tp) * shape.hidden
+    # A tied matrix is on both ends of a pipeline, and once where the ends are one stage.
+    matrices = stage.has_embedding + stage.has_head
+    if shape.tied_embeddings:
+        matrices = min(matrices, 1)
+    dense += matrices * vocabulary + (shape.hidden if stage.has_head else 0)
+    local_experts = shape.n_experts // layout.ep if stage.n_moe else 0
+    experts = stage.n_moe * local_experts * shape.expert_parameters // layout.etp
+    return RankParameters(dense=dense, experts=experts)

@@ -1,0 +1,310 @@
+"""A plan as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
+from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
+from fivefold.planning.search import Found, reasons
+from fivefold.planning.stages import stages
+from fivefold.planning.timing import StepTime
+
+BAR_WIDTH = 48
+MOST_RANKS = 16
+"""Ranks whose place is listed, unless all are asked for."""
+MOST_STAGES = 16
+LEAST_REASONS = 30
+"""Columns of a terminal that reasons need beside a table; with fewer, they stand below it."""
+
+Row = tuple[str, dict[str, float]]
+"""A rank's label, and its memory by kind."""
+
+
+def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> None:
+    """Every table of a plan."""
+    console.print(_title(blueprint))
+    for trainer in blueprint.trainers:
+        _heading(console, f"Ranks of {trainer.placed.role}")
+        console.print(_ranks(blueprint, trainer, all_ranks=all_ranks))
+        if trainer.placed.layout.vpp > 1:
+            console.print()
+            console.print(_virtual_stages(trainer, blueprint.question.shape))
+    if blueprint.question.gpus_per_node > 0:
+        _print_groups(console, blueprint)
+    _print_memory(console, blueprint)
+    for trainer in blueprint.trainers:
+        if trainer.time is not None and blueprint.question.gpus_per_node > 0:
+            _print_step(console, trainer, trainer.time, blueprint.question.gpu)
+    console.print()
+    print_notes(console, blueprint.notes)
+    for line in blueprint.problems:
+        console.print(Text.assemble(("cannot run  ", "bold red"), line))
+    if blueprint.fits and blueprint.question.gpus_per_node > 0:
+        console.print(Text(f"It fits. {_tightest(blueprint)}", style="bold green"))
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """One line each."""
+    for line in notes:
+        console.print(Text.assemble(("note  ", "yellow"), line))
+
+
+def _tightest(blueprint: Blueprint) -> str:
+    """Which rank of the trainers comes nearest to the limit."""
+    trainer = max(blueprint.trainers, key=lambda each: each.binding.total + each.beside, default=None)
+    if trainer is None:
+        return ""
+    room, needed = blueprint.question.gpu.memory, trainer.binding.total + trainer.beside
+    return (
+        f"Of the trainers' ranks, rank {trainer.binding_rank} of {trainer.placed.role} (stage "
+        f"{trainer.binding.stage}) needs the most: {gb(needed)} of {gb(room)} GB."
+    )
+
+
+def print_search(console: Console, found: Found) -> None:
+    """The ranking, with reasons."""
+    if not found.best:
+        console.print(Text(f"None of {found.n_tried} layouts fits.", style="bold red"))
+        for line in found.advice:
+            console.print(f"  {line}", highlight=False)
+        return
+    _heading(console, f"{found.n_fitting} of {found.n_tried} layouts fit; the fastest")
+    table = _ranking(found, with_reasons=False)
+    if console.measure(table).maximum + LEAST_REASONS <= console.width:
+        console.print(_ranking(found, with_reasons=True))
+        return
+    console.print(table)
+    console.print()
+    for place, candidate in enumerate(found.best, 1):
+        console.print(f"{place}  {'; '.join(reasons(candidate, found.best[0]))}")
+
+
+def _ranking(found: Found, *, with_reasons: bool) -> Table:
+    """A row for each layout, on one line but for its reasons, so that its backend can be copied."""
+    table = _table()
+    for name in ("", "actor.backend", "recompute", "GB", "seconds", "MFU"):
+        table.add_column(
+            name,
+            justify="left" if name in ("actor.backend", "recompute") else "right",
+            overflow="fold",
+            no_wrap=with_reasons,
+        )
+    if with_reasons:
+        table.add_column("why")
+    for place, candidate in enumerate(found.best, 1):
+        time = candidate.time
+        cells = (
+            str(place),
+            candidate.text,
+            candidate.recompute,
+            gb(candidate.binding.total),
+            f"{time.total:.2f}",
+            f"{time.mfu:.0%}",
+        )
+        table.add_row(*cells, *(["; ".join(reasons(candidate, found.best[0]))] if with_reasons else []))
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="dim")
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def _title(blueprint: Blueprint) -> RenderableType:
+    question, shape, work = blueprint.question, blueprint.question.shape, blueprint.question.work
+    active = f", {shape.n_active_parameters / 1e9:.1f}B of them active" if shape.is_moe else ""
+    where = "CPU processes" if question.gpus_per_node == 0 else f"x {question.gpus_per_node} {question.gpu.name}"
+    lines = [
+        Text.assemble((shape.name, "bold"), f"  {shape.n_parameters / 1e9:.1f}B parameters{active}"),
+        Text(f"{question.text}  on {question.n_nodes} node{'s' if question.n_nodes > 1 else ''} {where}"),
+        Text(
+            f"{work.sequences} sequences of {work.sequence_length} tokens a step, micro-batches of "
+            f"{work.tokens_per_micro_batch} tokens, recompute {work.recompute}"
+        ),
+    ]
+    return Text("\n").join(lines)
+
+
+def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Table:
+    rows = list(rank_rows(trainer.placed, blueprint.question.shape))
+    shown = rows if all_ranks else rows[:MOST_RANKS]
+    table = _table()
+    for name in RANK_COLUMNS:
+        table.add_column(name, justify="right")
+    for row in shown:
+        table.add_row(*(str(cell) for cell in row))
+    if len(shown) < len(rows):
+        table.caption = f"and {len(rows) - len(shown)} more: --ranks lists them"
+        table.caption_justify = "left"
+    return table
+
+
+def _virtual_stages(trainer: TrainerPlan, shape: PlanShape) -> Table:
+    """The layers of each virtual stage: a row a stage, in the order in which a micro-batch meets the columns."""
+    table = _table()
+    table.add_column("layers of stage", justify="right")
+    for virtual in range(trainer.placed.layout.vpp):
+        table.add_column(f"v{virtual}", justify="right")
+    for stage in stages(trainer.placed.layout, shape):
+        table.add_row(str(stage.index), *stage.spans)
+    return table
+
+
+def _print_groups(console: Console, blueprint: Blueprint) -> None:
+    """Which groups of ranks stay inside a node."""
+    plans: tuple[TrainerPlan | RolloutPlan, ...] = (*blueprint.trainers, *blueprint.rollouts)
+    rows = [(plan.placed.role, spread) for plan in plans for spread in plan.spreads]
+    if not rows:
+        return
+    _heading(console, "Groups of ranks, and the nodes they are on")
+    table = _table()
+    for name in ("role", "groups", "of ranks", "inside a node", "ranks on one node"):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role, spread in rows:
+        inside = "all" if spread.n_inside == spread.n_groups else f"{spread.n_inside} of {spread.n_groups}"
+        table.add_row(
+            f"{role} {spread.dimension}", str(spread.n_groups), str(spread.size), inside, str(spread.ranks_per_node)
+        )
+    console.print(table)
+
+
+def _print_modes(console: Console, blueprint: Blueprint) -> None:
+    """What each recompute mode would need."""
+    for trainer in blueprint.trainers:
+        modes = [
+            f"{mode} {gb(stage.total)} (activations {gb(stage.activations)})" for mode, stage in trainer.modes.items()
+        ]
+        if modes:
+            console.print(Text(f"{trainer.placed.role} by recompute mode: {', '.join(modes)}", style="dim"))
+
+
+def _print_memory(console: Console, blueprint: Blueprint) -> None:
+    gpu, on_gpus = blueprint.question.gpu, blueprint.question.gpus_per_node > 0
+    rows = [*_trainer_rows(blueprint), *_rollout_rows(blueprint)]
+    full = gpu.memory if on_gpus else max(sum(parts.values()) for _, parts in rows)
+    limit = f", of the {gb(gpu.memory)} of a {gpu.name}" if on_gpus else ""
+    _heading(console, f"Memory of a rank at the highest moment of a step, GB{limit}")
+    bars = _table()
+    for name, parts in rows:
+        bars.add_row(name, _bar(parts, full), Text(gb(sum(parts.values())), style="bold"))
+    console.print(bars)
+    console.print()
+    kinds = [kind for kind in MEMORY_COLOURS if any(parts.get(kind, 0) > 0 for _, parts in rows)]
+    width = max(len(name) for name, _ in rows) + sum(len(kind) + 2 for kind in kinds)
+    console.print(_kinds_across(rows, kinds) if width <= console.width else _kinds_down(rows, kinds))
+    _print_modes(console, blueprint)
+
+
+def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
+    table = _table()
+    table.add_column("")
+    for kind in kinds:
+        table.add_column(Text(kind, style=MEMORY_COLOURS[kind]), justify="right")
+    for name, parts in rows:
+        table.add_row(name, *(_amount(parts.get(kind, 0)) for kind in kinds))
+    return table
+
+
+def _kinds_down(rows: list[Row], kinds: list[str]) -> Table:
+    """The same for a narrow terminal."""
+    table = _table()
+    table.add_column("")
+    for name, _ in rows:
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        amounts = (_amount(parts.get(kind, 0)) for _, parts in rows)
+        table.add_row(Text(kind, style=MEMORY_COLOURS[kind]), *amounts)
+    return table
+
+
+def _trainer_rows(blueprint: Blueprint) -> Iterator[Row]:
+    for trainer in blueprint.trainers:
+        n_stages = len(trainer.memory)
+        for stage in trainer.memory:
+            mark = " *" if stage is trainer.binding and n_stages > 1 else ""
+            is_shown = n_stages <= MOST_STAGES or stage.stage in (0, n_stages - 1) or stage is trainer.binding
+            if is_shown:
+                yield f"{trainer.placed.role} stage {stage.stage}{mark}", trainer_parts(stage, trainer.beside)
+
+
+def _rollout_rows(blueprint: Blueprint) -> Iterator[Row]:
+    for rollout in blueprint.rollouts:
+        yield _rollout_label(rollout), rollout_parts(rollout.memory, rollout.beside)
+
+
+def _rollout_label(rollout: RolloutPlan) -> str:
+    return f"{rollout.placed.role}, {rollout.memory.sequences} sequences"
+
+
+def _amount(size: float) -> str:
+    return "-" if size == 0 else gb(size) if size >= 5e7 else "<0.1"
+
+
+def _bar(parts: dict[str, float], full: float) -> Text:
+    """Blocks in the colours of the kinds; what does not fit is cut off by `>`."""
+    bar = Text()
+    drawn, reached = 0, 0.0
+    for kind, size in parts.items():
+        reached += size / full * BAR_WIDTH
+        end = min(round(reached), BAR_WIDTH)
+        bar.append("█" * (end - drawn), style=MEMORY_COLOURS[kind])
+        drawn = max(drawn, end)
+    bar.append("·" * (BAR_WIDTH - drawn), style="dim")
+    if reached > BAR_WIDTH:
+        bar.append(">", style="bold red")
+    return bar
+
+
+def _print_step(console: Console, trainer: TrainerPlan, time: StepTime, gpu: Gpu) -> None:
+    low, high = time.mfu_range
+    slow, fast = time.tokens_per_second * low / high, time.tokens_per_second
+    _heading(console, f"An optimizer step of {trainer.placed.role}")
+    console.print(
+        f"{time.micro_batches} micro-batches, {time.total:.2f} s as kernels and links allow; expected MFU {low:.0%} to "
+        f"{high:.0%}, {slow:,.0f} to {fast:,.0f} tokens/s a GPU\n"
+    )
+    console.print(_step(time))
+    if time.traffic:
+        console.print()
+        console.print(_traffic(time, gpu))
+
+
+def _traffic(time: StepTime, gpu: Gpu) -> Table:
+    table = _table()
+    for name in ("traffic", "group", "inside a node", "GB sent by a rank", "seconds"):
+        table.add_column(name, justify="left" if name == "traffic" else "right")
+    for item in time.traffic:
+        inside = "all" if not item.crosses_nodes else f"{item.ranks_per_node} of {item.size}"
+        table.add_row(item.dimension, str(item.size), inside, gb(item.bytes), f"{item.seconds(gpu):.3f}")
+    return table
+
+
+def _step(time: StepTime) -> Table:
+    table = _table()
+    for name in ("time", "seconds", "", "   FLOPs", "TFLOP", ""):
+        table.add_column(name, justify="left" if name in ("time", "   FLOPs") else "right")
+    seconds = [(name, value) for name, value in time_parts(time).items() if value > 0]
+    flops = [(name.replace("_", " "), value) for name, value in vars(time.flops).items() if value > 0]
+    for index in range(max(len(seconds), len(flops))):
+        left = _shares(*seconds[index], time.total, 1.0) if index < len(seconds) else ("", "", "")
+        right = _shares(*flops[index], time.flops.total, 1e12) if index < len(flops) else ("", "", "")
+        table.add_row(*left, f"   {right[0]}", *right[1:])
+    return table
+
+
+def _shares(name: str, value: float, whole: float, unit: float) -> tuple[str, str, str]:
+    number = f"{value / unit:,.2f}" if value / unit < 100 else f"{value / unit:,.0f}"
+    return name, number, f"{value / whole:.0%}"

@@ -1,0 +1,239 @@
+"""How long an optimizer step takes, from a few constants that can be checked.
+
+    GPU time of a micro-batch   = matmuls / (peak * efficiency) + element-wise bytes / (bandwidth * efficiency)
+                                + traffic of tp, cp, ep (nothing overlaps them) + waits for the host
+    step                        = (micro-batches + (pp - 1) / vpp) * the slowest stage's
+                                + optimizer + weights' all-gather + what the last backward pass does not hide of dp
+
+The efficiencies are what PyTorch's kernels reach on an H200 with 8,192-token micro-batches of Qwen3-30B-A3B's shape.
+The estimate is what these kernels allow; waiting, uneven experts and uneven sequences take a part of that, so the
+expected range ends at `SLACK` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.activations import layer_costs
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.stages import Stage, rank_parameters, stages
+from fivefold.planning.step_flops import PartFlops, forward_parts, training_parts
+from fivefold.planning.traffic import Dimension, Traffic, step_traffic
+from fivefold.planning.workload import Workload
+
+DENSE_EFFICIENCY = 0.70
+"""Of the peak, in dense matmuls."""
+GROUPED_EFFICIENCY = 0.54
+"""In the experts' grouped matmuls."""
+ATTENTION_FORWARD_EFFICIENCY = 0.31
+ATTENTION_BACKWARD_EFFICIENCY = 0.21
+"""Of twice the forward FLOPs; flash attention also computes the scores again."""
+BANDWIDTH_EFFICIENCY = 0.65
+"""Of the memory's bandwidth, in element-wise kernels."""
+PASSES_OVER_SAVED = 8
+"""Times that each saved byte, or its gradient, is read or written by element-wise kernels, forward and backward."""
+OPTIMIZER_BYTES = 34
+"""Read and written for a parameter of the shard: gradient norm, AdamW, the bf16 copy."""
+ACCUMULATION_BYTES = 12
+"""Read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
+LAUNCH_SECONDS = 0.003
+"""Python and CUDA launches of one layer and micro-batch, forward and backward."""
+EXCHANGE_SECONDS = 0.003
+"""Wait of one MoE layer and micro-batch with ep or etp > 1, where the host must learn how many rows arrive to go on."""
+SPLIT_EXPERTS_SECONDS = 0.008
+"""What one MoE layer and micro-batch takes more with etp > 1, where Megatron-Core's own dispatcher gathers the rows."""
+SLACK = 0.7
+
+_COLLECTIVES_IN_THE_WAY = ("tp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, as the kernels and links allow."""
+
+    layers: float
+    """Matmuls and element-wise kernels of the slowest stage, all micro-batches."""
+    head: float
+    recompute: float
+    """Forward passes that are done again."""
+    launching: float
+    """The GPU waits for Python to launch kernels, or to learn how many rows an exchange brings."""
+    exposed: float
+    """Traffic of tp, cp and ep that nothing hides."""
+    bubble: float
+    """Waiting for the pipeline to fill and to drain."""
+    data_parallel: float
+    """Gradients and weights between data-parallel ranks, not hidden by the backward pass."""
+    optimizer: float
+    micro_batches: int
+    flops: PartFlops
+    """Of the whole step, over all ranks."""
+    traffic: tuple[Traffic, ...]
+    """Of a rank of the slowest stage."""
+    mfu: float
+    """Model FLOP/s utilisation of the estimate."""
+    tokens_per_second: float
+    """Per GPU, of the estimate."""
+
+    @property
+    def total(self) -> float:
+        return self.in_pipeline + self.bubble + self.data_parallel + self.optimizer
+
+    @property
+    def in_pipeline(self) -> float:
+        return self.layers + self.head + self.recompute + self.launching + self.exposed
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the step."""
+        return self.bubble / self.total
+
+    @property
+    def mfu_range(self) -> tuple[float, float]:
+        """Where a measured MFU is expected."""
+        return SLACK * self.mfu, self.mfu
+
+
+def step_time(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    gpu: Gpu,
+    together: Mapping[Dimension, int],
+) -> StepTime:
+    """The time of one optimizer step: forward, backward and update. `together`: as in `step_traffic`."""
+    timed = []
+    for stage in _distinct(layout, shape):
+        sent = step_traffic(layout, shape, work, stage, together)
+        timed.append((_StageTime.of(layout, shape, work, stage, gpu, sent), stage, sent))
+    slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
+    count = work.micro_batches(layout)
+    data_parallel = sum(item.seconds(gpu) for item in traffic if item.dimension in ("dp", "edp"))
+    # Four of six bytes are gradients; their reduction runs beside the backward pass of the last micro-batch.
+    gradients = data_parallel * 4 / (4 + work.element_bytes)
+    hidden = min(gradients, slowest.layers * 2 / 3)
+    parameters = rank_parameters(layout, shape, stage)
+    sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
+    flops = training_parts(shape, work.sequences, work.sequence_length)
+    parts = {
+        "layers": slowest.layers * count,
+        "head": slowest.head * count,
+        "recompute": slowest.recompute * count,
+        "launching": slowest.launching * count,
+        "exposed": slowest.exposed * count,
+        "bubble": slowest.total * (layout.pp - 1) / layout.vpp,
+        "data_parallel": data_parallel - hidden,
+        "optimizer": sharded * OPTIMIZER_BYTES / (gpu.bandwidth * BANDWIDTH_EFFICIENCY),
+    }
+    total = sum(parts.values())
+    return StepTime(
+        **parts,
+        micro_batches=count,
+        flops=flops,
+        traffic=traffic,
+        mfu=flops.total / total / layout.world_size / gpu.peak,
+        tokens_per_second=work.tokens / total / layout.world_size,
+    )
+
+
+def _distinct(layout: ParallelLayout, shape: PlanShape) -> list[Stage]:
+    """Stages that may differ in time: the ends, and one of each make in between."""
+    every = stages(layout, shape)
+    middle = {(stage.n_layers, stage.n_moe): stage for stage in every[1:-1]}
+    return list({stage.index: stage for stage in (every[0], every[-1], *middle.values())}.values())
+
+
+@dataclass(frozen=True)
+class _StageTime:
+    """Seconds of one micro-batch, forward and backward, on one rank of a stage."""
+
+    layers: float
+    head: float
+    recompute: float
+    launching: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head + self.recompute + self.launching + self.exposed
+
+    @staticmethod
+    def of(
+        layout: ParallelLayout,
+        shape: PlanShape,
+        work: Workload,
+        stage: Stage,
+        gpu: Gpu,
+        traffic: tuple[Traffic, ...],
+    ) -> _StageTime:
+        count = work.micro_batches(layout)
+        # The mean micro-batch: the fullest one is the memory's business.
+        sequences = work.sequences / layout.dp / count
+        forward = forward_parts(shape, sequences, work.sequence_length).scaled(1 / (layout.tp * layout.cp))
+        fill = sequences * work.sequence_length / work.tokens_per_micro_batch
+        layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)
+        # The logits are computed twice, so that they need not be kept.
+        head = 4 * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
+        exposed = sum(item.seconds(gpu) / count for item in traffic if item.dimension in _COLLECTIVES_IN_THE_WAY)
+        launch = LAUNCH_SECONDS * stage.n_layers * (4 / 3 if work.recompute == "full" else 1)
+        launching = max(0.0, launch - layers - again - exposed)
+        if layout.ep > 1 or layout.etp > 1:
+            launching += EXCHANGE_SECONDS * stage.n_moe
+        if layout.etp > 1:
+            launching += SPLIT_EXPERTS_SECONDS * stage.n_moe
+        return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
+
+
+def _layer_seconds(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    stage: Stage,
+    gpu: Gpu,
+    forward: PartFlops,
+    fill: float,
+) -> tuple[float, float]:
+    """(forward and backward, recomputation) of a stage's layers, for one micro-batch that is `fill` full."""
+    share = stage.n_layers / shape.n_layers
+    moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
+    mlps = forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY
+    mlps += forward.experts * moe_share / GROUPED_EFFICIENCY
+    matmuls = (forward.projections * share + forward.router * moe_share) / DENSE_EFFICIENCY + mlps
+    attention = forward.attention * share
+    scores = attention / ATTENTION_FORWARD_EFFICIENCY
+    saved, mlp_saved = _saved(layout, shape, work, stage)
+    moved = PASSES_OVER_SAVED * saved * fill
+    moved += ACCUMULATION_BYTES * rank_parameters(layout, shape, stage).experts
+    element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
+    computing = 3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY
+    again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
+    again = {
+        "none": 0.0,
+        "selective": mlps / gpu.peak + mlp_saved * again_bytes,
+        "full": (matmuls + scores) / gpu.peak + saved * again_bytes,
+    }[work.recompute]
+    return computing / gpu.peak + moved / element_wise, again
+
+
+def _mlp_share(shape: PlanShape, stage: Stage) -> float:
+    """Of the FLOPs of dense MLPs and shared experts, those of the stage's layers."""
+
+    def weights(n_layers: int, n_moe: int) -> int:
+        return (n_layers - n_moe) * shape.dense_mlp_parameters + n_moe * shape.shared_expert_parameters
+
+    whole = weights(shape.n_layers, shape.n_moe_layers)
+    return weights(stage.n_layers, stage.n_moe) / whole if whole else 0.0
+
+
+def _saved(layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage) -> tuple[int, int]:
+    """(bytes that a micro-batch saves on the stage without recomputation, those of its MLPs)."""
+    saved = mlp = 0
+    for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():
+        if count:
+            costs = layer_costs(shape, layout, work, is_moe=is_moe)
+            saved += count * costs.saved
+            mlp += count * costs.mlp
+    return saved, mlp

@@ -1,0 +1,124 @@
+"""Bytes that a rank sends in a step, by dimension of parallelism, and over which links.
+
+    tp    all-gather and reduce-scatter of the residual stream around attention and around dense MLPs (sequence
+          parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
+          weights' gradients
+    cp    all-gather of keys and values, reduce-scatter of their gradients
+    ep    all-to-all of routed rows, there and back, forward and backward
+    etp   all-gather and reduce-scatter of routed rows
+    pp    one residual stream a micro-batch and boundary, each way
+    dp    once a step: reduce-scatter of float32 gradients, all-gather of weights; the experts' over edp
+
+Of a group of n ranks, each sends (n - 1) / n of the gathered bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.stages import Stage, rank_parameters
+from fivefold.planning.workload import Workload
+
+Dimension = Literal["tp", "cp", "ep", "etp", "pp", "dp", "edp"]
+
+LINK_EFFICIENCY = 0.75
+"""Of a link's bandwidth, what NCCL's large collectives reach."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One dimension's share of a step, on one rank of a stage."""
+
+    dimension: Dimension
+    size: int
+    """Ranks of a group."""
+    ranks_per_node: int
+    """Of a group's ranks, how many sit on one node."""
+    bytes: float
+    """Sent by one rank in a step."""
+    exchanges_pairs: bool
+    """All-to-all or point to point: each rank's own network card carries it. Else a ring over all of them."""
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.ranks_per_node < self.size
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Time on the slowest link that it takes, nothing else sharing it."""
+        if not self.crosses_nodes:
+            return self.bytes / (gpu.link * LINK_EFFICIENCY)
+        if self.exchanges_pairs:
+            share = (self.size - self.ranks_per_node) / (self.size - 1)
+            between, within = self.bytes * share / gpu.network, self.bytes * (1 - share) / gpu.link
+            return max(between, within) / LINK_EFFICIENCY
+        return self.bytes / (min(gpu.link, gpu.network * self.ranks_per_node) * LINK_EFFICIENCY)
+
+
+def step_traffic(
+    layout: ParallelLayout,
+    shape: PlanShape,
+    work: Workload,
+    stage: Stage,
+    together: Mapping[Dimension, int],
+) -> tuple[Traffic, ...]:
+    """Traffic of one rank of `stage`, for the dimensions that have any.
+
+    `together` says how many ranks of a group share a node, as `groups.ranks_together` counts them.
+    """
+    sizes: dict[Dimension, int] = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "pp": layout.pp,
+        # Gradients of attention are reduced over the data and context parallel ranks together.
+        "dp": layout.dp * layout.cp,
+        "edp": layout.edp,
+    }
+    moved = _bytes(layout, shape, work, stage)
+    return tuple(
+        Traffic(
+            dimension=dimension,
+            size=size,
+            ranks_per_node=together[dimension],
+            bytes=moved[dimension],
+            exchanges_pairs=dimension in ("ep", "pp"),
+        )
+        for dimension, size in sizes.items()
+        if size > 1 and moved[dimension] > 0
+    )
+
+
+def _bytes(layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage) -> dict[Dimension, float]:
+    element, tp = work.element_bytes, layout.tp
+    tokens = work.tokens / (layout.dp * layout.cp)
+    stream = tokens * shape.hidden * element
+    n_dense = stage.n_layers - stage.n_moe
+    again = {"none": (0, 0), "selective": (0, 1), "full": (1, 1)}[work.recompute]
+    # Passes over the stream: forward 2, backward 3, and a forward pass again where it is recomputed.
+    attention, mlps = 5 + 2 * again[0], 5 + 2 * again[1]
+    shared = stage.n_moe if shape.shared_expert_ffn_hidden else 0
+    passes = stage.n_layers * attention + (n_dense + shared) * mlps
+    passes += 2 * stage.has_embedding + 2 * stage.has_head
+    keys = element * tokens * layout.cp * (shape.key_width + shape.value_width) / tp
+    rows = stream / tp * shape.top_k
+    parameters = rank_parameters(layout, shape, stage)
+    boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
+    return {
+        "tp": _share(tp) * stream * passes,
+        "cp": _share(layout.cp) * keys * stage.n_layers * (2 + again[0]),
+        "ep": _share(layout.ep) * rows * stage.n_moe * (4 + 2 * again[1]),
+        "etp": _share(layout.etp) * rows * layout.etp * stage.n_moe * (4 + 2 * again[1]),
+        "pp": stream / tp * boundaries if layout.pp > 1 else 0.0,
+        "dp": _share(layout.dp * layout.cp) * parameters.dense * (4 + element),
+        "edp": _share(layout.edp) * parameters.experts * (4 + element),
+    }
+
+
+def _share(size: int) -> float:
+    return (size - 1) / size

@@ -1,0 +1,101 @@
+"""The plain versions of the fused chains, against autograd through naive formulas written from their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fivefold.engine import kernels
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_is_rounded_once(dtype: torch.dtype) -> None:
+    gate_up, probs = random(5, 14, seed=0, dtype=dtype), random(5, seed=1).sigmoid()
+    gate, up = gate_up.double()[:, :7], gate_up.double()[:, 7:]
+    expected = gate / (1 + (-gate).exp()) * up * probs.double()[:, None]
+    result = kernels.swiglu(gate_up, probs)
+    assert result.dtype == dtype
+    # Half a unit in the last place is the best a rounded result can do.
+    torch.testing.assert_close(result.double(), expected, rtol=0.51 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
+
+
+def test_sum_rows_accumulates_in_float32() -> None:
+    # In bfloat16 256 + 1 is 256 again: a sum kept in half precision would lose every 1.
+    rows = torch.tensor([[256.0], [1.0], [1.0], [0.0]], dtype=torch.bfloat16)
+    index = torch.tensor([[0, 1, 2], [3, 3, 1]])
+    assert kernels.sum_rows(rows, index).tolist() == [[258.0], [1.0]]
+
+
+def test_accumulate_rounds_to_float32_only() -> None:
+    total = torch.full((3, 5), 1000.0)
+    addend = random(3, 5, seed=2, dtype=torch.bfloat16)
+    kernels.accumulate(total, addend)
+    torch.testing.assert_close(total, (1000.0 + addend.double()).float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("n_groups", "n_queries", "head_dim"), [(1, 1, 2), (2, 3, 8), (3, 1, 6)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_split_heads_turns_each_pair_by_its_angle(n_groups: int, n_queries: int, head_dim: int, has_norm: bool) -> None:
+    n_tokens, half, eps = 4, head_dim // 2, 1e-3
+    qkv = random(n_tokens, n_groups * (n_queries + 2) * head_dim, seed=3)
+    weights = (random(head_dim, seed=4), random(head_dim, seed=5)) if has_norm else (None, None)
+    angles = random(n_tokens, half, seed=6)
+    cos, sin = (torch.cat((f(angles), f(angles)), dim=-1).unsqueeze(1) for f in (torch.cos, torch.sin))
+    query, key, value = kernels.split_heads(qkv, *weights, cos, sin, n_groups, eps)
+
+    turn = torch.polar(torch.ones_like(angles), angles)
+    for token in range(n_tokens):
+        heads = iter(qkv[token].split(head_dim))
+        for group in range(n_groups):
+            outputs = [(query[token, group * n_queries + i], weights[0]) for i in range(n_queries)]
+            for output, weight in [*outputs, (key[token, group], weights[1])]:
+                head = next(heads)
+                if weight is not None:
+                    head = head / math.sqrt(float(head.square().mean()) + eps) * weight
+                turned = torch.complex(head[:half], head[half:]) * turn[token]
+                torch.testing.assert_close(output, torch.cat((turned.real, turned.imag)))
+            torch.testing.assert_close(value[token, group], next(heads), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 33])
+def test_statistics_and_gradient_are_those_of_log_softmax(vocab: int) -> None:
+    n_rows = 6
+    logits = (10 * random(n_rows, vocab, seed=7)).requires_grad_()
+    targets = torch.arange(n_rows) % vocab
+    maximum, total, weighted, target_logit = kernels.logit_statistics(logits.detach(), targets)
+    log_p = torch.log_softmax(logits, dim=-1)
+    logprob, entropy = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    log_normalizer = maximum + total.log()
+    torch.testing.assert_close(target_logit - log_normalizer, logprob.detach())
+    torch.testing.assert_close(log_normalizer - weighted / total, entropy.detach(), rtol=1e-5, atol=1e-5)
+
+    grad_logprob, grad_entropy = random(n_rows, seed=8), random(n_rows, seed=9)
+    for with_entropy in (False, True):
+        objective = (grad_logprob * logprob).sum() + (grad_entropy * entropy).sum() * with_entropy
+        (expected,) = torch.autograd.grad(objective, logits, retain_graph=True)
+        result = kernels.logit_gradient(
+            logits.detach(),
+            targets,
+            log_normalizer,
+            grad_logprob,
+            grad_entropy if with_entropy else None,
+            entropy.detach(),
+            torch.float32,
+        )
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_target_of_another_shard_has_logit_zero() -> None:
+    logits = random(3, 5, seed=10)
+    statistics = kernels.logit_statistics(logits, torch.tensor([-1, 5, 2]))
+    assert statistics[3].tolist() == [0.0, 0.0, float(logits[2, 2])]
+    grad = kernels.logit_gradient(
+        logits, torch.tensor([-1, 5, 2]), logits.logsumexp(-1), torch.ones(3), None, torch.zeros(3), torch.float32
+    )
+    torch.testing.assert_close(grad.sum(-1), torch.tensor([-1.0, -1.0, 0.0]))

@@ -1,0 +1,205 @@
+"""What a model's sizes can be divided by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.families.check import check_layout, check_recipe, layout_problems
+from fivefold.families.shape import ModelShape
+from fivefold.layout.parser import parse_backend
+
+MOE = ModelShape(
+    family="qwen2_moe",
+    n_layers=12,
+    hidden=96,
+    n_heads=12,
+    n_kv_heads=4,
+    head_dim=8,
+    ffn_hidden=90,
+    vocab=101,
+    max_positions=64,
+    n_experts=6,
+    top_k=2,
+    expert_ffn_hidden=20,
+    shared_expert_ffn_hidden=36,
+    moe_layers=(True,) * 12,
+    norm_topk_prob=True,
+    qkv_bias=True,
+    qk_norm=False,
+    tied_embeddings=True,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+)
+DENSE = replace(MOE, family="qwen2", n_experts=0, top_k=0, shared_expert_ffn_hidden=0, moe_layers=(False,) * 12)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "megatron:d1",
+        "megatron:t4",
+        "megatron:p4",
+        "megatron:p3v4",
+        "megatron:d3c5",
+        "megatron:d6e6",
+        "megatron:(attn:t2c2p2|ffn:t2e2)",
+        "megatron:(attn:d5|ffn:t5)",
+        "vllm:t4",
+        "transformers:d7",
+    ],
+)
+def test_layouts_that_fit(text: str) -> None:
+    check_layout(parse_backend(text), MOE)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "message"),
+    [
+        ("megatron:t5", MOE, "12 attention heads cannot be split over t5"),
+        ("megatron:t3", MOE, "4 key/value heads cannot be split over t3"),
+        ("megatron:t8", replace(MOE, n_heads=16), "4 key/value heads cannot be split over t8"),
+        ("megatron:t4", replace(DENSE, ffn_hidden=90), "90 columns of the MLP cannot be split over t4"),
+        ("megatron:t4", replace(MOE, moe_layers=(False,) + (True,) * 11), "90 columns of the MLP"),
+        ("megatron:t4", replace(MOE, shared_expert_ffn_hidden=38), "38 columns of the shared expert"),
+        ("megatron:p5", MOE, "12 layers do not divide into equal parts over p5"),
+        ("megatron:p4v2", MOE, r"12 layers do not divide into equal parts over p4\*v2 = 8"),
+        ("megatron:d4e4", MOE, "6 experts cannot be split over e4"),
+        ("megatron:(attn:d3|ffn:t3)", MOE, "20 columns of an expert cannot be split over ffn t3"),
+        ("megatron:d2e2", DENSE, "e2 splits experts, and qwen2 has none"),
+        ("megatron:(attn:d2|ffn:t2)", DENSE, "ffn t2 splits experts, and qwen2 has none"),
+        ("megatron:d1", replace(MOE, top_k=1), "each token visits one expert with norm_topk_prob=true"),
+        ("vllm:t6", replace(MOE, expert_ffn_hidden=24), "4 key/value heads"),
+        ("vllm:t4", replace(MOE, expert_ffn_hidden=22), "22 columns of an expert"),
+    ],
+)
+def test_layouts_that_do_not_fit(text: str, shape: ModelShape, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(parse_backend(text), shape)
+
+
+def test_inference_engines_copy_key_value_heads() -> None:
+    few_heads = replace(MOE, n_kv_heads=2)
+    check_layout(parse_backend("sglang:t4"), few_heads)
+    with pytest.raises(ValueError, match="2 key/value heads"):
+        check_layout(parse_backend("megatron:t4"), few_heads)
+
+
+def test_virtual_stages_need_a_pipeline() -> None:
+    layout = replace(parse_backend("megatron:p2v2"), pp=1)
+    assert "one stage only" in next(layout_problems(layout, MOE))
+
+
+def test_every_problem_is_listed() -> None:
+    with pytest.raises(ValueError, match="qwen2_moe cannot be laid out as megatron tp5 pp5 dp4 ep4") as caught:
+        check_layout(parse_backend("megatron:d4t5p5e4"), MOE)
+    assert len(str(caught.value).splitlines()) == 1 + 5
+
+
+def recipe(**changes: Any) -> TrainRecipe:
+    base: dict[str, Any] = {
+        "experiment_name": "check",
+        "cluster": {"n_nodes": 1, "n_gpus_per_node": 8},
+        "actor": {"path": "m", "backend": "megatron:d2t2e2"},
+        "rollout": {"backend": "vllm:d2t2"},
+        "train_dataset": {"path": "d"},
+    }
+    return TrainRecipe.model_validate({**base, **changes})
+
+
+def test_recipes_are_checked_role_by_role() -> None:
+    check_recipe(recipe(), MOE)
+    bad = recipe(actor={"path": "m", "backend": "megatron:d1t3"}, rollout={"backend": "vllm:t5"})
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(bad, MOE)
+    assert {problem.partition(":")[0] for problem in caught.value.problems} == {"actor", "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "nodes"),
+    [
+        ("vllm:d1p6", "0, 1"),
+        ("sglang:d2t2p3", "0, 1"),
+        ("vllm:d1t2p4", "0, 1"),
+        ("vllm:d2t4", None),
+        ("sglang:d4t2", None),
+        ("transformers:d8", None),
+    ],
+)
+def test_a_server_lies_on_one_node(backend: str, nodes: str | None) -> None:
+    """On nodes of 4, from the first."""
+    cluster = {"n_nodes": 4, "n_gpus_per_node": 4}
+    asked = recipe(cluster=cluster, rollout={"backend": backend}, actor={"path": "m", "backend": "megatron:d2t2"})
+    if nodes is None:
+        check_recipe(asked, MOE)
+        return
+    with pytest.raises(RecipeError, match=f"rollout: a replica of .* would span nodes {nodes}: .* t x p = ") as caught:
+        check_recipe(asked, MOE)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_server_on_listed_devices_lies_on_one_node() -> None:
+    def listed(devices: list[int]) -> TrainRecipe:
+        actor = {"path": "m", "backend": "megatron:d4", "device_mapping": [4, 5, 6, 7]}
+        rollout = {"backend": "vllm:d2t2", "device_mapping": devices}
+        return recipe(cluster={"n_nodes": 2, "n_gpus_per_node": 4}, actor=actor, rollout=rollout)
+
+    check_recipe(listed([2, 3, 4, 5]), MOE)
+    with pytest.raises(RecipeError, match="would span nodes 0, 1"):
+        check_recipe(listed([1, 2, 3, 4]), MOE)
+
+
+SERVER_KEYS = {"memory_fraction": 0.5, "server_python": "/opt/python", "server_args": ["--enforce-eager"]}
+
+
+@pytest.mark.parametrize("key", SERVER_KEYS)
+@pytest.mark.parametrize("layout", [{}, {"allocation_mode": "transformers:d4+megatron:d2t2e2"}])
+def test_keys_of_servers_need_a_server(key: str, layout: dict[str, str]) -> None:
+    here = {} if layout else {"backend": "transformers:d4"}
+    with pytest.raises(RecipeError, match=rf"rollout\.{key}=.* is for vLLM and SGLang, and the rollout is neither"):
+        check_recipe(recipe(rollout={**here, key: SERVER_KEYS[key]}, **layout), MOE)
+    check_recipe(recipe(rollout={"backend": "sglang:d2t2", **SERVER_KEYS}), MOE)
+    check_recipe(recipe(rollout=SERVER_KEYS, allocation_mode="sglang:d2t2+megatron:d2t2e2"), MOE)
+
+
+@pytest.mark.parametrize("section", ["gconfig", "evaluator"])
+def test_vllm_samples_with_some_temperatures_only(section: str) -> None:
+    def with_temperature(value: float, backend: str = "vllm:d2t2") -> TrainRecipe:
+        own = {section: {"temperature": value, "greedy": False}, "valid_dataset": {"path": "d"}}
+        return recipe(rollout={"backend": backend}, **own)
+
+    for accepted in (0.01, 1.0, 2.0):
+        check_recipe(with_temperature(accepted), MOE)
+    for refused in (0.009, 2.1):
+        with pytest.raises(RecipeError, match=rf"{section}\.temperature={refused}: vLLM samples with 0\.01 to 2\.0"):
+            check_recipe(with_temperature(refused), MOE)
+        check_recipe(with_temperature(refused, "sglang:d2t2"), MOE)
+        check_recipe(with_temperature(refused, "transformers:d2"), MOE)
+
+
+def test_router_losses_need_a_router() -> None:
+    megatron = {"transformer": {"moe_aux_loss_coeff": 0.1}}
+    check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)
+    with pytest.raises(RecipeError, match=r"moe_aux_loss_coeff=0\.1 is a router's loss, and qwen2 has none"):
+        check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), DENSE)
+
+
+def test_a_reference_model_of_its_own_shape_is_checked_in_the_actors_layout() -> None:
+    with pytest.raises(RecipeError, match="ref: e2 splits experts"):
+        check_recipe(recipe(), MOE, ref_shape=DENSE)
+
+
+def test_sft_recipes_are_checked() -> None:
+    values = {
+        "experiment_name": "check",
+        "cluster": {"n_gpus_per_node": 0},
+        "actor": {"path": "m", "backend": "megatron:p5"},
+        "train_dataset": {"path": "d"},
+    }
+    with pytest.raises(RecipeError, match="actor: 12 layers"):
+        check_recipe(SFTRecipe.model_validate(values), MOE)

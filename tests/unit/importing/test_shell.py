@@ -1,0 +1,169 @@
+"""Launch scripts: the arguments that bash would pass on, found without running anything."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from dialect_conversion import ENVIRONMENT, FIXTURES, bash_arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.importing.shell.script import read_script
+
+SNIPPETS = {
+    "quotes": """A='x  y'; python3 -m t a="$A" b='$A' c=\\$A d="it's" e='say "no"' f="a\\"b\\$c" g=$'h'""",
+    "splitting": """A='x=1 y=2'; B=; python3 -m t $A "$A" z=$B "" $B end=1""",
+    "defaults": """E=; python3 -m t a=${E:-d} b=${E-d} c=${U-d} d=${U:-"two words"} e=${U:-${V:-deep}} f=${HOME:+set} g=${U+set}""",
+    "assigning default": """: ${A:=7}; python3 -m t a=$A b=${A:-8}""",
+    "trimming": """P=/a/b.c/run.tar.gz; python3 -m t a=${P##*/} b=${P#*/} c=${P%.*} d=${P%%.*} e=${P/a/x} f=${P//\\//_} g=${#P}""",
+    "quotes in defaults": """X='a b'; python3 -m t ${U:-"a=1 b=2"} ${U:-c=3 d=4} e=${U:-x"$X"y} $'f=it\\'s' """,
+    "quotes in quoted defaults": """X='a b'; python3 -m t a="${U:-'x y'}" b="${U:-"x y"}" c="${U:-'$X'}" d="${U:-"'$X'"}" """
+    """e="${U:-a\\"b}" f="${U:-a\\'b}" g="${U:-a\\b}" h="${U:-\\$X}" i="${X:+'q'}" j="${U:-${V:-'deep'}}" """
+    """k=${U:-"${V:-'deep'}"} l=${U:-'x}y'} m="${U:-'x}y'}" n="${W:='v w'}" o="$W" p=${U:-a\\}b} q="${U:-a\\}b}" """,
+    "quotes in quoted patterns": """P=abc; python3 -m t a="${P#'a'}" b="${P%'c'}" c="${P/'b'/x}" """,
+    "upper and lower case": """A='Hello World'; python3 -m t a="${A,,}" b="${A^^}" c="${A,}" d="${A^}" e=${U,,}""",
+    "parts of texts": """A='Hello World'; N=2; python3 -m t a="${A:1:2}" b="${A:6}" c="${A: -3}" d="${A:1:-2}" e="${A:(-3):2}" """
+    """f="${A:20}" g="${A:0:0}" h="${A: -20}" i="${A: -20:3}" j="${A:N}" k="${A:$N:3}" l="${A:N+1:$((N+1))}" m="${A::4}" """
+    """n="${A:3:}" o=${A:-2} p=${U:1:2}""",
+    "patterns": """P=a/b*c; S=b; python3 -m t a=${P/#a/x} b=${P/%c/x} c="${P//'*'/-}" d=${P/\\*/-} e=${P/$S\\*/"$S"} f=${P//[/x}""",
+    "arguments of functions": """run() { local N=$1; shift; python3 -m t n=$N c=$# d=${3:-none} "$@"; }; run 4 a=1 "b=2 3" """,
+    "arithmetic": """A=6; B=4; python3 -m t a=$((A * B)) b=$(($A*$B+1)) c=$((-7 / 2)) d=$((-7 % 3)) e=$(((A+B)*2)) f=$((A>B))""",
+    "arrays": """L=(a=1 "b=2 3"); L+=(c=$((1+1))); python3 -m t "${L[@]}" n=${#L[@]} first="${L[0]}" last="${L[2]}" """,
+    "empty array": """L=(); python3 -m t "${L[@]}" a=1""",
+    "continued": "python3 -m t \\\n  a=1 \\\n  # b=2\n",
+    "comments": "# python3 -m t a=0\npython3 -m t a=1#2 # b=3\n",
+    "if": """A=2; if [ "$A" -eq 1 ]; then B=one; elif [[ $A == 2 && -n "$A" ]]; then B=two; else B=other; fi
+             python3 -m t b=$B""",
+    "nested if": """A=; if [ -z "$A" ]; then if [ "x" != "x" ]; then B=1; else B=2; fi; fi; python3 -m t b=$B""",
+    "and, or": """A=1; [ "$A" = 2 ] && B=x || B=y; [[ $A -lt 3 ]] && C=z; ! false && D=w; python3 -m t b=$B c=$C d=$D""",
+    "case": """M=qwen3-moe; case "$M" in llama*) K=1;; qwen3-moe|qwen3) K=2 ;; *) K=3;; esac; python3 -m t k=$K""",
+    "function": """f() { A=$((A + 1)); }; function g { f; f; }; A=1; g; python3 -m t a=$A""",
+    "defined, not called": """f() { A=2; python3 -m t a=9; }; A=1; python3 -m t a=$A""",
+    "eval": """A=5; C=(python3 -m t a=\\$A "b=\\$((A + 1))"); A=6; eval "${C[@]}" c=\\$A""",
+    "here-document": """cat > /dev/null <<EOF\npython3 -m t a=2\nEOF\npython3 -m t a=1""",
+    "quoted here-document": """cat <<'E' > /dev/null\nit's $(not closed\nE\npython3 -m t a=1""",
+    "redirected": """python3 -m t a=1 2>&1 > /dev/stderr b=2; python3 -m t a=1 b=2""",
+    "piped": """python3 -m t a=1 | cat""",
+    "exported": """export A=1 B="x y"; C=3 python3 -m t a=$A b="$B" """,
+    "appended": """A=a=1; A+=,2; python3 -m t $A""",
+    "subshell": """(A=1; python3 -m t a=$A)""",
+    "no arguments": """main() { python3 -m t a=1 "$@"; }; main "$@" """,
+    "braces of others": """python3 -m t 'a=${b.c}' b='{x: 1}' c=[1,2] d={} """,
+}
+
+
+def arguments(script: str) -> list[str]:
+    (launch,) = read_script(script, ENVIRONMENT).launches
+    return [word.text for word in launch]
+
+
+@pytest.mark.parametrize("name", [name for name in SNIPPETS if name != "redirected"])
+def test_arguments_are_those_of_bash(name: str) -> None:
+    assert arguments(SNIPPETS[name]) == bash_arguments(SNIPPETS[name])
+
+
+@pytest.mark.parametrize("script", sorted(FIXTURES.glob("*.sh")), ids=lambda path: path.stem)
+def test_fixtures_give_the_arguments_that_bash_gives(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    run = '\neval "${TRAINING_CMD[@]}"\n' if "TRAINING_CMD" in text else ""
+    assert arguments(text) == bash_arguments(text + run)
+
+
+def test_redirections_are_no_arguments() -> None:
+    launches = read_script(SNIPPETS["redirected"], {}).launches
+    assert [[word.text for word in launch] for launch in launches] == [["-m", "t", "a=1", "b=2"]] * 2
+
+
+def expressions() -> st.SearchStrategy[tuple[str, int]]:
+    """Expressions of the shell, each with its value: division rounds towards 0, a remainder has its dividend's sign."""
+
+    def join(left: tuple[str, int], sign: str, right: tuple[str, int]) -> tuple[str, int]:
+        a, b = left[1], right[1]
+        if sign in "/%" and b == 0:
+            sign = "+"
+        quotient = math.trunc(Fraction(a, b)) if sign in "/%" else 0
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": quotient, "%": a - b * quotient}[sign]
+        return f"({left[0]}) {sign} ({right[0]})", value
+
+    numbers = st.integers(-50, 50).map(lambda value: (str(value), value))
+    return st.recursive(numbers, lambda inner: st.builds(join, inner, st.sampled_from("+-*/%"), inner), max_leaves=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(expressions())
+def test_arithmetic_is_that_of_whole_numbers(case: tuple[str, int]) -> None:
+    expression, value = case
+    assert arguments(f"python3 -m t a=$(({expression}))") == ["-m", "t", f"a={value}"]
+
+
+def test_commands_are_not_run_and_said_to_be_left_empty(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    script = f"A=$(touch {mark}); B=`touch {mark}`; eval touch {mark}; python3 -m t a=x$A b=$B c=1; touch {mark}"
+    (launch,) = read_script(script, {}).launches
+    assert not mark.exists()
+    assert [word.text for word in launch] == ["-m", "t", "a=x", "b=", "c=1"]
+    assert "touch" in launch[2].notes[0]
+    assert "not run" in launch[3].notes[0]
+    assert launch[4].notes == ()
+
+
+def test_variables_that_nothing_sets_are_named_with_the_way_to_set_them() -> None:
+    (launch,) = read_script("python3 -m t data.train_files=$DATA", {}).launches
+    assert "DATA=..." in launch[2].notes[0]
+    (launch,) = read_script("python3 -m t data.train_files=$DATA", {"DATA": "/d"}).launches
+    assert launch[2].text == "data.train_files=/d"
+    assert launch[2].notes == ()
+
+
+def test_what_a_command_decides_is_noted_and_taken_as_false() -> None:
+    script = read_script("A=1\nif nvidia-smi | grep -q H100; then\n A=2\nfi\npython3 -m t a=$A", {})
+    assert [word.text for word in script.launches[0]][-1] == "a=1"
+    assert re.search(r"line 2.*taken as false", script.notes[0])
+
+
+def test_loops_are_passed_over() -> None:
+    assert arguments("A=1; for i in 1 2; do A=$i; python3 -m t a=$i; done; python3 -m t a=$A") == ["-m", "t", "a=1"]
+
+
+def test_functions_that_call_themselves_end() -> None:
+    assert read_script("f() { f; }; f; python3 -m t a=1", {}).launches
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("torchrun --nproc-per-node 8 train.py a=1", ["a=1"]),
+        ("/opt/env/bin/python3.11 -m verl.trainer.main_ppo a=1", ["-m", "verl.trainer.main_ppo", "a=1"]),
+        ("nohup python -u run.py --config x.yaml a=1 &", ["--config", "x.yaml", "a=1"]),
+        ("CUDA_VISIBLE_DEVICES=0,1 PYTHONPATH=. python run.py +a=1", ["+a=1"]),
+        ("ssh host ls key=1", None),
+        ("pip install 'torch>=2'; export A=1", None),
+    ],
+)
+def test_launches_are_programs_with_overrides(script: str, expected: list[str] | None) -> None:
+    launches = read_script(script, {}).launches
+    assert [[word.text for word in launch] for launch in launches] == ([] if expected is None else [expected])
+
+
+def test_environment_variables_for_the_program_are_listed() -> None:
+    script = read_script("export NCCL_DEBUG=INFO TP=2; python3 -m t tp=$TP", {})
+    assert script.exported == ["NCCL_DEBUG"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("A=1\npython3 -m t a='x\n", 2),
+        ("\n\nif true; then A=1\n", 3),
+        ("L=(a\nb\n", 1),
+        ("A=${B\n", 1),
+        ("f() {\n a\n", 1),
+    ],
+)
+def test_scripts_that_are_not_closed_are_refused_with_the_line(script: str, line: int) -> None:
+    with pytest.raises(ValueError, match=rf"line {line}\b"):
+        read_script(script, {})

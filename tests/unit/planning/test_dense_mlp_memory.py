@@ -1,0 +1,141 @@
+"""The memory of a dense MLP against its passes on the CPU, every storage counted while it lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.families.plan_shape import find_shape
+from fivefold.layout.parser import parse_backend
+from fivefold.planning.activations import LayerCosts, layer_costs
+from fivefold.planning.workload import Workload
+
+HIDDEN = 128
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages made inside, now and at the most."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+class Linear(torch.autograd.Function):
+    """As Megatron-Core's parallel layers under DDP: the weight's gradient only wakes a hook."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weight = ctx.saved_tensors
+        return grad @ weight, torch.empty_like(weight)
+
+
+def mlp(normed: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Megatron-Core's MLP without fusions."""
+    gate, value = torch.chunk(Linear.apply(normed, up), 2, dim=-1)
+    return Linear.apply(F.silu(gate) * (value + 0.0), down)
+
+
+class Recomputed(torch.autograd.Function):
+    """As Megatron-Core's checkpoint: the input is kept, the rest is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, normed: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(normed, up, down)
+        with torch.no_grad():
+            return mlp(normed, up, down)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        normed, up, down = ctx.saved_tensors
+        normed = normed.detach().requires_grad_()
+        with torch.enable_grad():
+            out = mlp(normed, up, down)
+        torch.autograd.backward(out, grad)
+        assert normed.grad is not None
+        return normed.grad, None, None
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes of a forward and a backward pass."""
+
+    saved: int
+    """Kept between the two, without the input and the output."""
+    worst: int
+    """At the worst moment of the backward pass, besides what was there before: `saved`, the output, its gradient."""
+
+
+def passes(half: Callable[..., torch.Tensor], tokens: int, width: int) -> Passes:
+    """`half` on random tokens."""
+    up, down = (torch.randn(*size, dtype=torch.bfloat16) for size in ((2 * width, HIDDEN), (HIDDEN, width)))
+    stream = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16)
+    for tensor in (up, down, stream):
+        tensor.requires_grad_()
+    for weight in (up, down):
+        weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with LiveBytes(up, down, stream) as live:
+        out = half(stream, up, down)
+        saved = live.now - out.untyped_storage().nbytes()
+        grad = torch.ones_like(out)
+        before, live.most = live.now, 0
+        torch.autograd.backward(out, grad)
+    return Passes(saved, live.most - before)
+
+
+def planned(tokens: int, width: int) -> LayerCosts:
+    shape = replace(find_shape("Qwen3-8B"), hidden=HIDDEN, ffn_hidden=width)
+    return layer_costs(shape, parse_backend("megatron:d1"), Workload(tokens, 1, tokens), is_moe=False)
+
+
+SIZES = pytest.mark.parametrize(("tokens", "width"), [(512, 384), (512, 1024), (64, 1024), (16, 512)])
+
+
+@SIZES
+def test_a_dense_mlp_takes_what_is_planned(tokens: int, width: int) -> None:
+    """The worst moment is at the activation, at the projection down, or (few tokens) at the projection up."""
+    found, costs = passes(mlp, tokens, width), planned(tokens, width)
+    assert found.saved == costs.mlp
+    # The plan counts two gradients of the residual stream besides, which this piece of a layer has before it begins.
+    assert found.worst == costs.mlp_backward - 2 * costs.input
+
+
+@SIZES
+def test_selective_recomputation_keeps_nothing_of_it_and_needs_it_all_again(tokens: int, width: int) -> None:
+    found, costs = passes(Recomputed.apply, tokens, width), planned(tokens, width)
+    assert found.saved == 0
+    # The output is computed again too, where the plan has the second of the two gradients.
+    assert found.worst == costs.mlp + costs.mlp_backward - costs.input

@@ -1,0 +1,177 @@
+"""The memory of ranks, against measured runs, parameter counts by another way, and the schedules played through."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parser import parse_backend
+from fivefold.planning.gpus import find_gpu
+from fivefold.planning.groups import from_node_start, ranks_together
+from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
+from fivefold.planning.stages import plan_problems, rank_parameters, stages
+from fivefold.planning.timing import step_time
+from fivefold.planning.workload import RECOMPUTE, Workload
+
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "actor-update-h200.jsonl"
+RUNS: list[dict[str, Any]] = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+RUN_IDS = [f"{run['model']}-{run['backend']}-{run['layers']}-{run['recompute']}" for run in RUNS]
+
+
+def layers_of(name: str, count: int) -> PlanShape:
+    shape = find_shape(name)
+    return replace(shape, n_layers=count, moe_layers=shape.moe_layers[:count])
+
+
+def work_of(run: dict[str, Any]) -> Workload:
+    sequences = run["tokens_per_step"] // 4096
+    return Workload(4096, sequences, run["micro_tokens"], recompute=run["recompute"], n_fields=1)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
+def test_the_peak_is_what_was_measured_on_gpus(run: dict[str, Any]) -> None:
+    memory = training_memory(parse_backend(run["backend"]), layers_of(run["model"], run["layers"]), work_of(run))
+    assert memory[0].allocated / 1e9 == pytest.approx(run["peak_memory_gb"], rel=0.05)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
+def test_the_step_takes_about_as_long_as_it_was_measured_to(run: dict[str, Any]) -> None:
+    shape = layers_of(run["model"], run["layers"])
+    layout = parse_backend(run["backend"])
+    together = ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe)
+    time = step_time(layout, shape, work_of(run), find_gpu("h200"), together)
+    assert time.total == pytest.approx(min(run["seconds"][1:]), rel=0.2)
+
+
+LAYOUTS = [
+    ("Qwen3-30B-A3B", "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"),
+    ("Qwen3-30B-A3B", "megatron:(attn:d2p2t4v3|ffn:t2e2)"),
+    ("Qwen3-0.6B", "megatron:d2t2p4"),
+    ("Mixtral-8x7B", "megatron:d4t4e8"),
+    ("DeepSeek-V3", "megatron:(attn:d2p16t8|ffn:e16)"),
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), LAYOUTS)
+def test_shards_of_all_ranks_make_up_the_model(name: str, backend: str) -> None:
+    """Experts appear once in each group of ep * etp ranks; of dense weights, some are whole on each of tp ranks."""
+    shape, layout = find_shape(name), parse_backend(backend)
+    held = [rank_parameters(layout, shape, stage) for stage in stages(layout, shape)]
+    experts = sum(rank.experts for rank in held) * layout.ep * layout.etp
+    assert experts == shape.n_moe_layers * shape.n_experts * shape.expert_parameters
+    norms = shape.n_layers * 2 * shape.hidden + shape.hidden
+    whole = norms + shape.n_layers * shape.whole_attention_parameters + shape.n_moe_layers * shape.router_parameters
+    dense = sum(rank.dense for rank in held) * layout.tp - (layout.tp - 1) * whole
+    padding = 0 if shape.vocab % layout.tp == 0 else (layout.tp - shape.vocab % layout.tp) * shape.hidden
+    # Tied embeddings stand on both ends of a pipeline.
+    twice = shape.vocab * shape.hidden if shape.tied_embeddings and layout.pp > 1 else 0
+    assert dense + experts == shape.n_parameters + twice + padding
+
+
+def test_every_layer_is_on_one_stage() -> None:
+    for backend in ("megatron:p4v3", "megatron:p16", "megatron:p5"):
+        for name in ("Qwen3-30B-A3B", "DeepSeek-V3"):
+            layout, shape = parse_backend(backend), find_shape(name)
+            if not any(plan_problems(layout, shape)):
+                chunks = [chunk for stage in stages(layout, shape) for chunk in stage.chunks]
+                assert sorted(layer for chunk in chunks for layer in chunk) == list(range(shape.n_layers))
+
+
+def test_uneven_stages_are_planned_only_for_models_that_are_not_trained() -> None:
+    layout = parse_backend("megatron:p16")
+    assert not list(plan_problems(layout, find_shape("DeepSeek-V3")))
+    assert list(plan_problems(layout, layers_of("Qwen3-30B-A3B", 47)))
+    assert list(plan_problems(parse_backend("megatron:p64"), find_shape("DeepSeek-V3")))
+
+
+def played(pp: int, stage: int, vpp: int, count: int) -> int:
+    """The most forward passes without their backward pass, from playing one rank's schedule through."""
+    total = count * vpp
+    warm_up = min(total, pp - stage - 1 if vpp == 1 else (pp - stage - 1) * 2 + (vpp - 1) * pp)
+    waiting = most = warm_up
+    for _ in range(total - warm_up):
+        waiting += 1
+        most = max(most, waiting)
+        waiting -= 1
+    return most
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("sequences", [1, 3, 8, 40])
+def test_micro_batches_in_flight_are_those_of_the_schedule(vpp: int, sequences: int) -> None:
+    layout = ParallelLayout("megatron", tp=1, pp=4, cp=1, dp=1, vpp=vpp, ep=1, etp=1, edp=1)
+    work = Workload(100, sequences, 100)
+    for stage in range(4):
+        expected = played(4, stage, vpp, work.micro_batches(layout))
+        assert micro_batches_in_flight(layout, work, stage) * vpp == expected
+
+
+def first(backend: str, shape: PlanShape | None = None, **changes: Any) -> RankMemory:
+    values = {"sequence_length": 4096, "sequences": 64, "micro_tokens": 8192, **changes}
+    return training_memory(parse_backend(backend), shape or layers_of("Qwen3-30B-A3B", 8), Workload(**values))[0]
+
+
+def test_state_follows_the_formula() -> None:
+    shape = layers_of("Qwen3-30B-A3B", 8)
+    alone = first("megatron:d1")
+    assert alone.weights == 2 * shape.n_parameters
+    assert alone.gradients == 4 * shape.n_parameters
+    assert alone.optimizer == 12 * shape.n_parameters
+    eight = first("megatron:d8")
+    assert eight.weights == alone.weights
+    assert eight.optimizer == pytest.approx(alone.optimizer / 8)
+    # Float32 weights need no master copy.
+    full = first("megatron:d1", element_bytes=4)
+    assert (full.weights, full.optimizer) == (4 * shape.n_parameters, 8 * shape.n_parameters)
+
+
+def test_more_recomputation_keeps_less() -> None:
+    kept = [first("megatron:d1", recompute=mode).activations for mode in RECOMPUTE]
+    assert kept == sorted(kept, reverse=True)
+    peaks = [first("megatron:d1", recompute=mode).allocated for mode in RECOMPUTE]
+    assert peaks == sorted(peaks, reverse=True)
+    # Full: one residual stream [tokens, hidden] in bfloat16 a layer.
+    assert kept[-1] == 8 * 8192 * 2048 * 2
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_tensor_parallelism_divides_what_is_kept(name: str) -> None:
+    shape = layers_of(name, 8)
+    once, twice = (first(f"megatron:t{degree}", shape).activations for degree in (1, 2))
+    assert twice == pytest.approx(once / 2, rel=0.01)
+
+
+def test_gathered_keys_and_values_grow_with_context_parallelism() -> None:
+    shape = layers_of("Qwen3-8B", 8)
+    kept = {degree: first(f"megatron:c{degree}", shape).activations for degree in (1, 4)}
+    tokens, keys = 8192 // 4, shape.key_width + shape.value_width
+    # A rank attends to prefixes of 9 of the 8 chunks, twice 1024 tokens of its own: 9216 rows in place of 2048.
+    extra = 8 * 2 * (9216 - tokens) * keys
+    assert kept[4] == pytest.approx(kept[1] / 4 + extra, rel=1e-3)
+
+
+def test_a_longer_sequence_than_a_micro_batch_counts_in_full() -> None:
+    assert first("megatron:d1", sequence_length=16384).activations == 2 * first("megatron:d1").activations
+
+
+def test_the_reference_model_costs_its_weights() -> None:
+    layout, shape = parse_backend("megatron:d2"), layers_of("Qwen3-8B", 4)
+    work = Workload(1024, 8, 1024)
+    without, with_reference = (
+        training_memory(layout, shape, work, reference=shape if flag else None)[0] for flag in (False, True)
+    )
+    assert with_reference.total - without.total == without.weights
+
+
+def test_the_head_is_on_the_last_stage_only() -> None:
+    memory = training_memory(parse_backend("megatron:p2"), find_shape("Qwen3-8B"), Workload(4096, 16, 8192))
+    assert [stage.logprobs > 0 for stage in memory] == [False, True]
+    longer = Workload(4096, 16, 8192, logprob_chunk=2048)
+    chunked = training_memory(parse_backend("megatron:p2"), find_shape("Qwen3-8B"), longer)
+    assert chunked[1].logprobs > memory[1].logprobs

@@ -1,0 +1,127 @@
+"""Roles that take turns on the same devices: what each keeps there while the others work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fivefold.families.plan_shape import find_shape
+from fivefold.layout.parser import parse
+from fivefold.planning.blueprint import draw_up
+from fivefold.planning.gpus import find_gpu
+from fivefold.planning.memory import CUDA_CONTEXT
+from fivefold.planning.question import Question
+from fivefold.planning.search import Candidate, Cluster, search
+from fivefold.planning.workload import Workload
+
+
+def question(text: str, **changes: Any) -> Question:
+    values: dict[str, Any] = {
+        "shape": find_shape("Qwen3-8B"),
+        "gpu": find_gpu("h100"),
+        "allocation": parse(text),
+        "n_nodes": 1,
+        "gpus_per_node": 8,
+        "work": Workload(4096, 256, 8192),
+        "generation_batch": 64,
+        "generated": 256,
+    }
+    return Question(**{**values, **changes})
+
+
+def test_a_sleeping_engine_keeps_its_context() -> None:
+    alone = draw_up(question("megatron[actor]:d8")).trainers[0]
+    sharing = draw_up(question("transformers[rollout]:d8|megatron[actor]:d8")).trainers[0]
+    assert (alone.beside, sharing.beside) == (0, CUDA_CONTEXT)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_sleeping_server_keeps_what_was_measured(engine: str) -> None:
+    [trainer] = draw_up(question(f"{engine}[rollout]:d4t2|megatron[actor]:d8")).trainers
+    assert 3.4e9 <= trainer.beside <= 4.6e9
+
+
+def test_a_waiting_trainer_keeps_its_state() -> None:
+    blueprint = draw_up(question("vllm[rollout]:d4t2|megatron[actor]:d4t2"))
+    trainer, rollout = blueprint.trainers[0], blueprint.rollouts[0]
+    assert rollout.beside == trainer.binding.resident + trainer.binding.context
+    assert any("rollout and actor take turns" in note for note in blueprint.notes)
+
+
+def test_a_reference_of_its_own_stays_beside_the_actor() -> None:
+    text = "vllm[rollout]:d2+megatron[actor]:d4|megatron[ref]:d4"
+    blueprint = draw_up(question(text, reference=find_shape("Qwen3-8B"), work=Workload(4096, 256, 8192, "full")))
+    actor, ref = blueprint.trainers
+    assert actor.binding.reference == 0
+    assert actor.beside == ref.binding.weights + ref.binding.context
+    assert ref.beside == actor.binding.resident + actor.binding.context
+    assert any("ref and actor take turns" in note for note in blueprint.notes)
+
+
+def test_the_reference_may_be_another_model() -> None:
+    small = find_shape("Qwen3-0.6B")
+    inside = draw_up(question("megatron[actor]:d8", reference=small)).trainers[0]
+    assert inside.binding.reference == 2 * small.n_parameters
+    apart = draw_up(question("megatron[actor]:d4+megatron[ref]:d4", reference=small)).trainers[1]
+    assert apart.binding.weights == 2 * small.n_parameters
+
+
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_the_search_leaves_room_for_the_engine(backend: str) -> None:
+    """Without a look at the engine the fastest layout keeps so much that no sequence can be generated beside it."""
+    text = f"{backend}[rollout]:d8|megatron[actor]:d*"
+    tight = question(text, shape=find_shape("Qwen3-14B"), generation_batch=8)
+    cluster = Cluster.of(tight)
+    assert cluster.most_kept is not None
+    best = search(tight.shape, cluster, tight.work).best[0]
+    kept = best.binding.resident + best.binding.context
+    assert kept <= cluster.most_kept
+    greedy = search(tight.shape, replace(cluster, engines=()), tight.work)
+    assert greedy.n_fitting > search(tight.shape, cluster, tight.work).n_fitting
+    chosen = parse(f"{backend}[rollout]:d8|" + best.text.replace("megatron", "megatron[actor]"))
+    work = tight.work.recomputing(best.recompute)
+    assert draw_up(replace(tight, allocation=chosen, work=work)).problems == ()
+
+
+def test_a_search_that_finds_nothing_names_the_roles_beside() -> None:
+    full = question("vllm[rollout]:d8|megatron[actor]:d*", shape=find_shape("Qwen3-32B"))
+    found = search(full.shape, Cluster.of(full), full.work)
+    assert found.best == ()
+    assert any("with other devices for those roles, it fits on" in line for line in found.advice)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("fraction", [0.3, 0.55])
+def test_a_server_takes_the_fraction_that_it_is_given(engine: str, fraction: float) -> None:
+    whole = find_gpu("h100").memory
+    for sign in "+|":
+        asked = question(f"{engine}[rollout]:d2t2{sign}megatron[actor]:d2t2", memory_fraction=fraction)
+        assert draw_up(asked).rollouts[0].memory.total == int(fraction * whole)
+    left = draw_up(question(f"{engine}[rollout]:d2t2|megatron[actor]:d2t2")).rollouts[0]
+    share = {"vllm": 0.9, "sglang": 0.88}[engine]
+    assert left.memory.total + left.beside == pytest.approx(share * whole, abs=1)
+
+
+@pytest.mark.parametrize(("fraction", "problem"), [(0.9, "a rank needs 76.4 GB"), (0.2, "leave no room for")])
+def test_a_fraction_that_is_too_large_or_too_small_is_a_problem(fraction: float, problem: str) -> None:
+    """Of 84.9 GB. The server's weights are 16.4 GB, and the trainer keeps its own besides."""
+    asked = question("vllm[rollout]:d8|megatron[actor]:d2p4", memory_fraction=fraction)
+    assert [line for line in draw_up(asked).problems if line.startswith("rollout: ") and problem in line]
+
+
+@pytest.mark.parametrize(("fraction", "is_found"), [(0.1, False), (0.25, True), (0.7, True), (0.8, False)])
+def test_the_search_finds_what_suits_a_server_of_that_fraction(fraction: float, is_found: bool) -> None:
+    asked = question("vllm[rollout]:d8|megatron[actor]:d*", memory_fraction=fraction)
+
+    def suits(candidate: Candidate) -> bool:
+        chosen = parse("vllm[rollout]:d8|" + candidate.text.replace("megatron", "megatron[actor]"))
+        work = asked.work.recomputing(candidate.recompute)
+        return draw_up(replace(asked, allocation=chosen, work=work)).fits
+
+    cluster = Cluster.of(asked)
+    without_server = search(asked.shape, replace(cluster, engines=()), asked.work, limit=1000).best
+    expected = {candidate.text for candidate in without_server if suits(candidate)}
+    assert {candidate.text for candidate in search(asked.shape, cluster, asked.work, limit=1000).best} == expected
+    assert bool(expected) == is_found

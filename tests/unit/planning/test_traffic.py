@@ -1,0 +1,105 @@
+"""Traffic of a step against groups counted rank by rank and bytes counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.layout.grid import Axis, rank_groups
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parser import parse_backend
+from fivefold.planning.gpus import find_gpu
+from fivefold.planning.groups import from_node_start, ranks_together
+from fivefold.planning.stages import stages
+from fivefold.planning.timing import StepTime, step_time
+from fivefold.planning.traffic import Traffic, step_traffic
+from fivefold.planning.workload import Workload
+
+WORK = Workload(4096, 64, 8192)
+H200 = find_gpu("h200")
+
+
+def traffic(backend: str, name: str = "Qwen3-30B-A3B", stage: int = 0, work: Workload = WORK) -> dict[str, Traffic]:
+    layout, shape = parse_backend(backend), find_shape(name)
+    together = ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe)
+    return {item.dimension: item for item in step_traffic(layout, shape, work, stages(layout, shape)[stage], together)}
+
+
+def time(layout: ParallelLayout, shape: PlanShape, work: Workload) -> StepTime:
+    return step_time(layout, shape, work, H200, ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)",
+        "megatron:(attn:d4p2t4c2|ffn:e16)",
+        "megatron:(attn:d8t4|ffn:t4e8)",
+        "megatron:d8p2t2c4e32",
+        "megatron:d16t2e4",
+    ],
+)
+def test_ranks_of_a_group_on_one_node_are_counted_right(backend: str) -> None:
+    layout = parse_backend(backend)
+    axes: dict[str, tuple[Axis, ...]] = {
+        "tp": ("tp",), "cp": ("cp",), "dp": ("cp", "dp"), "pp": ("pp",), "ep": ("ep",), "etp": ("etp",), "edp": ("edp",)
+    }  # fmt: skip
+    for dimension, item in traffic(backend).items():
+        for group in rank_groups(layout, *axes[dimension]):
+            nodes = [rank // 8 for rank in group]
+            # The worst-off member has that many of its group beside it.
+            assert min(nodes.count(node) for node in nodes) == item.ranks_per_node
+            assert item.crosses_nodes == (len(set(nodes)) > 1)
+
+
+def test_bytes_counted_by_hand() -> None:
+    shape = find_shape("Qwen3-30B-A3B")
+    tokens = 64 * 4096
+    stream = tokens * 2048 * 2
+    sent = traffic("megatron:d2e2")
+    # Dispatch and combine, forward and backward: half of the 8 copies of each token leave the rank.
+    assert sent["ep"].bytes == pytest.approx(48 * 4 * (stream / 2) * 8 / 2)
+    # Reduce-scatter in float32, all-gather in bfloat16, half of each; each expert is on one rank only.
+    dense = shape.n_parameters - 48 * 128 * shape.expert_parameters
+    assert sent["dp"].bytes == pytest.approx(dense * 6 / 2)
+    assert "edp" not in sent
+    sent = traffic("megatron:t2", work=Workload(4096, 64, 8192, recompute="full"))
+    # Around attention 2 forward, 2 again, 3 backward; embedding and head 4. The experts get tokens as they lie.
+    assert sent["tp"].bytes == pytest.approx((48 * 7 + 4) * stream / 2)
+    sent = traffic("megatron:p2")
+    assert sent["pp"].bytes == stream
+    assert traffic("megatron:d1") == {}
+
+
+def test_keys_and_values_travel_for_context_parallelism() -> None:
+    shape = find_shape("Qwen3-8B")
+    sent = traffic("megatron:c4", "Qwen3-8B")
+    gathered = 64 * 4096 * 2 * (shape.key_width + shape.value_width)
+    assert sent["cp"].bytes == pytest.approx(36 * 2 * gathered * 3 / 4)
+
+
+def test_links_decide_the_time() -> None:
+    inside = Traffic("ep", 8, 8, 1e9, exchanges_pairs=True)
+    across = Traffic("ep", 16, 8, 1e9, exchanges_pairs=True)
+    ring = Traffic("dp", 16, 8, 1e9, exchanges_pairs=False)
+    assert inside.seconds(H200) == pytest.approx(1e9 / 450e9 / 0.75)
+    assert across.seconds(H200) == pytest.approx(1e9 * 8 / 15 / 50e9 / 0.75)
+    # A ring over nodes is carried by all eight network cards of a node.
+    assert ring.seconds(H200) == pytest.approx(1e9 / 400e9 / 0.75)
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    shape = find_shape("Qwen3-8B")
+    plain, interleaved = (time(parse_backend(backend), shape, WORK) for backend in ("megatron:p4", "megatron:p4v3"))
+    assert plain.bubble == pytest.approx(plain.in_pipeline / plain.micro_batches * 3)
+    assert interleaved.bubble == pytest.approx(interleaved.in_pipeline / interleaved.micro_batches)
+
+
+def test_recomputation_and_small_micro_batches_cost_time() -> None:
+    layout, shape = parse_backend("megatron:d8"), find_shape("Qwen3-8B")
+    none, selective, full = (time(layout, shape, WORK.recomputing(mode)) for mode in ("none", "selective", "full"))
+    assert none.recompute == 0 < selective.recompute < full.recompute < none.layers / 2
+    assert none.flops.total == full.flops.total
+    assert none.mfu > full.mfu
+    tiny = time(layout, find_shape("Qwen3-0.6B"), Workload(256, 64, 256))
+    assert tiny.launching > tiny.layers
