@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import psutil
-
 INTERRUPTED = 130
 """Exit code: 128 + SIGINT, as shells have it."""
 
@@ -29,6 +27,10 @@ def interruptible() -> Iterator[None]:
 
     Only for the main thread, and only around a whole command: it is the program's last word on signals.
     """
+    # The handler needs psutil. It is imported before the handler is set, because a signal may come in the middle of
+    # another import.
+    import psutil  # noqa: F401
+
     count = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -49,6 +51,8 @@ def interruptible() -> Iterator[None]:
 
 
 def _end_at_once() -> None:
+    import psutil
+
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()

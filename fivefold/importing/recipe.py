@@ -7,16 +7,13 @@ files, a.b=c ──read──> flat keys ──dialect──> recipe values, rol
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import OmegaConf
 from pydantic import ValidationError
-from rich.console import Console
 
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError, known_keys, problems_of
@@ -25,6 +22,7 @@ from fivefold.data.rows import SUFFIXES
 from fivefold.importing.areal import dialect as areal
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
+from fivefold.importing.framework import Framework
 from fivefold.importing.layouts import lay_out
 from fivefold.importing.meanings import NO_REFERENCE, run_name
 from fivefold.importing.report import Report
@@ -36,7 +34,6 @@ from fivefold.importing.trinity import dialect as trinity
 from fivefold.importing.verl import dialect as verl
 from fivefold.layout.placement import place
 
-Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
 DIALECTS: Mapping[Framework, Dialect] = {
     "areal": areal.DIALECT,
     "roll": roll.DIALECT,
@@ -70,11 +67,11 @@ def import_recipe(
     output: Path,
     *,
     strict: bool = False,
-    as_json: bool = False,
     overwrite: bool = False,
     environment: Mapping[str, str] | None = None,
+    on_report: Callable[[Report], None] | None = None,
 ) -> Report:
-    """Writes a recipe to `output` that says what the framework's `files` and `overrides` say; shows the report.
+    """Write a recipe to `output` that says what the framework's `files` and `overrides` say; return the report.
 
     Args:
         framework: whose files they are.
@@ -82,9 +79,9 @@ def import_recipe(
         overrides: `a.b=c` in the framework's own keys, over all files.
         output: the recipe's file.
         strict: refuse to write if anything is unsupported.
-        as_json: print the report to standard output as JSON, besides the table on standard error.
         overwrite: replace `output` if it exists.
         environment: variables that launch scripts and `${oc.env:...}` may ask for; None: this process's own.
+        on_report: called with the report before anything is written, and before `strict` refuses.
 
     Raises:
         ValueError: files that cannot be read, `output` exists or cannot be written, or, with `strict`, keys that are
@@ -92,15 +89,13 @@ def import_recipe(
     """
     _check_output(output, overwrite=overwrite)
     recipe, report = convert(framework, files, overrides, os.environ if environment is None else environment)
-    Console(stderr=True).print(report.table())
+    if on_report is not None:
+        on_report(report)
     if strict and report.unsupported:
         lines = "\n".join(f"- {entry.key}: {entry.note}" for entry in report.unsupported)
         count = "1 key is" if len(report.unsupported) == 1 else f"{len(report.unsupported)} keys are"
         raise ValueError(f"{count} unsupported, and --strict allows none:\n{lines}")
     _write(output, recipe, report)
-    if as_json:
-        json.dump({**report.as_dict(), "recipe": str(output)}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
     return report
 
 

@@ -10,16 +10,15 @@ from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.families.check import router_problems, server_problems
 from fivefold.families.plan_shape import find_shape
 from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.backends import backend_names
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.parser import parse_role
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
+from fivefold.planning.defaults import DEFAULT_MICRO_TOKENS, DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES
 from fivefold.planning.gpus import find_gpu
 from fivefold.planning.question import Question
 from fivefold.planning.workload import Recompute, Workload
 
-DEFAULT_SEQUENCE_LENGTH = 4096
-DEFAULT_SEQUENCES = 256
-DEFAULT_MICRO_TOKENS = 8192
 DEFAULT_GENERATION_BATCH = 256
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -81,7 +80,7 @@ def _trainer(backend: str | None) -> RoleAllocation:
     """The actor; without a layout it takes what is left."""
     role = RoleAllocation("megatron", dp=None) if backend is None else parse_role(backend)
     if not role.is_training:
-        raise ValueError(f"--actor {backend}: {role.backend} only generates; train with megatron")
+        raise ValueError(f"--actor {backend}: {role.backend} only generates; train with {backend_names(trains=True)}")
     return replace(role, name="actor")
 
 
@@ -90,7 +89,7 @@ def _generator(backend: str | None) -> RoleAllocation | None:
         return None
     role = parse_role(backend)
     if role.is_training:
-        raise ValueError(f"--rollout {backend}: {role.backend} trains; generate with transformers, vllm or sglang")
+        raise ValueError(f"--rollout {backend}: {role.backend} trains; generate with {backend_names(trains=False)}")
     return replace(role, name="rollout")
 
 

@@ -1,4 +1,4 @@
-"""A plan as tables on a terminal."""
+"""Tables that show a plan on a terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fivefold.families.plan_shape import PlanShape
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
 from fivefold.planning.gpus import Gpu
+from fivefold.planning.plan import Plan
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
 from fivefold.planning.search import Found, reasons
@@ -20,17 +21,34 @@ from fivefold.planning.timing import StepTime
 
 BAR_WIDTH = 48
 MOST_RANKS = 16
-"""Ranks whose place is listed, unless all are asked for."""
+"""Number of ranks whose place is listed, unless all are asked for."""
 MOST_STAGES = 16
+"""Number of stages up to which the memory of each is shown; beyond it, only the first, the last and the fullest."""
 LEAST_REASONS = 30
-"""Columns of a terminal that reasons need beside a table; with fewer, they stand below it."""
+"""Columns of a terminal that the reasons need beside the ranking; with fewer, they stand below it."""
 
 Row = tuple[str, dict[str, float]]
 """A rank's label, and its memory by kind."""
 
 
-def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> None:
-    """Every table of a plan."""
+def print_plan(console: Console, plan: Plan, *, all_ranks: bool) -> None:
+    """Print the ranking of a search, if there was one, and every table of the plan.
+
+    Args:
+        console: where to print.
+        plan: what to print.
+        all_ranks: list the place of every rank, not only of the first ones.
+    """
+    if plan.found is not None:
+        _print_search(console, plan.found)
+        console.print()
+    if plan.blueprint is not None:
+        _print_blueprint(console, plan.blueprint, all_ranks=all_ranks)
+    else:
+        _print_notes(console, plan.question.notes)
+
+
+def _print_blueprint(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> None:
     console.print(_title(blueprint))
     for trainer in blueprint.trainers:
         _heading(console, f"Ranks of {trainer.placed.role}")
@@ -45,21 +63,20 @@ def print_plan(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> No
         if trainer.time is not None and blueprint.question.gpus_per_node > 0:
             _print_step(console, trainer, trainer.time, blueprint.question.gpu)
     console.print()
-    print_notes(console, blueprint.notes)
+    _print_notes(console, blueprint.notes)
     for line in blueprint.problems:
         console.print(Text.assemble(("cannot run  ", "bold red"), line))
     if blueprint.fits and blueprint.question.gpus_per_node > 0:
         console.print(Text(f"It fits. {_tightest(blueprint)}", style="bold green"))
 
 
-def print_notes(console: Console, notes: Iterable[str]) -> None:
-    """One line each."""
+def _print_notes(console: Console, notes: Iterable[str]) -> None:
     for line in notes:
         console.print(Text.assemble(("note  ", "yellow"), line))
 
 
 def _tightest(blueprint: Blueprint) -> str:
-    """Which rank of the trainers comes nearest to the limit."""
+    """Say which rank of the trainers comes nearest to the limit."""
     trainer = max(blueprint.trainers, key=lambda each: each.binding.total + each.beside, default=None)
     if trainer is None:
         return ""
@@ -70,8 +87,8 @@ def _tightest(blueprint: Blueprint) -> str:
     )
 
 
-def print_search(console: Console, found: Found) -> None:
-    """The ranking, with reasons."""
+def _print_search(console: Console, found: Found) -> None:
+    """Print the ranking, with the reason for each place."""
     if not found.best:
         console.print(Text(f"None of {found.n_tried} layouts fits.", style="bold red"))
         for line in found.advice:
@@ -89,7 +106,7 @@ def print_search(console: Console, found: Found) -> None:
 
 
 def _ranking(found: Found, *, with_reasons: bool) -> Table:
-    """A row for each layout, on one line but for its reasons, so that its backend can be copied."""
+    """Return a row for each layout. Only its reasons may take several lines, so that its backend can be copied."""
     table = _table()
     for name in ("", "actor.backend", "recompute", "GB", "seconds", "MFU"):
         table.add_column(
@@ -153,7 +170,7 @@ def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Ta
 
 
 def _virtual_stages(trainer: TrainerPlan, shape: PlanShape) -> Table:
-    """The layers of each virtual stage: a row a stage, in the order in which a micro-batch meets the columns."""
+    """Return the layers of each virtual stage: a row for each stage, with the columns in a micro-batch's order."""
     table = _table()
     table.add_column("layers of stage", justify="right")
     for virtual in range(trainer.placed.layout.vpp):
@@ -164,7 +181,7 @@ def _virtual_stages(trainer: TrainerPlan, shape: PlanShape) -> Table:
 
 
 def _print_groups(console: Console, blueprint: Blueprint) -> None:
-    """Which groups of ranks stay inside a node."""
+    """Print which groups of ranks stay inside a node."""
     plans: tuple[TrainerPlan | RolloutPlan, ...] = (*blueprint.trainers, *blueprint.rollouts)
     rows = [(plan.placed.role, spread) for plan in plans for spread in plan.spreads]
     if not rows:
@@ -182,7 +199,7 @@ def _print_groups(console: Console, blueprint: Blueprint) -> None:
 
 
 def _print_modes(console: Console, blueprint: Blueprint) -> None:
-    """What each recompute mode would need."""
+    """Print how much memory each recompute mode would need."""
     for trainer in blueprint.trainers:
         modes = [
             f"{mode} {gb(stage.total)} (activations {gb(stage.activations)})" for mode, stage in trainer.modes.items()
@@ -219,7 +236,7 @@ def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
 
 
 def _kinds_down(rows: list[Row], kinds: list[str]) -> Table:
-    """The same for a narrow terminal."""
+    """Return the table of `_kinds_across` with rows and columns exchanged, for a narrow terminal."""
     table = _table()
     table.add_column("")
     for name, _ in rows:
@@ -254,7 +271,7 @@ def _amount(size: float) -> str:
 
 
 def _bar(parts: dict[str, float], full: float) -> Text:
-    """Blocks in the colours of the kinds; what does not fit is cut off by `>`."""
+    """Return a bar of blocks in the colours of the kinds; a bar longer than `full` is cut off with `>`."""
     bar = Text()
     drawn, reached = 0, 0.0
     for kind, size in parts.items():

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fivefold.cli import app
+from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import SFTRecipe, TrainRecipe
 from fivefold.families.check import check_recipe

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fivefold import __version__
-from fivefold.cli import app
+from fivefold.cli.main import app
 from fivefold.cluster.errors import Member, WorkerError
 from fivefold.config.schema import SFTRecipe, TrainRecipe
 from fivefold.observe.run_dir import RunDir
@@ -154,7 +154,7 @@ def test_nothing_heavy_is_imported_for_a_short_answer(args: list[str]) -> None:
     code = f"""
 import sys
 from typer.testing import CliRunner
-from fivefold.cli import app
+from fivefold.cli.main import app
 CliRunner().invoke(app, {args!r})
 print([name for name in ("torch", "ray", "transformers", "megatron") if name in sys.modules])
 """

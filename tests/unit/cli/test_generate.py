@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from fivefold.cli import app
+from fivefold.cli.main import app
 
 PROMPTS = ("abc", "x")
 N_TOKENS = 6

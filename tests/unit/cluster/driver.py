@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 from ray import cloudpickle
 
-from fivefold.cli import app
+from fivefold.cli.main import app
 from fivefold.cluster.session import Role, Session
 from fivefold.config.schema import TrainRecipe
 from fivefold.layout.placement import Device

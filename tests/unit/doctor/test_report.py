@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fivefold.cli import app
+from fivefold.cli.main import app
 from fivefold.doctor import examine
 from fivefold.doctor.finding import Finding
 from fivefold.doctor.report import print_summary, print_topic

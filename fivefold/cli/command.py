@@ -1,0 +1,82 @@
+"""What the subcommands share: their common options, their exit codes, and how an error becomes a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fivefold.cluster.interrupt import INTERRUPTED, interruptible
+from fivefold.observe.errors import RunFailed
+
+if TYPE_CHECKING:
+    from fivefold.config.schema import RunConfig
+
+FAILED = 1
+WRONG_INPUT = 2
+
+EXIT_CODES = f"""\b
+Exit codes:
+  0    it worked
+  {FAILED}    the run failed
+  {WRONG_INPUT}    the recipe or the command line is wrong; nothing was started
+  {INTERRUPTED}  it was interrupted (Ctrl-C or SIGTERM)"""
+"""The last paragraph of every help text; `\\b` keeps its line breaks."""
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys of the recipe to set, such as actor.optimizer.lr=2e-6.", show_default=False
+    ),
+]
+OverwriteRun = Annotated[
+    bool, typer.Option("--overwrite", help="Delete the results of an earlier run of the same name.")
+]
+OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write to.", show_default=False)]
+
+
+@dataclass
+class RunningCommand:
+    """A subcommand while it runs."""
+
+    recipe: RunConfig | None = None
+    """The recipe, set once it is loaded. An interrupted command then says where its run left its results."""
+
+
+@contextmanager
+def reporting_errors() -> Iterator[RunningCommand]:
+    """Turn what the body raises into one message on standard error and an exit code.
+
+    The body raises ValueError for wrong input, RunFailed for a run that failed, and KeyboardInterrupt after the first
+    Ctrl-C or SIGTERM. Anything else is a bug in Fivefold: it keeps its traceback, and Python exits with code 1.
+
+    Raises:
+        typer.Exit: with the exit code of the error.
+    """
+    command = RunningCommand()
+    try:
+        with interruptible():
+            yield command
+    except KeyboardInterrupt:
+        typer.echo(_saved_results(command.recipe), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except RunFailed as error:
+        typer.echo(f"\nThe run failed: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(WRONG_INPUT) from None
+
+
+def _saved_results(recipe: RunConfig | None) -> str:
+    """Return the message that lists what an interrupted run of `recipe` has saved."""
+    from fivefold.observe.run_dir import RunDir
+
+    if recipe is None or not (run := RunDir.of(recipe)).is_ours():
+        return "Nothing was saved."
+    return "\n".join([f"Saved in {run.path}:", *(f"  {name:<12}{path.name}" for name, path in run.saved().items())])

@@ -1,0 +1,36 @@
+"""`fivefold eval`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.command import Overrides, RecipePath, reporting_errors
+
+ModelPath = Annotated[
+    str | None,
+    typer.Option(help="Model to evaluate, in place of the recipe's actor.path: folder, hub name or package:NAME."),
+]
+
+
+def evaluate(recipe: RecipePath, overrides: Overrides = None, model: ModelPath = None) -> None:
+    """Measure a model on held-out problems.
+
+    The problems are the recipe's valid_dataset, sampled as its evaluator section says. Prints JSON.
+
+    \b
+    Examples:
+      fivefold eval recipes/quickstart.yaml
+      fivefold eval recipes/quickstart.yaml --model runs/quickstart/trial-0/weights
+    """
+    with reporting_errors():
+        from fivefold.config.load import load_recipe
+        from fivefold.config.schema import TrainRecipe
+
+        loaded = load_recipe(recipe, overrides or [], TrainRecipe)
+        # The recipe is checked before anything heavy, such as torch and Ray, is imported.
+        from fivefold.evaluate import evaluate
+
+        typer.echo(json.dumps(evaluate(loaded, model=model), indent=2))

@@ -1,0 +1,61 @@
+"""The `fivefold` command: its subcommands, and what holds for all of them.
+
+The modules of the subcommands declare arguments and options and import nothing else, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fivefold import __version__
+from fivefold.cli.command import EXIT_CODES
+from fivefold.cli.convert import convert
+from fivefold.cli.data import data_app
+from fivefold.cli.doctor import doctor
+from fivefold.cli.evaluate import evaluate
+from fivefold.cli.generate import generate
+from fivefold.cli.import_recipe import import_recipe
+from fivefold.cli.plan import plan
+from fivefold.cli.sft import sft
+from fivefold.cli.train import train
+from fivefold.cluster.interrupt import keep_exit_statuses
+
+app = typer.Typer(
+    name="fivefold",
+    help="Reinforcement learning for large language models on Megatron-Core.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fivefold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for large language models on Megatron-Core."""
+    keep_exit_statuses()
+
+
+app.command("train", epilog=EXIT_CODES)(train)
+app.command("sft", epilog=EXIT_CODES)(sft)
+app.command("eval", epilog=EXIT_CODES)(evaluate)
+app.command("generate", epilog=EXIT_CODES)(generate)
+app.command("plan", epilog=EXIT_CODES)(plan)
+app.command("import", epilog=EXIT_CODES)(import_recipe)
+app.command("convert", epilog=EXIT_CODES)(convert)
+app.add_typer(data_app, name="data")
+app.command("doctor", epilog=EXIT_CODES)(doctor)

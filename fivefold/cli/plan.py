@@ -1,0 +1,202 @@
+"""`fivefold plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fivefold.cli.command import FAILED, reporting_errors
+from fivefold.planning.defaults import (
+    DEFAULT_GPU,
+    DEFAULT_GPUS_PER_NODE,
+    DEFAULT_MICRO_TOKENS,
+    DEFAULT_SEQUENCE_LENGTH,
+    DEFAULT_SEQUENCES,
+)
+from fivefold.planning.workload import Recompute
+
+if TYPE_CHECKING:
+    from fivefold.planning.plan import Plan
+
+OptionalRecipePath = Annotated[
+    Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; or --model.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys of the recipe to set, such as actor.backend=megatron:d4t2.", show_default=False
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        help="Without a recipe: a model such as Qwen3-30B-A3B, its folder, or a config.json.", show_default=False
+    ),
+]
+Gpus = Annotated[int | None, typer.Option(help="With --model: number of GPUs in all.", show_default=False)]
+GpusPerNode = Annotated[
+    int | None,
+    typer.Option(
+        help=f"With --model: number of GPUs of a node.  [default: {DEFAULT_GPUS_PER_NODE}]", show_default=False
+    ),
+]
+GpuKind = Annotated[str, typer.Option(help="Kind of GPU, such as h100-80g or h200-141g.")]
+ActorBackend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BACKEND", help="With --model: the trainer's layout.  [default: the best]", show_default=False
+    ),
+]
+RolloutBackend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BACKEND", help="With --model: the layout that generates.  [default: none]", show_default=False
+    ),
+]
+DeviceLists = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=LIST",
+        help="With --model, once for each role: its GPUs, such as actor=0-31 or 'rollout=[0, 2, 4]'.",
+        show_default=False,
+    ),
+]
+Search = Annotated[bool, typer.Option("--search", help="Rank all layouts of the trainer, and plan the best.")]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Tokens of a sequence.  [default: the recipe's longest, or {DEFAULT_SEQUENCE_LENGTH}]",
+        show_default=False,
+    ),
+]
+Sequences = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Sequences of an optimizer step.  [default: the recipe's, or {DEFAULT_SEQUENCES}]",
+        show_default=False,
+    ),
+]
+MicroTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Tokens of a micro-batch.  [default: the recipe's, or {DEFAULT_MICRO_TOKENS}]",
+        show_default=False,
+    ),
+]
+RecomputeMode = Annotated[
+    Recompute | None,
+    typer.Option(help="Recompute mode of the activations.  [default: the recipe's, or none]", show_default=False),
+]
+AllRanks = Annotated[bool, typer.Option("--ranks", help="List the place of every rank.")]
+SvgFile = Annotated[Path | None, typer.Option(help="Write a picture here.", show_default=False)]
+HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with the picture here.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+KEYS_OF_MODEL_OPTIONS = {
+    "--gpus": "cluster.n_nodes and cluster.n_gpus_per_node",
+    "--gpus-per-node": "cluster.n_gpus_per_node",
+    "--actor": "actor.backend",
+    "--rollout": "rollout.backend",
+    "--devices": "actor.device_mapping and rollout.device_mapping",
+}
+"""The options that go with --model, and the keys that say the same in a recipe."""
+
+
+def plan(
+    recipe: OptionalRecipePath = None,
+    overrides: Overrides = None,
+    model: ModelName = None,
+    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = None,
+    gpu: GpuKind = DEFAULT_GPU,
+    actor: ActorBackend = None,
+    rollout: RolloutBackend = None,
+    devices: DeviceLists = None,
+    search: Search = False,
+    sequence_length: SequenceLength = None,
+    sequences: Sequences = None,
+    micro_tokens: MicroTokens = None,
+    recompute: RecomputeMode = None,
+    ranks: AllRanks = False,
+    svg: SvgFile = None,
+    html: HtmlFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which rank does what, what fits and what it costs.
+
+    No GPU is needed to plan for one. The exit code is 1 if the plan does not fit.
+
+    \b
+    Examples:
+      fivefold plan recipes/quickstart-5d.yaml
+      fivefold plan recipe.yaml cluster.n_nodes=4 --gpu h200-141g --svg plan.svg
+      fivefold plan --model Qwen3-30B-A3B --gpus 32 --rollout sglang:d4t4 --actor "megatron:(attn:p4t2c2|ffn:e4)"
+      fivefold plan --model Qwen3-8B --gpus 8 --search
+    """
+    with reporting_errors():
+        from fivefold.planning.plan import plan_model, plan_recipe
+        from fivefold.planning.question_sources import Changes
+
+        changes = Changes(sequence_length, sequences, micro_tokens, recompute)
+        if recipe is not None and model is None:
+            _refuse_model_options(
+                {"--gpus": gpus, "--gpus-per-node": gpus_per_node, "--actor": actor, "--rollout": rollout,
+                 "--devices": devices or None}
+            )  # fmt: skip
+            answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
+        elif recipe is None and model is not None and gpus is not None:
+            per_node = DEFAULT_GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
+            answer = plan_model(
+                model, gpus, gpus_per_node=per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices or (),
+                changes=changes, searching=search,
+            )  # fmt: skip
+        else:
+            raise ValueError("give either a recipe, or --model with --gpus")
+        # The pictures come first, so that a path that cannot be written to is the only message.
+        _write_pictures(answer, svg, html)
+        _print_plan(answer, all_ranks=ranks, as_json=as_json)
+        if not answer.fits:
+            raise typer.Exit(FAILED)
+
+
+def _refuse_model_options(options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} belongs to --model; with a recipe set {KEYS_OF_MODEL_OPTIONS[option]}")
+
+
+def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
+    from fivefold.planning.drawing.page import page
+    from fivefold.planning.drawing.picture import draw
+
+    wanted = [(option, path, render) for option, path, render in (("--svg", svg, draw), ("--html", html, page)) if path]
+    if answer.blueprint is None:
+        if wanted:
+            options = " and ".join(option for option, _, _ in wanted)
+            typer.echo(f"{options}: nothing was written, for there is no layout that fits to draw", err=True)
+        return
+    for option, path, render in wanted:
+        try:
+            path.write_text(render(answer.blueprint), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{option} {path} cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from error
+
+
+def _print_plan(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:
+    """Print tables, or one JSON object."""
+    if as_json:
+        typer.echo(json.dumps(answer.as_json()))
+        return
+    from rich.console import Console
+
+    from fivefold.planning.tables import print_plan
+
+    print_plan(Console(highlight=False), answer, all_ranks=all_ranks)

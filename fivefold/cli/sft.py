@@ -1,0 +1,23 @@
+"""`fivefold sft`."""
+
+from __future__ import annotations
+
+from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_errors
+
+
+def sft(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
+    """Train a model on given responses (supervised fine-tuning).
+
+    \b
+    Example:
+      fivefold sft recipes/tiny-moe-sft.yaml trial_name=seed-2 seed=2
+    """
+    with reporting_errors() as command:
+        from fivefold.config.load import load_recipe
+        from fivefold.config.schema import SFTRecipe
+
+        command.recipe = loaded = load_recipe(recipe, overrides or [], SFTRecipe)
+        # The recipe is checked before anything heavy, such as torch and Ray, is imported.
+        from fivefold.sft import sft
+
+        sft(loaded, overwrite=overwrite)
