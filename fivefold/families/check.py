@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, TrainRecipe
 from fivefold.families.shape import ModelShape
-from fivefold.layout.parallel import SERVERS, ParallelLayout
+from fivefold.layout.backends import BACKENDS, server_titles
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement, place
 from fivefold.layout.recipe import recipe_allocation
-
-VLLM_TEMPERATURES = (0.01, 2.0)
-"""It raises lower ones in silence, and refuses higher ones."""
 
 
 def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
@@ -62,7 +60,7 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     """One line for each rule that the layout breaks."""
     yield from _tensor_problems(layout, shape)
     yield from _pipeline_problems(layout, shape)
-    if layout.backend == "megatron":
+    if BACKENDS[layout.backend].folds_experts:
         yield from _expert_problems(layout, shape)
 
 
@@ -88,19 +86,28 @@ def replica_problems(placed: RolePlacement) -> Iterator[str]:
 
 
 def server_problems(recipe: Recipe) -> Iterator[str]:
-    """One line for each key of the recipe that is about servers where there is none, or that the server cannot take."""
+    """One line for each key of the recipe that the rollout's backend cannot take.
+
+    Those are keys for servers where the rollout is none, and temperatures that the engine does not sample with.
+    """
     if not isinstance(recipe, TrainRecipe):
         return
-    backends = {role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout"}
-    if not backends & set(SERVERS):
+    backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    if not backend.is_server:
         for name in ("memory_fraction", "server_python", "server_args"):
             if value := getattr(recipe.rollout, name):
-                yield f"rollout.{name}={value} is for vLLM and SGLang, and the rollout is neither: drop it"
-    if "vllm" in backends:
-        low, high = VLLM_TEMPERATURES
+                yield (
+                    f"rollout.{name}={value} is for servers ({server_titles()}), and the rollout runs {backend.name}: "
+                    "drop it"
+                )
+    if backend.temperatures is not None:
+        low, high = backend.temperatures
         for section, value in (("gconfig", recipe.gconfig), ("evaluator", recipe.evaluator)):
             if not value.greedy and not low <= value.temperature <= high:
-                yield f"{section}.temperature={value.temperature}: vLLM samples with {low} to {high}; choose among them"
+                yield (
+                    f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
+                    "choose one of these"
+                )
 
 
 def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
@@ -116,7 +123,7 @@ def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
         yield _indivisible("columns of the MLP", shape.ffn_hidden, "t", tp)
     if shape.shared_expert_ffn_hidden % tp:
         yield _indivisible("columns of the shared expert", shape.shared_expert_ffn_hidden, "t", tp)
-    if shape.is_moe and layout.backend != "megatron" and shape.expert_ffn_hidden % tp:
+    if shape.is_moe and not BACKENDS[layout.backend].folds_experts and shape.expert_ffn_hidden % tp:
         yield _indivisible("columns of an expert", shape.expert_ffn_hidden, "t", tp)
 
 

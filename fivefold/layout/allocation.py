@@ -6,19 +6,11 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.errors import AllocationError, RuleError
-from fivefold.layout.parallel import BACKENDS, INFERENCE_BACKENDS, ParallelLayout
+from fivefold.layout.parallel import ParallelLayout
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-
-LETTERS = {
-    "megatron": "dtpcev",
-    "fsdp": "dtc",
-    "transformers": "d",
-    "vllm": "dtp",
-    "sglang": "dtp",
-}
-"""The degrees that each backend takes in the plain form."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +51,11 @@ class RoleAllocation:
                 raise RuleError(
                     f"{letter}{degree}: a degree is at least 1", f"write {letter}1, or leave it out", letter=letter
                 )
-            if degree not in (None, 1) and letter not in LETTERS[self.backend]:
+            if degree not in (None, 1) and letter not in BACKENDS[self.backend].letters:
                 raise refused_letter(self.backend, letter)
         if self.etp < 1:
             raise RuleError(f"t{self.etp}: a degree is at least 1", "write t1, or leave it out", letter="t", part="ffn")
-        if self.etp > 1 and self.backend != "megatron":
+        if self.etp > 1 and not BACKENDS[self.backend].folds_experts:
             raise RuleError(
                 f"{self.backend} has no layout of its own for experts",
                 "use megatron, or drop it",
@@ -85,7 +77,7 @@ class RoleAllocation:
     @property
     def is_training(self) -> bool:
         """Whether the backend trains (and does not only generate)."""
-        return self.backend not in INFERENCE_BACKENDS
+        return BACKENDS[self.backend].trains
 
     @property
     def replica_size(self) -> int:
@@ -111,9 +103,8 @@ class RoleAllocation:
             AllocationError: `d*` without a number of devices, or with one that whole replicas cannot fill.
         """
         dp = self._open_dp(n_devices) if self.dp is None else self.dp
-        is_folded = self.backend == "megatron"
         # Engines without expert parallelism split each expert as they split everything else.
-        etp = self.etp if is_folded else self.tp
+        etp = self.etp if BACKENDS[self.backend].folds_experts else self.tp
         ranks = dp * self.tp * self.cp
         return ParallelLayout(
             backend=self.backend,
@@ -166,15 +157,8 @@ def _letters(**degrees: int | str) -> str:
 
 def refused_letter(backend: str, letter: str) -> RuleError:
     """The error for a degree that `backend` does not take."""
-    reasons = {
-        "transformers": "the embedded engine runs whole replicas: use vllm or sglang to split a model, or drop it",
-        "fsdp": "use megatron for pipeline, expert and virtual stages, or drop it",
-        "vllm": "only training takes c, e and v: drop it",
-        "sglang": "only training takes c, e and v: drop it",
-    }
-    return RuleError(
-        f"{backend} takes {', '.join(LETTERS[backend])} only, not `{letter}`", reasons[backend], letter=letter
-    )
+    row = BACKENDS[backend]
+    return RuleError(f"{backend} takes {', '.join(row.letters)} only, not `{letter}`", row.instead, letter=letter)
 
 
 @dataclass(frozen=True)

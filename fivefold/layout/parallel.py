@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-TRAIN_BACKENDS = ("megatron", "fsdp")
-SERVERS = ("vllm", "sglang")
-INFERENCE_BACKENDS = ("transformers", *SERVERS)
-BACKENDS = TRAIN_BACKENDS + INFERENCE_BACKENDS
+from fivefold.layout.backends import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class ParallelLayout:
     """
 
     backend: str
-    """`megatron`, `fsdp`, `transformers`, `vllm` or `sglang`."""
+    """A name in `BACKENDS`."""
     tp: int
     """Tensor parallel degree of attention and dense layers."""
     pp: int
@@ -40,6 +37,8 @@ class ParallelLayout:
     """Data parallel degree of the experts."""
 
     def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"ParallelLayout.backend is {self.backend!r}; use one of {', '.join(BACKENDS)}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "backend" and value < 1:
@@ -60,9 +59,9 @@ class ParallelLayout:
     @property
     def is_training(self) -> bool:
         """Whether the backend trains (and does not only generate)."""
-        return self.backend in TRAIN_BACKENDS
+        return BACKENDS[self.backend].trains
 
     @property
     def is_server(self) -> bool:
-        """Whether the backend is an inference server, in a process of its own."""
-        return self.backend in SERVERS
+        """Whether the backend runs in a server process of its own."""
+        return BACKENDS[self.backend].is_server

@@ -22,9 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from fivefold.layout.allocation import LETTERS, NAME, Allocation, RoleAllocation, refused_letter
+from fivefold.layout.allocation import NAME, Allocation, RoleAllocation, refused_letter
+from fivefold.layout.backends import BACKENDS, NOT_OFFERED, backend_names
 from fivefold.layout.errors import AllocationError, Part, RuleError
-from fivefold.layout.parallel import BACKENDS, ParallelLayout
+from fivefold.layout.parallel import ParallelLayout
 
 ATTENTION_LETTERS = "dtpcv"
 EXPERT_LETTERS = "dtepv"
@@ -132,10 +133,10 @@ class AllocationParser:
     def _backend(self) -> str:
         start = self._at
         word = self._word()
-        if word == "archon":
-            self._fail("the archon backend is not offered", "train with megatron", start)
+        if word in NOT_OFFERED:
+            self._fail(f"the {word} backend is not offered", f"train with {backend_names(trains=True)}", start)
         if word not in BACKENDS:
-            close = difflib.get_close_matches(word.lower(), BACKENDS, n=1)
+            close = difflib.get_close_matches(word.lower(), list(BACKENDS), n=1)
             rule = f"unknown backend `{word}`" if word else "a backend is expected here"
             self._fail(rule, f"write `{close[0]}`" if close else f"write one of {', '.join(BACKENDS)}", start)
         return word
@@ -152,7 +153,7 @@ class AllocationParser:
         return name
 
     def _plain(self, backend: str) -> RoleAllocation:
-        degrees = self._degrees(backend, LETTERS[backend], "dims")
+        degrees = self._degrees(backend, BACKENDS[backend].letters, "dims")
         return RoleAllocation(
             backend,
             dp=degrees.values.get("d", 1),
@@ -165,7 +166,7 @@ class AllocationParser:
 
     def _hybrid(self, backend: str) -> RoleAllocation:
         """hybrid := "(" "attn" ":" degrees "|" "ffn" ":" degrees ")" """
-        if backend != "megatron":
+        if not BACKENDS[backend].folds_experts:
             self._fail(
                 f"{backend} has one layout for all layers",
                 f"write {backend}:d..., or use megatron for attn and ffn layouts",

@@ -13,14 +13,15 @@ from dataclasses import replace
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import ClusterConfig, Recipe, Section, SFTRecipe, TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.backends import backend_names, example_layout
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 
 Groups = tuple[tuple[RoleAllocation, ...], ...]
 
-EXAMPLES = {"actor": "megatron:d1", "rollout": "transformers:d1", "ref": "megatron:d1"}
-"""The roles of a recipe, each with a backend string that suits it."""
+ROLES = ("actor", "rollout", "ref")
+"""The roles that a recipe can lay out."""
 
 
 def recipe_allocation(recipe: Recipe) -> Allocation:
@@ -99,12 +100,12 @@ def _require(recipe: Recipe, problems: Iterable[str]) -> None:
 
 
 def _wrong_kind(role: RoleAllocation) -> str | None:
-    if role.is_training == (role.role != "rollout"):
+    must_train = role.role != "rollout"
+    if role.is_training == must_train:
         return None
-    fix = "train with megatron" if role.role != "rollout" else "generate with transformers, vllm or sglang"
-    return (
-        f"the {role.role} cannot run {role.backend}, which {'trains' if role.is_training else 'only generates'}; {fix}"
-    )
+    does = "trains" if role.is_training else "only generates"
+    fix = f"{'train' if must_train else 'generate'} with {backend_names(trains=must_train)}"
+    return f"the {role.role} cannot run {role.backend}, which {does}; {fix}"
 
 
 def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
@@ -176,11 +177,12 @@ def _from_allocation_mode(recipe: TrainRecipe, text: str) -> Groups:
 
 def _wrong_roles(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation]) -> Iterable[str]:
     for name in roles:
-        if name not in EXAMPLES:
-            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(EXAMPLES)}"
+        if name not in ROLES:
+            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(ROLES)}"
     for name in ("actor", "rollout"):
         if name not in roles:
-            yield f"allocation_mode lays out no {name}; add one, such as `{EXAMPLES[name]}`"
+            example = example_layout(trains=name != "rollout")
+            yield f"allocation_mode lays out no {name}; add one, such as `{example}`"
     if "ref" in roles and recipe.actor.kl_ctl == 0:
         yield "allocation_mode gives devices to ref, but actor.kl_ctl is 0, so no reference model is loaded; drop it"
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.families.plan_shape import PlanShape
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.gpus import Gpu
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
 
-SERVER_SHARE = {"vllm": 0.9, "sglang": 0.88}
-"""Of the GPU's memory, what these servers and the roles that wait beside them fill, unless `rollout.memory_fraction`
-says what a server takes: weights, then keys and values with all the rest."""
-SERVER_WORKSPACE = 2_500_000_000
-"""Activations, CUDA graphs and sampling buffers of a server."""
-SERVER_ASLEEP = 4_600_000_000
-"""What a server keeps while it sleeps: contexts, workspaces and communicators. Measured of vLLM: 3.4 to 4.6 GB."""
 _FLOAT = 4
 
 
@@ -40,7 +34,7 @@ class RolloutMemory:
 
 def asleep_bytes(layout: ParallelLayout) -> int:
     """What stays of one rank on its GPU while the engine sleeps."""
-    return SERVER_ASLEEP if layout.is_server else _context(layout)
+    return BACKENDS[layout.backend].asleep_bytes if layout.is_server else _context(layout)
 
 
 def _context(layout: ParallelLayout) -> int:
@@ -78,7 +72,8 @@ def rollout_memory(
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
         cache = batch_size * per_sequence
         return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)
-    whole = gpu.memory * SERVER_SHARE[layout.backend] - taken if fraction is None else gpu.memory * fraction
-    room = int(whole) - weights - SERVER_WORKSPACE - context
+    server = BACKENDS[layout.backend]
+    whole = gpu.memory * server.memory_share - taken if fraction is None else gpu.memory * fraction
+    room = int(whole) - weights - server.workspace_bytes - context
     pool = max(room, 0)
-    return RolloutMemory(weights, pool, SERVER_WORKSPACE, context, pool // per_sequence, least_cache=per_sequence)
+    return RolloutMemory(weights, pool, server.workspace_bytes, context, pool // per_sequence, least_cache=per_sequence)

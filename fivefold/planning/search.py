@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.families.plan_shape import PlanShape
 from fivefold.layout.allocation import RoleAllocation
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
 from fivefold.planning.blueprint import HEADROOM
@@ -15,7 +16,7 @@ from fivefold.planning.groups import ranks_together
 from fivefold.planning.memory import RankMemory, training_memory
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
-from fivefold.planning.rollout_memory import SERVER_SHARE, asleep_bytes
+from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.stages import plan_problems
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
@@ -43,7 +44,7 @@ class Engine:
     @staticmethod
     def of(rollout: RolloutPlan, fraction: float | None) -> Engine:
         memory, layout = rollout.memory, rollout.placed.layout
-        share = SERVER_SHARE.get(layout.backend, 1.0)
+        share = BACKENDS[layout.backend].memory_share
         least = memory.total - memory.kv_cache + memory.least_cache
         return Engine(share, least, rollout.beside, fraction if layout.is_server else None)
 

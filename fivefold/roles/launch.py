@@ -19,6 +19,7 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.session import Role, Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import EngineConfig, TrainRecipe
+from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.blueprint import draw_up
@@ -243,16 +244,17 @@ def _longest(recipe: TrainRecipe) -> int:
 
 
 def check_engines(placement: Placement) -> None:
-    """Refuse trainers whose backend can be planned for, but not run yet.
+    """Refuse a role whose backend can be written in a layout, but has no engine yet.
 
     Raises:
         ValueError: naming the role.
     """
     for placed in placement.roles:
-        if placed.layout.is_training and placed.layout.backend != "megatron":
+        if not BACKENDS[placed.layout.backend].runs:
+            example = example_layout(trains=placed.layout.is_training)
             raise ValueError(
                 f"{placed.role}.backend is {placed.layout.backend}, which does not run yet: "
-                f"use megatron, for example {placed.role}.backend=megatron:d1"
+                f"use {example.partition(':')[0]}, for example {placed.role}.backend={example}"
             )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.planning.rollout_memory import SERVER_SHARE
+from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
 from fivefold.rollout.hf_weights import audited, file_tensors
@@ -151,7 +151,7 @@ def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
     """`spec` with the share of the memory that the other roles on the devices leave."""
     if spec.memory_fraction is not None or not spec.can_sleep:
         return spec
-    left = SERVER_SHARE[spec.backend] - spec.reserved / _device_memory()
+    left = BACKENDS[spec.backend].memory_share - spec.reserved / _device_memory()
     if left <= 0:
         raise ValueError(
             f"the roles that share a GPU with {spec.backend} keep {spec.reserved / 1e9:.1f} GB of it, which leaves "

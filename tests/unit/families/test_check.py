@@ -161,7 +161,7 @@ SERVER_KEYS = {"memory_fraction": 0.5, "server_python": "/opt/python", "server_a
 @pytest.mark.parametrize("layout", [{}, {"allocation_mode": "transformers:d4+megatron:d2t2e2"}])
 def test_keys_of_servers_need_a_server(key: str, layout: dict[str, str]) -> None:
     here = {} if layout else {"backend": "transformers:d4"}
-    with pytest.raises(RecipeError, match=rf"rollout\.{key}=.* is for vLLM and SGLang, and the rollout is neither"):
+    with pytest.raises(RecipeError, match=rf"rollout\.{key}=.* is for servers \(vLLM, SGLang\), and the rollout runs tr"):
         check_recipe(recipe(rollout={**here, key: SERVER_KEYS[key]}, **layout), MOE)
     check_recipe(recipe(rollout={"backend": "sglang:d2t2", **SERVER_KEYS}), MOE)
     check_recipe(recipe(rollout=SERVER_KEYS, allocation_mode="sglang:d2t2+megatron:d2t2e2"), MOE)

@@ -274,7 +274,7 @@ def test_what_train_refuses_is_refused(small: str) -> None:
     losses = ["actor.backend=megatron:d1p2t2", "actor.megatron.transformer.moe_aux_loss_coeff=0.1"]
     with pytest.raises(RecipeError, match="is a router's loss, and qwen3 has none"):
         plan_recipe(Path(small), [*keys, *losses])
-    with pytest.raises(RecipeError, match=r"rollout\.memory_fraction=0\.5 is for vLLM and SGLang"):
+    with pytest.raises(RecipeError, match=r"rollout\.memory_fraction=0\.5 is for servers \(vLLM, SGLang\)"):
         plan_recipe(Path(small), [*keys, "rollout.memory_fraction=0.5"])
     with pytest.raises(RecipeError, match=r"gconfig\.temperature=3\.0: vLLM samples with"):
         plan_recipe(Path(small), ["rollout.backend=vllm:d8", "gconfig.temperature=3"])
