@@ -18,14 +18,16 @@ from fivefold.config.schema import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.experience.samples import accuracy, make_samples, sample_metrics
 from fivefold.families.check import layout_problems, replica_problems, server_problems
-from fivefold.families.shape import ModelShape, load_shape
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles.launch import Rollout, check_server, replica_spec, rollout_role
+from fivefold.roles.launch import Rollout, replica_spec, rollout_role
+from fivefold.rollout.engines import check_server
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample

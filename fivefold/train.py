@@ -25,7 +25,8 @@ from fivefold.evaluate import Evaluation, Evaluator, check_requests
 from fivefold.experience.samples import as_record, make_samples, sample_metrics
 from fivefold.families.check import check_recipe, describe
 from fivefold.families.flops import training_flops
-from fivefold.families.shape import ModelShape, load_shape
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import Placement, place
 from fivefold.observe.console import RunConsole
 from fivefold.observe.jsonl import JsonLines
@@ -35,8 +36,9 @@ from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles.launch import Roles, check_engines, check_server, launch_roles, replica_spec
+from fivefold.roles.launch import Roles, check_engines, launch_roles, replica_spec
 from fivefold.roles.policy_update import PolicyUpdate
+from fivefold.rollout.engines import check_server
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Batch

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
@@ -28,7 +26,6 @@ from fivefold.roles.rollout import RolloutWorker
 from fivefold.roles.trainer import TrainerSpec, TrainerWorker
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.engine import DIALECTS, own_flags
 from fivefold.types import Batch, Completion, Prompt
 
 ANY_GPU = "h100-80g"
@@ -256,30 +253,6 @@ def check_engines(placement: Placement) -> None:
                 f"{placed.role}.backend is {placed.layout.backend}, which does not run yet: "
                 f"use {example.partition(':')[0]}, for example {placed.role}.backend={example}"
             )
-
-
-def check_server(spec: ReplicaSpec) -> None:
-    """Refuse a rollout by a server that is not installed, or that is told what other keys say.
-
-    Raises:
-        ValueError: naming the package and how it comes here, or the argument.
-    """
-    if spec.backend not in DIALECTS:
-        return
-    if spec.python is None and find_spec(spec.backend) is None:
-        raise ValueError(
-            f"rollout.backend is {spec.backend}, which is not installed beside Fivefold: install it, in an environment "
-            "of its own if need be, whose Python rollout.server_python then names"
-        )
-    if spec.python is not None and shutil.which(spec.python) is None:
-        raise ValueError(
-            f"rollout.server_python={spec.python} is no program: name the Python of the environment that has "
-            f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
-        )
-    if taken := own_flags(spec) & {argument.split("=")[0].replace("_", "-") for argument in spec.arguments}:
-        raise ValueError(
-            f"rollout.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: drop it"
-        )
 
 
 def _kept_beside_rollout(recipe: TrainRecipe, path: str) -> int:

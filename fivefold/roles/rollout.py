@@ -6,15 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch
-
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE
-from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams
+from fivefold.rollout.engines import build_engine, weights_device
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.weights import NodePlace
-from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.sync.buckets import Bucket, unpack
 from fivefold.types import Completion
 
@@ -23,10 +20,10 @@ class RolloutWorker:
     """The verbs of the rollout's side of the loop."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        embedded = spec.backend == "transformers"
-        # A server's weights pass through files: they stay on the host.
-        self._device = "cuda" if embedded and torch.cuda.is_available() else "cpu"
-        self._engine: RolloutEngine = _embedded(spec, self._device) if embedded else _server(spec)
+        place = NodePlace(spec.run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
+        save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
+        self._device = weights_device(spec)
+        self._engine = build_engine(spec, place, save)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """One completion for each request."""
@@ -43,20 +40,3 @@ class RolloutWorker:
     def wake(self) -> None:
         """Take the devices back; the weights come with the next `update_weights`."""
         self._engine.wake()
-
-
-def _embedded(spec: ReplicaSpec, device: str) -> TransformersEngine:
-    return TransformersEngine.from_path(
-        spec.path,
-        dtype=spec.dtype,
-        device=device,
-        max_batch_size=spec.max_batch_size,
-        tokenizer_path=spec.tokenizer_path,
-        load_weights=spec.load_weights,
-    )
-
-
-def _server(spec: ReplicaSpec) -> ServerEngine:
-    place = NodePlace(spec.run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
-    save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
-    return ServerEngine(spec, place, save)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.evaluate import evaluate
-from fivefold.roles import launch as roles
+from fivefold.rollout.servers import command
 from fivefold.train import plan_run
 from tests.e2e.conftest import ROOT, Fivefold
 
@@ -163,7 +163,7 @@ def test_a_server_that_cannot_be_started_is_refused_before_anything_starts(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roles, "find_spec", no_package)
+    monkeypatch.setattr(command, "find_spec", no_package)
     written = [f"rollout.backend={server}:d1", "actor.backend=megatron:d1", *overrides]
     recipe = load_recipe(QUICKSTART, [word.format(server=server) for word in written], TrainRecipe)
     with pytest.raises(ValueError, match=expected.format(server=server)):

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema import GenerationConfig
+from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
@@ -90,7 +91,7 @@ def start(backend: str, python: str, model: Path) -> ServerEngine:
         arguments=tuple(further.split()),
     )
     save = partial(save_hf, config_source=model, tokenizer_source=model)
-    return ServerEngine(spec, NodePlace(spec.run, 0, 1), save)
+    return ServerEngine(DIALECTS[backend], spec, NodePlace(spec.run, 0, 1), save)
 
 
 @dataclass

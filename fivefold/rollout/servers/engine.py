@@ -21,33 +21,34 @@ from fivefold.rollout.hf_weights import audited, file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone
+from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.process import ServerProcess, free_port
-from fivefold.rollout.servers.sglang_dialect import SGLangDialect
-from fivefold.rollout.servers.vllm_dialect import VLLMDialect
 from fivefold.rollout.servers.weights import NodePlace, Save, WeightFolder
 from fivefold.rollout.state import EngineState
 from fivefold.types import Completion
 
-DIALECTS: dict[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
 DEATH_S = 15.0
 """How long a server may take to end after its connections have broken."""
 
 
 class ServerEngine:
-    """A `RolloutEngine` whose model is in a vLLM or SGLang server on the devices that this process sees."""
+    """A `RolloutEngine` whose model is in an inference server on the devices that this process sees."""
 
-    def __init__(self, spec: ReplicaSpec, place: NodePlace, save: Save) -> None:
+    def __init__(self, dialect: Dialect, spec: ReplicaSpec, place: NodePlace, save: Save) -> None:
         """Start the server and wait until it is ready.
 
         Args:
+            dialect: how to speak to the server.
+            spec: the replica, whose backend is the server's.
+            place: where the replica stands among those of its node, which share the files of their weights.
             save: writes tensors as a model folder that the server reads.
 
         Raises:
             RuntimeError: the server ended instead.
             ValueError: a model whose tensors are not known, or no room for its weights in files.
         """
-        self._dialect = DIALECTS[spec.backend]
+        self._dialect = dialect
         path = resolve_model_path(spec.path)
         tokenizer_path = resolve_model_path(spec.tokenizer_path)
         # Names and shapes alone: the server has the weights.
@@ -65,7 +66,7 @@ class ServerEngine:
         self._state = EngineState(0 if spec.load_weights else None)
         port = free_port()
         self._http = HttpClient(port, n_connections=spec.max_batch_size)
-        self._server = ServerProcess(server_command(spec, port), self._dialect.environment)
+        self._server = ServerProcess(server_command(dialect, spec, port), dialect.environment)
         self._server.wait_until_ready(self._http)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
@@ -164,16 +165,3 @@ def _device_memory() -> int:
     """Bytes of the first device. Asked in another process: this one would hold a CUDA context from then on."""
     question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
     return int(subprocess.run([sys.executable, "-c", question], check=True, stdout=subprocess.PIPE).stdout)
-
-
-def own_flags(spec: ReplicaSpec) -> set[str]:
-    """The arguments of a command line that follow from the recipe, whichever of them `spec` gives."""
-    dialect = DIALECTS[spec.backend]
-    full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5)
-    return {word for word in dialect.arguments(full, port=0) if word.startswith("--")} | dialect.aliases
-
-
-def server_command(spec: ReplicaSpec, port: int) -> list[str]:
-    """The command line that starts the server of `spec`."""
-    dialect = DIALECTS[spec.backend]
-    return [spec.python or sys.executable, "-m", dialect.module, *dialect.arguments(spec, port), *spec.arguments]

@@ -18,10 +18,12 @@ from torch import Tensor
 import fivefold
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema import GenerationConfig
+from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers import engine as engine_module
-from fivefold.rollout.servers.engine import ServerEngine, server_command
+from fivefold.rollout.servers.command import server_command
+from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.weights import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.fake_server import Log, answer_to, write_python
@@ -83,7 +85,7 @@ def spec_of(backend: str, model: Path, **changes: Any) -> ReplicaSpec:
 
 def start(spec: ReplicaSpec) -> ServerEngine:
     save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
-    return ServerEngine(spec, NodePlace(spec.run, 0, 1), save)
+    return ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save)
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,13 @@ def assert_answered(served: Served, requests: Sequence[GenerationRequest], versi
 def test_the_command_line(backend: str) -> None:
     spec = spec_of(backend, Path("/models/a"), tokenizer_path="/models/b", python="/opt/python", tp=2, pp=3)
     words = COMMANDS[backend].format(model="/models/a", tokenizer="/models/b", port=81, tp=2, pp=3, length=60)
-    assert server_command(spec, 81) == ["/opt/python", *words.split(), *DUMMY_SLEEPER[backend].split()]
+    assert server_command(DIALECTS[backend], spec, 81) == [
+        "/opt/python",
+        *words.split(),
+        *DUMMY_SLEEPER[backend].split(),
+    ]
     plain = replace(spec, load_weights=True, can_sleep=False, memory_fraction=None, arguments=("--x", "--y=1"))
-    assert server_command(plain, 81) == ["/opt/python", *words.split(), "--x", "--y=1"]
+    assert server_command(DIALECTS[backend], plain, 81) == ["/opt/python", *words.split(), "--x", "--y=1"]
 
 
 def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
@@ -298,7 +304,7 @@ def test_seeds_are_what_the_server_can_take(served: Served) -> None:
 
 @pytest.mark.parametrize("backend", COMMANDS)
 def test_the_servers_own_seed_is_what_every_library_can_take(backend: str) -> None:
-    command = server_command(spec_of(backend, Path("/models/a"), seed=2**40 + 3), 81)
+    command = server_command(DIALECTS[backend], spec_of(backend, Path("/models/a"), seed=2**40 + 3), 81)
     flag = {"vllm": "--seed", "sglang": "--random-seed"}[backend]
     assert 0 <= int(command[command.index(flag) + 1]) < 2**31
 

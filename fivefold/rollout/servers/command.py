@@ -1,0 +1,46 @@
+"""The command line that starts a server, and what is checked of it before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.dialect import Dialect
+
+
+def server_command(dialect: Dialect, spec: ReplicaSpec, port: int) -> list[str]:
+    """The program and the arguments that start the server of `spec`."""
+    return [spec.python or sys.executable, "-m", dialect.module, *dialect.arguments(spec, port), *spec.arguments]
+
+
+def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
+    """Refuse a server that is not installed, or whose further arguments repeat what other keys say.
+
+    Raises:
+        ValueError: naming the package and how to install it, or the argument.
+    """
+    package = dialect.module.partition(".")[0]
+    if spec.python is None and find_spec(package) is None:
+        raise ValueError(
+            f"rollout.backend is {spec.backend}, which is not installed beside Fivefold: install it, in an environment "
+            "of its own if need be, whose Python rollout.server_python then names"
+        )
+    if spec.python is not None and shutil.which(spec.python) is None:
+        raise ValueError(
+            f"rollout.server_python={spec.python} is no program: name the Python of the environment that has "
+            f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
+        )
+    written = {argument.split("=")[0].replace("_", "-") for argument in spec.arguments}
+    if taken := _own_flags(dialect, spec) & written:
+        raise ValueError(
+            f"rollout.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: drop it"
+        )
+
+
+def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
+    """Every argument that can follow from a recipe, those that `spec` does not give included."""
+    full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5)
+    return {word for word in dialect.arguments(full, port=0) if word.startswith("--")} | dialect.aliases
