@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fivefold.importing.report import Report
 
 Sources = Annotated[
-    list[str], typer.Argument(metavar="FILE... [KEY=VALUE...]", help="YAML files, launch scripts, and overrides.")
+    list[str], typer.Argument(metavar="FILE|KEY=VALUE", help="YAML files, launch scripts, and keys of theirs to set.")
 ]
 SourceFramework = Annotated[Framework, typer.Option("--from", help="Framework that the files are written for.")]
 RecipeFile = Annotated[Path, typer.Option("-o", "--out", help="The recipe to write.", show_default=False)]

@@ -30,7 +30,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # Without it, a call such as `fivefold train --help` leaves the group's own --help without a value, which Typer
+        # imports pydantic to convert: that takes longer than all the rest.
+        "default_map": {"help": False},
+    },
 )
 
 

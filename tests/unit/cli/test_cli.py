@@ -1,3 +1,5 @@
+"""What holds for every command: recipes and options handed over, messages, exit codes, quick help."""
+
 from __future__ import annotations
 
 import json
@@ -38,7 +40,7 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Loop], None]:
-    """Puts a function of our own where the command line looks for a training loop."""
+    """`loop(name, function)` puts a fake where the command line looks for `fivefold.<name>.<name>`."""
 
     def install(name: str, function: Loop) -> None:
         module = types.ModuleType(f"fivefold.{name}")
@@ -60,7 +62,7 @@ def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Calla
     assert seen["overwrite"] is True
 
 
-def test_sft_and_eval(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+def test_sft_and_eval_hand_over_their_recipes(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     seen: list[object] = []
     loop("sft", lambda recipe, *, overwrite: seen.append((type(recipe), overwrite)))
     assert invoke("sft", recipe).exit_code == 0
@@ -72,7 +74,7 @@ def test_sft_and_eval(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     assert json.loads(result.stdout) == {"accuracy": 0.5, "model": "elsewhere"}
 
 
-def test_a_wrong_recipe_is_2_and_one_message(recipe: str) -> None:
+def test_a_wrong_recipe_is_exit_code_2_and_one_message(recipe: str) -> None:
     result = invoke("train", recipe, "actor.optimizer.learning_rate=1", "gconfig.temperature=-1")
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: ")
@@ -83,7 +85,7 @@ def test_a_wrong_recipe_is_2_and_one_message(recipe: str) -> None:
     assert invoke("trian").exit_code == 2
 
 
-def test_a_value_error_of_the_setup_is_2(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+def test_a_value_error_of_the_setup_is_exit_code_2(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
         raise ValueError("14 heads cannot be split over 4 ranks")
 
@@ -93,7 +95,7 @@ def test_a_value_error_of_the_setup_is_2(recipe: str, loop: Callable[[str, Loop]
     assert result.stderr == "Error: 14 heads cannot be split over 4 ranks\n"
 
 
-def test_a_failed_worker_is_1_with_its_traceback_and_log(
+def test_a_failed_worker_is_exit_code_1_with_its_traceback_and_log(
     recipe: str, tmp_path: Path, loop: Callable[[str, Loop], None]
 ) -> None:
     def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
@@ -107,10 +109,10 @@ def test_a_failed_worker_is_1_with_its_traceback_and_log(
     assert result.exit_code == 1
     for text in ("actor rank 3", "phase 'train'", "10.0.0.1", "ValueError: no good", "actor-3.log"):
         assert text in result.stderr
-    assert "cli.py" not in result.stderr
+    assert "fivefold/cli/" not in result.stderr
 
 
-def test_a_fault_of_ours_keeps_its_traceback(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+def test_a_bug_keeps_its_traceback(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
         raise KeyError("a bug")
 
@@ -140,26 +142,42 @@ def test_an_interrupted_run_says_what_it_saved(recipe: str, loop: Callable[[str,
     assert invoke("train", recipe, "trial_name=other").stderr == "Nothing was saved.\n"
 
 
-def test_version_and_help() -> None:
+def test_the_version_is_printed() -> None:
     assert invoke("--version").stdout == f"fivefold {__version__}\n"
-    for command in ("train", "sft", "eval", "generate"):
-        assert command in invoke("--help").stdout
+
+
+def test_every_command_has_an_example_and_its_exit_codes_in_its_help() -> None:
+    listed = invoke("--help").stdout
+    for command in ("train", "sft", "eval", "generate", "plan", "import", "convert", "doctor"):
+        assert f"\n  {command} " in listed
         text = invoke(command, "--help").stdout
         assert "Example" in text
         assert "130  it was interrupted" in text
+    assert {"arithmetic", "additions"} <= set(invoke("data", "--help").stdout.split())
 
 
-@pytest.mark.parametrize("args", [["--version"], ["train", "--help"], ["train", "no-such.yaml"]])
-def test_nothing_heavy_is_imported_for_a_short_answer(args: list[str]) -> None:
-    code = f"""
+def test_no_command_is_cut_short_in_the_list() -> None:
+    assert "..." not in invoke("--help").stdout.partition("Commands:")[2]
+
+
+def test_help_imports_none_of_the_libraries_that_a_run_needs() -> None:
+    """`--help` and `--version` are quick; a recipe that is wrong is told before torch is imported."""
+    code = """
 import sys
 from typer.testing import CliRunner
 from fivefold.cli.main import app
-CliRunner().invoke(app, {args!r})
-print([name for name in ("torch", "ray", "transformers", "megatron") if name in sys.modules])
+
+def imported(names, *args):
+    CliRunner().invoke(app, args)
+    return [name for name in names.split() if name in sys.modules]
+
+heavy = "torch ray transformers megatron"
+for args in (["--version"], ["--help"], ["train", "--help"], ["plan", "--help"], ["import", "--help"]):
+    print(imported(f"{heavy} pydantic omegaconf yaml psutil fivefold.config", *args))
+print(imported(heavy, "train", "no-such.yaml"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout.split("\n") == [*["[]"] * 6, ""]
 
 
 def test_generate_refuses_what_the_engine_cannot_do() -> None:

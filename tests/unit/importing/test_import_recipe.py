@@ -145,21 +145,6 @@ def test_files_of_interpolations_that_lead_nowhere_are_not_written(tmp_path: Pat
     assert conversion.report.to_give == ("actor.path", "train_dataset.path")
 
 
-def test_json_holds_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "new" / "recipe.yaml"
-    files = [FIXTURES / "siirl_megatron.sh"]
-    report = import_recipe("siirl", files, ["trainer.nnodes=2"], output, as_json=True, environment=ENVIRONMENT)
-    captured = capsys.readouterr()
-    printed = json.loads(captured.out)
-    assert printed["recipe"] == str(output)
-    assert printed["counts"] == {name: len(report.of(name)) for name in ("mapped", "implied", "unsupported")}  # type: ignore[arg-type]
-    entries = {entry["key"]: entry for entry in printed["entries"]}
-    assert keys_of("siirl_megatron.sh") <= set(entries)
-    assert entries["trainer.nnodes"]["to"] == "cluster.n_nodes"
-    assert entries["trainer.nnodes"]["result"] == 2
-    assert "trainer.nnodes" in captured.err
-
-
 def test_the_table_shows_every_key() -> None:
     conversion = convert_fixture("trinity", "trinity_ppo_megatron.yaml")
     console = Console(width=400, record=True, quiet=True)

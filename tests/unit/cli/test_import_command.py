@@ -1,0 +1,73 @@
+"""`fivefold import`: what it writes, what it prints, and when it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fivefold.cli.main import app
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import TrainRecipe
+
+CONFIG = """
+trainer: {nnodes: 2, n_gpus_per_node: 8, brand_new: 3}
+data: {train_files: a.parquet}
+actor_rollout_ref: {model: {path: Qwen/Qwen3-8B}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+def run(config: str, output: Path, *arguments: str) -> Result:
+    command = ["import", "--from", "verl", config, "trainer.nnodes=4", "-o", str(output), *arguments]
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+
+
+def test_a_recipe_is_written_and_the_report_is_printed(config: str, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "recipe.yaml"
+    result = run(config, output, "--json")
+    assert result.exit_code == 0, result.output
+    assert load_recipe(output, [], TrainRecipe).cluster.n_nodes == 4
+
+    report = json.loads(result.stdout)
+    assert report["recipe"] == str(output)
+    own = [entry for entry in report["entries"] if not entry["is_default"]]
+    assert {entry["key"]: (entry["to"], entry["result"]) for entry in own}["trainer.nnodes"] == ("cluster.n_nodes", 4)
+    assert report["counts"] == {
+        outcome: sum(entry["outcome"] == outcome for entry in own) for outcome in ("mapped", "implied", "unsupported")
+    }
+    for entry in own:
+        assert entry["key"] in result.stderr
+
+
+def test_without_json_standard_output_is_empty(config: str, tmp_path: Path) -> None:
+    assert run(config, tmp_path / "recipe.yaml").stdout == ""
+
+
+def test_strict_prints_the_report_and_writes_nothing(config: str, tmp_path: Path) -> None:
+    output = tmp_path / "recipe.yaml"
+    result = run(config, output, "--strict")
+    assert (result.exit_code, output.exists()) == (2, False)
+    table, _, message = result.stderr.partition("Error: ")
+    assert "trainer.nnodes=4" in table
+    assert "--strict allows none" in message
+    assert "- trainer.brand_new: " in message
+
+
+def test_a_recipe_is_replaced_only_with_overwrite(config: str, tmp_path: Path) -> None:
+    output = tmp_path / "recipe.yaml"
+    output.write_text("mine\n")
+    refused = run(config, output)
+    assert refused.exit_code == 2
+    assert "--overwrite" in refused.stderr
+    assert output.read_text() == "mine\n"
+    assert run(config, output, "--overwrite").exit_code == 0
+    assert output.read_text() != "mine\n"

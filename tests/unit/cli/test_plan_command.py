@@ -1,0 +1,146 @@
+"""`fivefold plan`: its options, its output, its pictures and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fivefold.cli.main import app
+
+RECIPE = """
+experiment_name: plan-me
+cluster: {n_nodes: 1, n_gpus_per_node: 8}
+actor: {path: Qwen/Qwen3-8B, backend: "megatron:d4t2"}
+rollout: {backend: "sglang:d4t2"}
+train_dataset: {path: data.jsonl}
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
+
+
+def printed_json(*arguments: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    return values
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "actor", "gpu"),
+    [
+        ("Qwen3-8B", "8", "megatron:t2p4", "h100"),
+        ("Qwen3-30B-A3B", "32", "megatron:d8t2p2v8e4", "h100"),
+        ("DeepSeek-V3", "256", "megatron:(attn:d2p16t8|ffn:e16)", "h200"),
+    ],
+)
+def test_a_plan_is_printed_and_drawn(model: str, gpus: str, actor: str, gpu: str, tmp_path: Path) -> None:
+    picture, page = tmp_path / "plan.svg", tmp_path / "plan.html"
+    result = run(
+        "--model", model, "--gpus", gpus, "--actor", actor, "--gpu", gpu, "--recompute", "full",
+        "--svg", str(picture), "--html", str(page),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "recompute full" in result.stdout
+    assert "It fits." in result.stdout
+    assert page.read_text().count("<tr>") == int(gpus) + 1
+    check_picture(picture, n_cells=int(gpus) * (1 if model == "Qwen3-8B" else 2))
+
+
+def check_picture(file: Path, n_cells: int) -> None:
+    """The picture is well-formed, has a cell for every rank, and draws nothing outside of the page."""
+    root = ElementTree.parse(file).getroot()
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [title.text or "" for title in root.iter(f"{space}title")]
+    assert sum(title.startswith("rank ") for title in titles) == n_cells
+    for element in [*root.iter(f"{space}rect"), *root.iter(f"{space}text")]:
+        x, y = float(element.get("x", 0)), float(element.get("y", 0))
+        assert 0 <= x <= x + float(element.get("width", 0)) <= width + 0.1
+        assert 0 <= y <= y + float(element.get("height", 0)) <= height + 0.1
+
+
+def test_options_of_the_work_go_over_the_recipe(recipe: str) -> None:
+    options = ("--sequence-length", "2048", "--sequences", "64", "--micro-tokens", "4096", "--recompute", "selective")
+    work = printed_json(recipe, "actor.megatron.recompute=full", *options)["work"]
+    assert [work[name] for name in ("sequence_length", "sequences", "micro_tokens", "recompute")] == [
+        2048, 64, 4096, "selective"
+    ]  # fmt: skip
+
+
+def test_options_of_the_model_form_say_the_roles_and_their_devices() -> None:
+    roles = ("--actor", "megatron:d*t2", "--devices", "actor=0-7", "--rollout", "vllm:d*", "--devices", "rollout=4-7")
+    values = printed_json("--model", "Qwen3-8B", "--gpus", "8", "--gpus-per-node", "4", "--gpu", "h200", *roles)
+    assert values["cluster"]["nodes"] == 2
+    assert values["cluster"]["gpu"]["name"].startswith("h200")
+    assert values["devices"] == {"actor": list(range(8)), "rollout": [4, 5, 6, 7]}
+
+
+def test_a_plan_that_does_not_fit_is_exit_code_1() -> None:
+    assert run("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:d8").exit_code == 1
+    result = run("--model", "Llama-3.1-405B", "--gpus", "8", "--search", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["search"]["best"] == []
+
+
+def test_every_rank_is_listed_when_asked_for() -> None:
+    arguments = ("--model", "Qwen3-8B", "--gpus", "32", "--actor", "megatron:d16t2", "--gpu", "h200")
+    assert "--ranks lists them" in run(*arguments).stdout
+    assert "--ranks lists them" not in run(*arguments, "--ranks").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a recipe, or --model with --gpus"),
+        (["--model", "Qwen3-8B"], "give either a recipe, or --model with --gpus"),
+        (["--model", "Qwen9-8B", "--gpus", "8"], "did you mean Qwen3-8B"),
+        (["--model", "Qwen3-8B", "--gpus", "8", "--recompute", "some"], "'none', 'selective', 'full'"),
+    ],
+)
+def test_a_wrong_question_is_exit_code_2(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_options_of_the_model_form_are_refused_with_a_recipe(recipe: str) -> None:
+    for option, value, key in [
+        ("--actor", "megatron:d8", "actor.backend"),
+        ("--rollout", "vllm:d8", "rollout.backend"),
+        ("--gpus", "0", "cluster.n_nodes"),
+        # The default, given by the user.
+        ("--gpus-per-node", "8", "cluster.n_gpus_per_node"),
+        ("--devices", "actor=0-7", "actor.device_mapping"),
+    ]:
+        result = run(recipe, option, value)
+        assert result.exit_code == 2
+        assert f"{option} belongs to --model; with a recipe set {key}" in result.stderr
+
+
+def test_a_picture_that_cannot_be_written_is_the_only_message(tmp_path: Path) -> None:
+    for option, path in [("--svg", tmp_path), ("--html", tmp_path / "nowhere" / "plan")]:
+        result = run("--model", "Qwen3-8B", "--gpus", "8", option, str(path))
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"Error: {option} {path} cannot be written (")
+        assert result.stdout == ""
+
+
+def test_a_picture_without_a_layout_that_fits_is_not_written(tmp_path: Path) -> None:
+    picture = tmp_path / "none.svg"
+    result = run("--model", "DeepSeek-V3", "--gpus", "8", "--search", "--svg", str(picture))
+    assert (result.exit_code, picture.exists()) == (1, False)
+    assert result.stderr.startswith("--svg: nothing was written")
+    assert "nothing was written" not in result.stdout
+    assert run("--model", "DeepSeek-V3", "--gpus", "8", "--search").stderr == ""
