@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md, every key of a recipe, from the schema: `python scripts/recipe_reference.py`."""
+"""Generates docs/recipe.md, a table of every key of a recipe, from the schema: `python scripts/recipe_reference.py`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from fivefold.config.problems import section_of
 from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
+PLURALS = {"text": "texts", "whole number": "whole numbers"}
 INTRODUCTION = """\
 # The recipe: every key
 
-Made from `fivefold/config/schema.py` by `python scripts/recipe_reference.py`. A key without a default is required. An
-unknown key is an error, and so is a value that breaks a key's rule. `a.b=c` on the command line sets a key,
-`${a.b}` in a value stands for another key's value and `${oc.env:NAME}` for an environment variable. The resolved recipe
-of a run, with every key, is in `recipe.yaml` in its folder.
+`python scripts/recipe_reference.py` generates this page from `fivefold/config/schema.py`. A key without a default is
+required. An unknown key is an error, and so is a value that breaks a key's rule. `a.b=c` on the command line sets a key.
+In a value, `${a.b}` stands for another key's value and `${oc.env:NAME}` for an environment variable. A run writes its
+resolved recipe, with every key, to `recipe.yaml` in its folder.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the whole page."""
     return "\n".join([INTRODUCTION, *_recipe("`fivefold train`", TrainRecipe), *_recipe("`fivefold sft`", SFTRecipe)])
 
 
@@ -35,7 +36,7 @@ def _recipe(title: str, schema: type[RunConfig]) -> Iterator[str]:
 
 
 def _section(prefix: str, schema: type[BaseModel]) -> Iterator[str]:
-    """The table of a section's own keys, then the tables of the sections in it."""
+    """Yield the table of a section's own keys, then the tables of the sections in it."""
     fields = schema.model_fields
     sections = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
     plain = [name for name in fields if name not in sections]
@@ -65,7 +66,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> tuple[str, list[str]]:
-    """A type in words, and the bounds that stand inside of it."""
+    """Return a type in words, and the bounds that its annotation holds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments), []
@@ -78,7 +79,7 @@ def _kind(annotation: Any) -> tuple[str, list[str]]:
         return kind, [*rules, *(bound for info in annotation.__metadata__ for bound in _bounds(info.metadata))]
     if origin is list:
         kind, rules = _kind(arguments[0])
-        return f"list of {kind}", rules
+        return " ".join([f"list of {PLURALS[kind]}", *rules]), []
     if origin is dict:
         return "mapping", []
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}[annotation.__name__], []

@@ -1,7 +1,7 @@
-"""The recipe: every key, its type, its rule and its default, each declared once.
+"""The recipe: every key with its type, its rule, its default and its documentation, each declared once.
 
-A key that is not declared here is an error. Rules that need two keys stand in the validators below; rules that
-need the model's shape or the layout stand in `fivefold.families.check`.
+A key that is not declared here is an error. Rules that need two keys are in the validators below; rules that need the
+model's shape or the layout are in `fivefold.families.check`. `docs/recipe.md` is generated from this file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Dtype = Literal["float32", "bfloat16"]
+DeviceList = str | list[NonNegative]
 
 
 class Section(BaseModel):
@@ -29,52 +31,62 @@ class Section(BaseModel):
 
 
 class ClusterConfig(Section):
+    """The machines of the run."""
+
     n_nodes: Annotated[int, Field(ge=1, le=16384)] = 1
-    """Machines in the run."""
+    """Number of machines."""
     n_gpus_per_node: Annotated[int, Field(ge=0, le=256)] = 8
-    """GPUs used on each machine. 0: every worker is a CPU process (gloo)."""
+    """GPUs that are used on each machine; 0 runs every worker as a CPU process (gloo)."""
     fileroot: str = "runs"
-    """Outputs go to `<fileroot>/<experiment_name>/<trial_name>/`."""
+    """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
 
 
 class SchedulerConfig(Section):
+    """How worker processes are started."""
+
     type: Literal["local", "ray"] = "local"
-    """`local`: start Ray on this machine for this run alone. `ray`: join the cluster at `address`."""
+    """`local` starts Ray on this machine for this run alone; `ray` joins the cluster at `address`."""
     address: str = "auto"
-    """Address of the Ray cluster to join with `type: ray` (`auto`, or host:port)."""
+    """Address of the Ray cluster to join with `type: ray`: `auto`, or host:port."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest time, in seconds, that one phase may take, on a worker or with the rewards, before the run ends with an
-    error."""
+    """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""
 
     @model_validator(mode="after")
     def _check_address(self) -> SchedulerConfig:
         if self.type == "local" and self.address != "auto":
             raise ValueError(
-                f"address={self.address} is that of a cluster to join, but type=local starts Ray for this run alone: "
+                f"address={self.address} names a cluster to join, but type=local starts Ray for this run alone: "
                 "set type to ray, or drop address"
             )
         return self
 
 
 class OptimizerConfig(Section):
+    """Hyper-parameters of AdamW and of its learning-rate schedule, whichever engine trains.
+
+    Fields that only Megatron-Core's optimizer has are in `actor.megatron.optimizer`.
+    """
+
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """AdamW's decoupled weight decay; norms and biases are exempt."""
+    """AdamW's weight decay; norms and biases are exempt. It is decoupled from the gradient unless
+    `actor.megatron.optimizer.decoupled_weight_decay` is false."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of Adam's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     warmup_steps_proportion: Fraction = 0.0
     """Share of all optimizer steps spent on a linear warm-up from 0."""
     min_lr_ratio: Fraction = 0.0
-    """Where the decay leads, as a share of `lr`: it is reached one step after the last, as in torch's schedules."""
+    """Learning rate at the end of the decay, as a share of `lr`. As in torch's schedules, the end is one step after the
+    last one."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Gradients with a larger global norm are scaled down to it; 0 switches clipping off."""
 
     @model_validator(mode="after")
     def _check_decay(self) -> OptimizerConfig:
@@ -87,57 +99,68 @@ class OptimizerConfig(Section):
 
 
 class MicroBatchConfig(Section):
+    """How a mini-batch is split into the micro-batches of one forward and backward pass each."""
+
     max_tokens_per_mb: Positive = 8192
-    """Most tokens in one micro-batch, counted over its context-parallel shards. A longer sequence gets its own."""
+    """Most tokens in one micro-batch, summed over its context-parallel shards. A longer sequence has a micro-batch to
+    itself."""
     n_mbs: Positive = 1
-    """Fewest micro-batches a data-parallel rank splits a mini-batch into."""
+    """Fewest micro-batches that a data-parallel rank splits a mini-batch into."""
 
 
-class TransformerFields(Section):
-    """Of Megatron-Core's TransformerConfig, by its own names: those that mean something to Fivefold's modules."""
+class MegatronTransformerFields(Section):
+    """Fields of Megatron-Core's `TransformerConfig`, handed on under their own names.
+
+    Only fields that the recipe may choose are here; the model's config and the layout decide all others.
+    """
 
     moe_aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the router's load-balancing loss. 0: the router stays where pre-training and the policy loss put it."""
+    """Weight of the router's load-balancing loss; at 0, only the policy loss trains the router."""
     moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the router's z-loss (Zoph et al. 2022)."""
+    """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
 
 
-class DDPFields(Section):
-    """Of Megatron-Core's DistributedDataParallelConfig, by its own names."""
+class MegatronDDPFields(Section):
+    """Fields of Megatron-Core's `DistributedDataParallelConfig`, handed on under their own names."""
 
     bucket_size: Positive | None = None
-    """Parameters whose gradients are reduced in one collective. None: Megatron-Core's own choice."""
+    """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients during the backward pass. None: on GPUs with data parallelism."""
+    """Reduce gradients during the backward pass; null: on GPUs, if there is data parallelism."""
 
 
-class AdamFields(Section):
-    """Of Megatron-Core's OptimizerConfig, by its own names."""
+class MegatronOptimizerFields(Section):
+    """Fields of Megatron-Core's `OptimizerConfig` that no other engine has, handed on under their own names.
+
+    The learning rate, the betas and the other hyper-parameters are in `actor.optimizer`.
+    """
 
     decoupled_weight_decay: bool = True
-    """AdamW; false: weight decay is an L2 penalty within Adam."""
+    """true: AdamW; false: `actor.optimizer.weight_decay` is an L2 penalty inside Adam."""
     apply_wd_to_qk_layernorm: bool = False
-    """Decay the weights of the query and key norms too."""
+    """Apply weight decay to the query and key norms as well."""
 
 
 class MegatronConfig(Section):
+    """What only the Megatron-Core engine reads."""
+
     bridge_type: Literal["fivefold"] = "fivefold"
     """The weight bridge between Hugging Face and Megatron-Core names."""
     use_deterministic_algorithms: bool = False
-    """Bit-reproducible kernels, at some cost in speed."""
+    """Use kernels whose results are the same bit for bit in every run; they are slower."""
     virtual_pipeline_parallel_size: Positive = 1
-    """Model chunks on each pipeline stage (interleaved 1F1B); the `v` of a layout says the same."""
+    """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
     router_dtype: Literal["model", "fp32"] = "fp32"
-    """Dtype of the router's matmul; its softmax is in float32 either way."""
+    """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts. Both are dropless."""
+    """Collective that brings tokens to their experts. Neither drops tokens."""
     logprob_chunk_size: Positive = 1024
-    """Tokens whose logits [chunk, vocabulary / tp] exist at one time."""
+    """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, the MLP/MoE activations, or whole layers."""
-    transformer: TransformerFields = TransformerFields()
-    ddp: DDPFields = DDPFields()
-    optimizer: AdamFields = AdamFields()
+    """Which activations the backward pass computes again: none, those of MLP and MoE, or those of whole layers."""
+    transformer: MegatronTransformerFields = MegatronTransformerFields()
+    ddp: MegatronDDPFields = MegatronDDPFields()
+    optimizer: MegatronOptimizerFields = MegatronOptimizerFields()
 
 
 class EngineConfig(Section):
@@ -146,14 +169,16 @@ class EngineConfig(Section):
     path: str
     """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold."""
     backend: str = "megatron:d1"
-    """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`."""
-    device_mapping: str | list[NonNegative] | None = None
-    """GPUs of the ranks, counted through over the nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
-    list, or none; roles whose lists overlap take turns. None: as the backends and `colocate` say."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of weights and activations. Gradients, moments and master weights are float32."""
+    """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`
+    (docs/layouts.md)."""
+    device_mapping: DeviceList | None = None
+    """GPUs of the ranks, numbered from 0 over all nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
+    list, or none has; roles whose lists overlap take turns. null: the layouts and `rollout.colocate` decide."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32."""
     init_from_scratch: bool = False
-    """Random weights (seeded) in place of the checkpoint's; `path` then needs only a config and a tokenizer."""
+    """Start from random weights, drawn with `seed`, instead of the checkpoint's; `path` then needs only a config and a
+    tokenizer."""
     mb_spec: MicroBatchConfig = MicroBatchConfig()
     megatron: MegatronConfig = MegatronConfig()
 
@@ -162,75 +187,83 @@ class NormConfig(Section):
     """(x - mean) / (std + eps), each over the group of one prompt, over the batch, or not at all."""
 
     mean_level: Literal["group", "batch", "none"] = "group"
-    """Over what the mean is taken."""
+    """Samples over which the mean is taken; `none` subtracts no mean."""
     std_level: Literal["group", "batch", "none"] = "group"
-    """Over what the standard deviation is taken."""
+    """Samples over which the standard deviation is taken; `none` does not divide."""
     eps: Annotated[float, Field(gt=0)] = 1e-6
     """Added to the standard deviation."""
 
 
 class ActorConfig(EngineConfig):
+    """The model that is trained, and the algorithm that trains it."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_epochs: Positive = 1
-    """Times each sample is trained in a step."""
+    """Number of times that each sample is trained on in a step."""
     ppo_n_minibatches: Positive = 1
-    """Optimizer updates in an epoch; whole groups stay together."""
+    """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
     eps_clip: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """PPO's clip range below 1."""
+    """PPO clips ratios below 1 - `eps_clip`."""
     eps_clip_higher: Annotated[float, Field(ge=0)] | None = None
-    """PPO's clip range above 1; none: the same as `eps_clip`."""
+    """PPO clips ratios above 1 + `eps_clip_higher`; null: the same as `eps_clip`."""
     c_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip (Ye et al. 2020): bound on the ratio of samples with negative advantage."""
+    """Dual clip (Ye et al. 2020): largest ratio of tokens with a negative advantage; null: no dual clip."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """Mean over tokens (DAPO), mean over sequences of token means (GRPO) or of token sums (Dr. GRPO)."""
+    """How the losses of tokens become one number: the mean over all tokens (DAPO), the mean over sequences of their
+    token means (GRPO), or the mean over sequences of their token sums (Dr. GRPO)."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     kl_ctl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence to the reference model; 0: no reference model is loaded."""
+    """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL divergence, as Schulman names them (http://joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL term is added to the loss or subtracted from each token's reward."""
+    """Add the KL term to the loss, or subtract it from each token's reward."""
     recompute_logprob: bool | None = None
-    """Whether the trainer computes the old log-probs. None: only when a step has more than one update."""
+    """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more
+    than one update."""
     reward_norm: NormConfig = NormConfig()
-    """How rewards become advantages (GRPO: group, group; Dr. GRPO: group, none)."""
+    """How rewards are normalised to advantages (GRPO: group, group; Dr. GRPO: group, none)."""
     reward_scaling: float = 1.0
-    """Rewards are (reward + bias) * scaling, then clipped to ±clip, before they become advantages."""
+    """Before they become advantages, rewards are changed to (reward + `reward_bias`) * `reward_scaling`."""
     reward_bias: float = 0.0
-    """The bias of `reward_scaling`."""
+    """Added to every reward before `reward_scaling`."""
     reward_clip: Annotated[float, Field(gt=0)] | None = None
-    """The clip of `reward_scaling`; none: no clipping."""
+    """Scaled rewards are clipped to ± this value; null: they are not clipped."""
 
 
 class ReferenceConfig(Section):
+    """The frozen model from which `actor.kl_ctl` measures the KL divergence."""
+
     path: str | None = None
-    """Reference model; none: the actor's initial weights."""
+    """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
     backend: str | None = None
-    """None: the actor's own layout."""
-    device_mapping: str | list[NonNegative] | None = None
-    """As `actor.device_mapping`, for a reference with a backend of its own."""
+    """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
+    device_mapping: DeviceList | None = None
+    """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
 
 
 class GenerationConfig(Section):
+    """How completions are sampled."""
+
     n_samples: Positive = 8
-    """Completions of each prompt: the group."""
+    """Completions of each prompt; together they are the prompt's group."""
     max_new_tokens: Positive = 1024
-    """Longest completion, in tokens."""
+    """Most tokens of a completion."""
     min_new_tokens: NonNegative = 0
-    """Tokens before which no end token is sampled."""
+    """Fewest tokens of a completion: before them, no end token and no stop token is sampled."""
     greedy: bool = False
-    """Always the most likely token: for `fivefold generate`. Training needs samples."""
+    """Always take the most likely token. It is for `fivefold generate`; training needs samples."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits, in sampling and in every log-prob of training."""
+    """Divides the logits, both in sampling and in every log-prob that training computes."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the fewest tokens that together have this probability; 1: all."""
+    """Sample among the most likely tokens that together have this probability; 1: among all."""
     top_k: NonNegative = 0
-    """Sample among the k most likely tokens; 0: all."""
+    """Sample among this many of the most likely tokens; 0: among all."""
     stop_token_ids: list[NonNegative] = []
-    """Stop after any of these, besides the model's own end-of-sequence tokens."""
+    """A completion ends after any of these tokens, as after the model's own end-of-sequence tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Stop after any of these texts."""
+    """A completion ends after any of these texts."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> GenerationConfig:
@@ -243,50 +276,52 @@ class GenerationConfig(Section):
 
 
 class RolloutConfig(Section):
+    """The engine that generates, and where it runs."""
+
     backend: str = "transformers:d1"
-    """Engine and replicas: `transformers:d2`, or servers such as `vllm:d4t2` and `sglang:d4t4`."""
-    device_mapping: str | list[NonNegative] | None = None
-    """As `actor.device_mapping`."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """None: the actor's."""
+    """Engine and layout: `transformers:d2`, or a server such as `vllm:d4t2` (docs/rollout.md)."""
+    device_mapping: DeviceList | None = None
+    """GPUs of the replicas, written like `actor.device_mapping`."""
+    dtype: Dtype | None = None
+    """Dtype of the engine's weights; null: `actor.dtype`."""
     max_batch_size: Positive = 256
-    """Most sequences that a replica decodes at one time."""
+    """Most sequences that one replica decodes at one time."""
     colocate: bool | None = None
-    """Share the actor's devices. None: only if the cluster has too few for both."""
+    """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of each GPU's memory, what a vLLM or SGLang server takes. None: its usual share, less what others keep there."""
+    """Share of each GPU's memory that a server takes; null: its usual share, less what other roles keep there."""
     server_python: str | None = None
-    """Python of the environment that has vLLM or SGLang. None: Fivefold's own."""
+    """Python program of the environment in which the server is installed; null: Fivefold's own."""
     server_args: list[str | int | float] = []
-    """Further arguments for the server's command line, for example `[--enforce-eager]`."""
+    """Further arguments of the server's command line, for example `[--enforce-eager]`."""
 
 
 class RowsConfig(Section):
-    """Where rows come from, and how they are read."""
+    """Where prompts come from, and how they are read."""
 
     path: str
     """Parquet or JSONL file, folder of such files, `datasets` name, or `package:<name>`."""
     split: str | None = None
-    """Of a `datasets` or package name, or of a folder whose files are named by splits. None: `train`."""
+    """Split of a `datasets` or package name, or of a folder whose files are named after splits; null: `train`."""
     max_length: Positive = 1024
-    """Longest prompt, in tokens; longer ones are dropped and counted."""
+    """Most tokens of a prompt; longer prompts are dropped, and their number is reported."""
     limit: Positive | None = None
-    """Use only the first rows."""
+    """Use only this many of the first rows; null: all."""
     prompt_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages."""
     answer_key: str | None = None
-    """Column of the ground truth, for plain columns; none: `reward_model.ground_truth`."""
+    """Column of the ground truth; null: the field `ground_truth` of the column `reward_model`."""
     apply_chat_template: bool | None = None
-    """None: for chat messages yes, for texts no."""
+    """Whether the tokenizer's chat template is applied; null: to chat messages, not to texts."""
 
 
 class BatchesConfig(Section):
-    """How rows are shared out over training steps."""
+    """How rows are distributed over training steps."""
 
     batch_size: Positive = 32
-    """Rows in a step."""
+    """Rows in one training step."""
     shuffle: bool = True
-    """A new order every epoch; false: always the order of the rows."""
+    """Draw a new order in every epoch; false: always the order of the data set."""
 
 
 class DatasetConfig(RowsConfig, BatchesConfig):
@@ -294,32 +329,34 @@ class DatasetConfig(RowsConfig, BatchesConfig):
 
 
 class RewardConfig(Section):
+    """The function that judges completions."""
+
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), or `module:function` of your own."""
+    """`exact_match`, `math` (math-verify), or your own function as `module:function`."""
     kwargs: dict[str, Any] = {}
-    """Keyword arguments handed to the function."""
+    """Keyword arguments of the function."""
 
 
 class PeriodicConfig(Section):
-    """Something that is done every so many steps, and after the last one in any case."""
+    """What is done every so many steps, and always after the last one."""
 
     freq_steps: Positive | None = None
-    """None: after the last step only."""
+    """Number of steps from one time to the next; null: only after the last step."""
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether it is to be done after step `step`, counted from 1."""
+        """Whether to do it after step `step`, counted from 1, of `total_steps`."""
         return step == total_steps or (self.freq_steps is not None and step % self.freq_steps == 0)
 
 
 class EvaluatorConfig(PeriodicConfig):
-    """Accuracy on the held-out prompts, which is also taken before the first step."""
+    """When and how the held-out prompts are evaluated. They are also evaluated before the first step."""
 
     n_samples: Positive = 1
-    """Completions of each held-out prompt; accuracy is the mean over all of them."""
+    """Completions of each held-out prompt; the accuracy is the mean over all of them."""
     greedy: bool = True
-    """Always the most likely token."""
+    """Always take the most likely token."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of sampling, with `greedy: false`."""
+    """Temperature of sampling with `greedy: false`."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> EvaluatorConfig:
@@ -336,51 +373,53 @@ class EvaluatorConfig(PeriodicConfig):
 
 
 class SaverConfig(PeriodicConfig):
-    """The weights, written over the earlier ones: an interrupted run leaves those of the last time."""
+    """When the weights are saved. Each time replaces the one before, so an interrupted run leaves the last weights."""
 
 
 class StatsConfig(Section):
+    """What is recorded of every step, besides its metrics."""
+
     tensorboard: bool = True
-    """Also write every step's metrics as TensorBoard events."""
+    """Write every step's metrics as TensorBoard events too."""
     n_logged_samples: NonNegative = 4
-    """Generations of each step written to `samples.jsonl`."""
+    """Completions of each step that are written to `samples.jsonl`."""
 
 
 class RunConfig(Section):
-    """What every kind of recipe has."""
+    """The keys of every kind of recipe."""
 
     experiment_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-    """What the runs are about: the outer folder of their outputs."""
+    """Name of the experiment: the outer folder of its runs' outputs."""
     trial_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "trial-0"
-    """This run: the inner folder."""
+    """Name of this run: the inner folder of its outputs."""
     seed: NonNegative = 1
-    """Decides all random choices: the order of rows, sampling, random weights."""
+    """Seed of all random choices: the order of rows, sampling, random weights."""
     cluster: ClusterConfig = ClusterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     tokenizer_path: str | None = None
-    """None: `actor.path`."""
+    """Folder or hub name of the tokenizer; null: `actor.path`."""
+    total_train_epochs: Positive = 1
+    """Number of passes over the data set."""
+    total_train_steps: Positive | None = None
+    """Number of training steps; null: as many as `total_train_epochs` take."""
     stats: StatsConfig = StatsConfig()
     saver: SaverConfig = SaverConfig()
 
 
 class TrainRecipe(RunConfig):
-    """`fivefold train`: reinforcement learning."""
+    """A recipe of `fivefold train`: reinforcement learning."""
 
     allocation_mode: str | None = None
-    """Older, single-string form of `rollout.backend` and `actor.backend`: `transformers:d1+megatron:d2`."""
+    """Older form of the backends of rollout, actor and reference in one string: `transformers:d1+megatron:d2`."""
     actor: ActorConfig
     ref: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
     valid_dataset: RowsConfig | None = None
-    """Held-out prompts, all of them evaluated each time; none: no evaluation."""
+    """Held-out prompts, all of which are evaluated each time; null: there is no evaluation."""
     reward: RewardConfig = RewardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
-    total_train_epochs: Positive = 1
-    """Times the data set is read."""
-    total_train_steps: Positive | None = None
-    """Stop after so many steps; none: after `total_train_epochs`."""
 
     @model_validator(mode="after")
     def _check_group(self) -> TrainRecipe:
@@ -390,34 +429,18 @@ class TrainRecipe(RunConfig):
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluator(self) -> TrainRecipe:
         if self.valid_dataset is None and self.evaluator != EvaluatorConfig():
             raise ValueError(
                 "the evaluator section has no effect without held-out prompts: set valid_dataset.path, or drop it"
             )
-        self._check_reference()
-        if self.gconfig.greedy:
-            raise ValueError(
-                "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
-                "false (evaluator.greedy is for the held-out prompts)"
-            )
-        if self.actor.kl_in == "loss" and self.actor.kl_ctl > 0 and self.actor.kl_estimator == "k1":
-            raise ValueError(
-                "actor.kl_estimator=k1 has no expected gradient as a loss: use k2 or k3, or actor.kl_in=reward"
-            )
-        cut = self.gconfig.top_p < 1 or self.gconfig.top_k > 0 or self.gconfig.min_new_tokens > 0
-        if self.actor.recompute_logprob is False and cut:
-            raise ValueError(
-                "actor.recompute_logprob=false takes the old log-probs from the rollout, but with top_p, top_k or "
-                "min_new_tokens those are of a distribution that was cut off: let the trainer compute them"
-            )
-        if self.train_dataset.batch_size % self.actor.ppo_n_minibatches:
-            raise ValueError(
-                f"train_dataset.batch_size={self.train_dataset.batch_size} must be a multiple of "
-                f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches}, so that groups stay whole"
-            )
         return self
 
-    def _check_reference(self) -> None:
+    @model_validator(mode="after")
+    def _check_reference(self) -> TrainRecipe:
         if self.actor.kl_ctl == 0 and self.ref != ReferenceConfig():
             raise ValueError(
                 "actor.kl_ctl is 0, so no reference model is loaded and the ref section has no effect: "
@@ -428,15 +451,45 @@ class TrainRecipe(RunConfig):
                 f"ref.device_mapping={self.ref.device_mapping} has no effect without ref.backend, for the reference "
                 "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> TrainRecipe:
+        if self.gconfig.greedy:
+            raise ValueError(
+                "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
+                "false (evaluator.greedy is for the held-out prompts)"
+            )
+        cut = self.gconfig.top_p < 1 or self.gconfig.top_k > 0 or self.gconfig.min_new_tokens > 0
+        if self.actor.recompute_logprob is False and cut:
+            raise ValueError(
+                "actor.recompute_logprob=false takes the old log-probs from the rollout, but with top_p, top_k or "
+                "min_new_tokens those belong to a truncated distribution: set it to true, or drop those keys"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_updates(self) -> TrainRecipe:
+        if self.actor.kl_in == "loss" and self.actor.kl_ctl > 0 and self.actor.kl_estimator == "k1":
+            raise ValueError(
+                "actor.kl_estimator=k1 has no expected gradient as a loss: use k2 or k3, or actor.kl_in=reward"
+            )
+        if self.train_dataset.batch_size % self.actor.ppo_n_minibatches:
+            raise ValueError(
+                f"train_dataset.batch_size={self.train_dataset.batch_size} must be a multiple of "
+                f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches}, so that groups stay whole"
+            )
+        return self
 
 
 class SFTRowsConfig(RowsConfig):
-    """Prompts with the responses to learn."""
+    """Prompts, each with the response to learn."""
 
     response_key: str = "response"
-    """Column of the text to learn; the end-of-sequence token is appended."""
+    """Column of the response; the end-of-sequence token is appended to it."""
     max_length: Positive = 1024
-    """Longest example, in tokens: prompt, response and end token. Longer ones are dropped and counted."""
+    """Most tokens of an example: prompt, response and end token. Longer examples are dropped, and their number is
+    reported."""
 
 
 class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
@@ -444,20 +497,18 @@ class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
 
 
 class SFTModelConfig(EngineConfig):
+    """The model that is fine-tuned."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class SFTRecipe(RunConfig):
-    """`fivefold sft`: supervised fine-tuning, loss on the response tokens."""
+    """A recipe of `fivefold sft`: supervised fine-tuning, with the loss on the response tokens."""
 
     actor: SFTModelConfig
     train_dataset: SFTDatasetConfig
     valid_dataset: SFTRowsConfig | None = None
-    """Held-out examples, whose loss is computed before and after; none: it is not."""
-    total_train_epochs: Positive = 1
-    """Times the data set is read."""
-    total_train_steps: Positive | None = None
-    """Stop after so many steps; none: after `total_train_epochs`."""
+    """Held-out examples, whose loss is computed before and after training; null: there are none."""
 
 
 Recipe = TrainRecipe | SFTRecipe
