@@ -14,14 +14,13 @@ from fivefold.config.problems import section_of
 from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
-PLURALS = {"text": "texts", "whole number": "whole numbers"}
 INTRODUCTION = """\
 # The recipe: every key
 
 `python scripts/recipe_reference.py` generates this page from `fivefold/config/schema.py`. A key without a default is
-required. An unknown key is an error, and so is a value that breaks a key's rule. `a.b=c` on the command line sets a key.
-In a value, `${a.b}` stands for another key's value and `${oc.env:NAME}` for an environment variable. A run writes its
-resolved recipe, with every key, to `recipe.yaml` in its folder.
+required. An unknown key is an error, and so is a value that breaks a key's rule. On the command line, `a.b=c` sets a
+key. In a value, `${a.b}` stands for another key's value and `${oc.env:NAME}` for an environment variable. A run writes
+its resolved recipe, with every key, to `recipe.yaml` in its folder.
 """
 
 
@@ -79,7 +78,7 @@ def _kind(annotation: Any) -> tuple[str, list[str]]:
         return kind, [*rules, *(bound for info in annotation.__metadata__ for bound in _bounds(info.metadata))]
     if origin is list:
         kind, rules = _kind(arguments[0])
-        return " ".join([f"list of {PLURALS[kind]}", *rules]), []
+        return " ".join(["list of", kind.replace("text", "texts").replace("number", "numbers"), *rules]), []
     if origin is dict:
         return "mapping", []
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}[annotation.__name__], []
