@@ -1,4 +1,4 @@
-"""Completions of a few prompts by the embedded engine, in this process: to look at a model, not to serve it."""
+"""Completions of a few prompts, for a look at a model. The embedded engine makes them in this process."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ def generate(
     dtype: Literal["float32", "bfloat16"] | None,
     device: str | None,
 ) -> list[list[str]]:
-    """`config.n_samples` completions of each prompt, decoded without special tokens.
+    """Return `config.n_samples` completions of each prompt as texts, without special tokens.
 
     Args:
         model: Hugging Face folder, hub name, or `package:<name>`.
-        chat: whether each prompt is put into the model's chat template, as the one message of a user.
-        dtype: none: bfloat16 on a GPU, float32 without one.
-        device: none: the GPU if there is one.
+        prompts: texts to complete.
+        config: how to sample.
+        seed: the same seed gives the same completions.
+        chat: whether each prompt is put into the model's chat template, as the only message of a user.
+        dtype: number format of the weights; None: bfloat16 on a GPU, float32 without one.
+        device: `cpu`, `cuda` or `cuda:N`; None: the GPU if there is one.
 
     Raises:
-        ValueError: no prompt, a prompt without tokens or too long for the model, or no chat template.
+        ValueError: there is no prompt, a prompt has no tokens or is too long for the model, or the model has no chat
+            template.
     """
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, --file PATH, or write prompts to standard input")

@@ -1,4 +1,4 @@
-"""The whole examination, topic by topic, shown as it goes."""
+"""The whole examination, topic by topic. Each topic is printed as soon as it is known."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fivefold.doctor.torch_build import check_torch, look_at_torch
 
 
 def doctor(*, self_test: bool, as_json: bool) -> bool:
-    """Says what this machine has and what follows, on standard output.
+    """Print what this machine has and what follows from it.
 
     Args:
-        self_test: also train for a step in two processes.
-        as_json: one JSON object in place of the text.
+        self_test: whether to train for a step in two processes, too.
+        as_json: whether to print one JSON object instead of the text.
 
     Returns:
-        Whether nothing is a problem.
+        True unless a finding is a problem.
     """
     console = make_console(quiet=as_json)
     topics: dict[str, list[Finding]] = {}
@@ -45,7 +45,7 @@ def doctor(*, self_test: bool, as_json: bool) -> bool:
 
 
 def examine(*, self_test: bool) -> Iterator[tuple[str, list[Finding]]]:
-    """Title and findings of each topic, as soon as they are known."""
+    """Yield the title and the findings of each topic."""
     torch, gpus = look_at_torch(), look_at_gpus()
     yield "Software", check_software(Packages.installed(), Needs.declared(), platform.python_version(), torch.cuda)
     gpus = replace(gpus, unreachable=unreachable_pairs(torch.n_devices))

@@ -1,4 +1,4 @@
-"""The GPUs as the driver lists them, and the links between them."""
+"""The GPUs that the driver lists, and the links between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fivefold.doctor.finding import Finding, gib
 MIB = 2**20
 SMI_TIMEOUT_S = 20.0
 BUSY = 0.1
-"""Share of a GPU's memory above which somebody else counts as using it."""
+"""Share of a GPU's memory in use from which on another program is taken to run on it."""
 FIELDS = "name,memory.total,memory.used,compute_cap,driver_version"
 COMPILERS = ("cc", "gcc", "clang")
 TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,32 +26,34 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of the driver's list."""
+    """A GPU that the driver lists."""
 
     name: str
     memory: int
-    """Bytes."""
+    """Size of its memory, in bytes."""
     used: int
-    """Bytes that programs hold now."""
+    """Memory that programs hold, in bytes."""
     capability: tuple[int, int]
+    """Compute capability, such as (9, 0)."""
     driver: str
+    """Version of the driver."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """What nvidia-smi and torch say."""
+    """What nvidia-smi and torch say about the GPUs."""
 
     listed: tuple[Gpu, ...] = ()
     links: Mapping[Pair, str] | None = None
-    """Kind of link of each pair, in nvidia-smi's words (`NV18`, `PIX`, `SYS`); None: unknown."""
+    """Kind of link between each pair, in nvidia-smi's words (`NV18`, `PIX`, `SYS`); None if it is not known."""
     unreachable: tuple[Pair, ...] = ()
-    """Pairs of visible devices of which one cannot read the other's memory."""
+    """Pairs of visible devices of which one cannot access the other's memory directly."""
     error: str | None = None
-    """Why nvidia-smi does not answer, where there is one."""
+    """Why nvidia-smi fails; None if it works or is not installed."""
 
 
 def look_at_gpus() -> Gpus:
-    """Asks nvidia-smi; without it there are no GPUs. `unreachable` is for torch to say: see `unreachable_pairs`."""
+    """Ask nvidia-smi. Without it there are no GPUs. It does not know `unreachable`: see `unreachable_pairs`."""
     if shutil.which("nvidia-smi") is None:
         return Gpus()
     try:
@@ -72,7 +74,7 @@ def _links(n: int) -> Mapping[Pair, str] | None:
 
 
 def unreachable_pairs(n_devices: int) -> tuple[Pair, ...]:
-    """Pairs of torch's devices without direct access to each other's memory."""
+    """Return the pairs of torch's devices of which one cannot access the other's memory directly."""
     if n_devices < 2:
         return ()
     import torch
@@ -82,10 +84,10 @@ def unreachable_pairs(n_devices: int) -> tuple[Pair, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`.
+    """Read the output of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`.
 
     Raises:
-        ValueError: lines of another form.
+        ValueError: a line has another form.
     """
     gpus = []
     for line in filter(None, text.splitlines()):
@@ -96,21 +98,23 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def parse_links(text: str, n: int) -> dict[Pair, str]:
-    """The matrix of `nvidia-smi topo -m` for `n` GPUs, as its upper triangle.
+    """Read the upper triangle of the matrix that `nvidia-smi topo -m` prints for `n` GPUs.
 
     Raises:
-        ValueError: no such matrix.
+        ValueError: the text has no such matrix.
     """
     rows = [line.split() for line in TERMINAL_CODE.sub("", text).splitlines()]
     matrix = {row[0]: row[1 : n + 1] for row in rows if len(row) > n and row[0].startswith("GPU") and "X" in row}
     try:
         return {(i, j): matrix[f"GPU{i}"][j] for i, j in combinations(range(n), 2)}
     except (KeyError, IndexError):
-        raise ValueError(f"no matrix of {n} GPUs in {text!r}; expected the output of `nvidia-smi topo -m`") from None
+        raise ValueError(
+            f"there is no matrix of {n} GPUs in {text!r}; expected the output of `nvidia-smi topo -m`"
+        ) from None
 
 
 def check_gpus(gpus: Gpus) -> list[Finding]:
-    """What there is, who else uses it, how it is connected."""
+    """Judge which GPUs there are, who else uses them, and how they are connected."""
     if gpus.error is not None:
         fix = "start the container with --gpus all, or reinstall the driver"
         return [Finding("GPUs", "problem", f"nvidia-smi fails: {gpus.error}", fix)]
@@ -127,7 +131,7 @@ def _kinds(gpus: tuple[Gpu, ...]) -> Finding:
     found = ", ".join(f"{count} x {name}" for name, count in counts.items()) + f", driver {gpus[0].driver}"
     if len(counts) == 1:
         return Finding("GPUs", "ok", found, "fivefold plan finds a layout for them")
-    fix = "the slowest sets the pace of all: choose equal ones with CUDA_VISIBLE_DEVICES"
+    fix = "the slowest GPU sets the pace of all: choose equal ones with CUDA_VISIBLE_DEVICES"
     return Finding("GPUs", "warning", found, fix)
 
 
@@ -165,24 +169,31 @@ def _connection(gpus: Gpus) -> Finding:
 
 
 def check_kernels(n_devices: int, *, compiler: bool, headers: bool) -> list[Finding]:
-    """Triton, which torch brings along on CUDA, builds a piece of C for every kernel that it launches."""
+    """Check that Triton can compile its kernels.
+
+    torch brings Triton along on CUDA, and Triton compiles a piece of C for every kernel that it launches.
+    """
     if n_devices == 0:
         return []
     if not compiler:
-        return [Finding("Triton", "problem", "no C compiler, which its kernels need", "apt-get install gcc, or set CC")]
+        return [
+            Finding(
+                "Triton", "problem", "there is no C compiler, which its kernels need", "apt-get install gcc, or set CC"
+            )
+        ]
     if not headers:
         fix = "install your Python's development package (python3-dev)"
-        return [Finding("Triton", "problem", "no Python.h, which its kernels need", fix)]
+        return [Finding("Triton", "problem", "there is no Python.h, which its kernels need", fix)]
     return [Finding("Triton", "ok", "C compiler and Python.h are here", "fused kernels are compiled at first use")]
 
 
 def has_compiler() -> bool:
-    """A C compiler where Triton looks for one."""
+    """Say whether there is a C compiler where Triton looks for one."""
     return "CC" in os.environ or any(shutil.which(name) for name in COMPILERS)
 
 
 def has_headers() -> bool:
-    """Python's own C headers."""
+    """Say whether Python's own C headers are installed."""
     return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Cores, memory, disks, shared memory and limits, as this process gets them (containers included)."""
+"""Cores, memory, disks, shared memory and limits. In a container, the container's limits count."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LITTLE_SHARED_MEMORY = 1 * GIB
 LITTLE_DISK = 20 * GIB
 NO_DISK = 1 * GIB
 FEW_FILES = 4096
-"""Ray's processes hold a few hundred descriptors each, and one for each object and connection besides."""
+"""Ray's processes hold a few hundred file descriptors each, and one more for each object and connection."""
 BYTES_PER_PARAMETER = 2
-"""Of saved weights in bfloat16."""
+"""Size of weights that are saved in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,18 @@ class Place:
     """A folder that something is written to."""
 
     title: str
+    """What is written there."""
     path: Path
-    """It, or the nearest folder above it that exists."""
+    """The folder, or the nearest folder above it that exists."""
     free: int
+    """Free space, in bytes."""
     writable: bool
     setting: str
-    """What moves it elsewhere."""
+    """Setting that names another folder."""
 
 
 def look_at_places() -> tuple[Place, ...]:
-    """Outputs (as recipes have them by default), downloaded models, temporary files."""
+    """Return the folders for outputs (as recipes have them by default), downloaded models and temporary files."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return (
         _place("outputs", Path("runs"), "cluster.fileroot=FOLDER"),
@@ -56,7 +58,7 @@ def _place(title: str, folder: Path, setting: str) -> Place:
 
 
 def check_place(place: Place) -> Finding:
-    """Whether it can be written to, and how much."""
+    """Check whether a folder can be written to, and how much space it has."""
     found = f"{gib(place.free)} free, {place.path}"
     if not place.writable:
         return Finding(place.title, "problem", f"{place.path} cannot be written to", f"give another: {place.setting}")
@@ -71,7 +73,7 @@ def check_place(place: Place) -> Finding:
 
 
 def available_cores() -> float:
-    """Cores that this process may use at one time; a container's quota may be a fraction."""
+    """Return the number of cores that this process may use; a container's quota may be a fraction."""
     cores = float(len(os.sched_getaffinity(0)))
     limit = CGROUP / "cpu.max"
     if limit.is_file():
@@ -82,7 +84,7 @@ def available_cores() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that this process and those it starts can still take."""
+    """Return the memory that this process and its children can still take, in bytes."""
     free = psutil.virtual_memory().available
     limit, current = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.is_file() and current.is_file() and (text := limit.read_text().strip()) != "max":
@@ -91,42 +93,42 @@ def available_memory() -> int:
 
 
 def check_cores(cores: float, load: float) -> Finding:
-    """Whether a run gets the processor.
+    """Check whether the processes of a run get the processor.
 
     Args:
-        cores: what may be used.
+        cores: number of cores that may be used.
         load: average number of processes that wanted to run in the last minute.
     """
     found = f"{cores:g} cores, load {load:.1f}"
     if cores < 2:
         return Finding("CPU", "warning", found, "two CPU processes take turns: runs on CPU will be slow")
     if load > 2 * cores:
-        return Finding("CPU", "warning", found, "other programs slow runs down: wait")
-    return Finding("CPU", "ok", found, "OMP_NUM_THREADS: threads a process")
+        return Finding("CPU", "warning", found, "other programs slow runs down: wait until they end")
+    return Finding("CPU", "ok", found, "OMP_NUM_THREADS sets the threads of a process")
 
 
 def check_memory(free: int) -> Finding:
-    """Whether the processes of a run fit.
+    """Check whether the processes of a run fit into memory.
 
     Args:
-        free: bytes that can be taken.
+        free: memory that can be taken, in bytes.
     """
     if free < LITTLE_MEMORY:
         fix = "each process of a run needs about 1 GiB: run fewer, or end other programs"
         return Finding("memory", "warning", f"{gib(free)} free", fix)
-    return Finding("memory", "ok", f"{gib(free)} free", "1 GiB a process, besides the model")
+    return Finding("memory", "ok", f"{gib(free)} free", "a process takes 1 GiB, besides the model")
 
 
 def check_shared_memory(free: int | None, n_gpus: int) -> Finding:
-    """Whether NCCL and Ray have it; containers often get 64 MB.
+    """Check whether NCCL and Ray have enough shared memory; containers often get 64 MB.
 
     Args:
-        free: bytes left in /dev/shm; None: there is none.
-        n_gpus: that torch can use.
+        free: bytes left in /dev/shm; None: there is no /dev/shm.
+        n_gpus: number of GPUs that torch can use.
     """
     name, fix = "shared memory", "start the container with --shm-size=16g or --ipc=host"
     if free is None:
-        return Finding(name, "warning", f"no {SHARED_MEMORY}", "weights travel through files, which is slower")
+        return Finding(name, "warning", f"there is no {SHARED_MEMORY}", "weights travel through files, which is slower")
     if free < LITTLE_SHARED_MEMORY:
         if n_gpus > 1:
             return Finding(name, "problem", f"{gib(free)} free; NCCL may fail", fix)
@@ -135,10 +137,10 @@ def check_shared_memory(free: int | None, n_gpus: int) -> Finding:
 
 
 def check_open_files(limit: int) -> Finding:
-    """Whether Ray's processes can open what they need.
+    """Check whether Ray's processes can open as many files and connections as they need.
 
     Args:
-        limit: largest number of file descriptors that a process can have, its soft limit raised.
+        limit: number of file descriptors that a process can have, after it raises its soft limit.
     """
     if limit < FEW_FILES:
         return Finding("open files", "warning", f"at most {limit:,}", f"Ray may run out: ulimit -n {2**16}")
@@ -146,7 +148,11 @@ def check_open_files(limit: int) -> Finding:
 
 
 def check_machine(n_gpus: int) -> list[Finding]:
-    """All of it, as it is now."""
+    """Examine this machine.
+
+    Args:
+        n_gpus: number of GPUs that torch can use.
+    """
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(soft, hard) if resource.RLIM_INFINITY not in (soft, hard) else 2**30

@@ -1,4 +1,4 @@
-"""Names, ports and proxies: what the processes of a run need to find one another."""
+"""Names, ports and proxies, by which the processes of a run find one another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 from fivefold.doctor.finding import NOTHING_TO_DO, Finding
 
 RAY_PORT = 6379
-"""Where the head of a Ray cluster listens unless it is told otherwise."""
+"""Port on which the head of a Ray cluster listens by default."""
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FEW_PORTS = 1000
 INFINIBAND = Path("/sys/class/infiniband")
@@ -21,7 +21,11 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 def check_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All of it, as it is now."""
+    """Examine the network of this machine.
+
+    Args:
+        environment: variables that name proxies and a Ray cluster.
+    """
     name = socket.gethostname()
     return [
         check_loopback(),
@@ -33,18 +37,18 @@ def check_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def check_loopback() -> Finding:
-    """Whether two processes of this machine can open a port and connect to it."""
+    """Check whether two processes of this machine can open a port and connect to it."""
     name = "ports"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         return Finding(name, "problem", f"127.0.0.1: {error}", "bring the loopback up: ip link set lo up")
-    return Finding(name, "ok", "free ones on 127.0.0.1 connect", NOTHING_TO_DO)
+    return Finding(name, "ok", "free ports on 127.0.0.1 accept connections", NOTHING_TO_DO)
 
 
 def resolves(name: str) -> bool:
-    """Whether `name` has an address."""
+    """Say whether `name` has an address."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except OSError:
@@ -52,7 +56,7 @@ def resolves(name: str) -> bool:
 
 
 def check_host_name(name: str, resolvable: bool) -> Finding:
-    """Gloo looks its own host's name up unless it is told an interface."""
+    """Check the host's name, whose address gloo looks up unless it is told an interface."""
     if resolvable:
         return Finding("host name", "ok", f"{name} has an address", NOTHING_TO_DO)
     fix = f"runs on one machine work; for several nodes add '<address> {name}' to /etc/hosts"
@@ -60,7 +64,7 @@ def check_host_name(name: str, resolvable: bool) -> Finding:
 
 
 def check_ray_address(address: str | None, *, listening: bool) -> Finding:
-    """Whether a Ray cluster is here to be joined."""
+    """Check whether there is a Ray cluster to join."""
     join = "scheduler.type=ray joins it"
     if address is not None:
         return Finding("Ray cluster", "ok", f"RAY_ADDRESS={address}", join)
@@ -70,7 +74,7 @@ def check_ray_address(address: str | None, *, listening: bool) -> Finding:
 
 
 def check_proxies(environment: Mapping[str, str]) -> list[Finding]:
-    """A proxy that also catches the processes' talk with one another keeps Ray from starting."""
+    """Check that no proxy is used between the processes of this machine, which keeps Ray from starting."""
     values = {name.lower(): value for name, value in environment.items() if value}
     proxies = [name for name in PROXIES if name in values]
     if not proxies:
@@ -83,12 +87,12 @@ def check_proxies(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def check_addresses(addresses: tuple[str, ...], adapters: tuple[str, ...], ports: tuple[int, int] | None) -> Finding:
-    """What other nodes would reach this one by.
+    """Check how other nodes would reach this one.
 
     Args:
-        addresses: IPv4 addresses besides the loopback's.
-        adapters: RDMA adapters.
-        ports: first and last that the system hands out; None: unknown.
+        addresses: IPv4 addresses, without the loopback's.
+        adapters: names of the RDMA adapters.
+        ports: first and last port that the system hands out; None: they are not known.
     """
     name = "other nodes"
     if not addresses:

@@ -1,4 +1,4 @@
-"""What is installed and what Fivefold asks for, read from the packages' own metadata; nothing is imported for it."""
+"""What is installed and what Fivefold asks for, read from the metadata of packages, none of which is imported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Packages:
     """Installed distributions, by canonical name (`megatron-core`)."""
 
     versions: Mapping[str, str]
+    """Installed version of each."""
     requirements: Mapping[str, tuple[Requirement, ...]]
-    """What each asks for on this Python and platform, without its extras."""
+    """Requirements of each on this Python and platform, without its extras."""
 
     @classmethod
     def installed(cls) -> Self:
-        """Those of this interpreter."""
+        """Return the distributions that this interpreter finds."""
         versions: dict[str, str] = {}
         requirements: dict[str, tuple[Requirement, ...]] = {}
         for distribution in distributions():
@@ -37,25 +38,25 @@ class Packages:
         return cls(versions, requirements)
 
     def satisfies(self, requirement: Requirement) -> bool:
-        """Whether it is installed in a version that the requirement allows."""
+        """Say whether the required package is installed in a version that the requirement allows."""
         version = self.versions.get(canonicalize_name(requirement.name))
         return version is not None and requirement.specifier.contains(version, prereleases=True)
 
     def unmet(self, name: str) -> tuple[Requirement, ...]:
-        """What the installed package `name` asks for and does not get."""
+        """Return the requirements of the installed package `name` that are not satisfied."""
         return tuple(requirement for requirement in self.requirements[name] if not self.satisfies(requirement))
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What Fivefold declares in its pyproject.toml."""
+    """The requirements that Fivefold declares in its pyproject.toml."""
 
     python: SpecifierSet
     packages: tuple[Requirement, ...]
 
     @classmethod
     def declared(cls) -> Self:
-        """From the metadata of the installed package, or from pyproject.toml in a checkout that is not installed."""
+        """Read the metadata of the installed package, or the pyproject.toml of a checkout that is not installed."""
         try:
             declared = metadata("fivefold")
         except PackageNotFoundError:
@@ -65,6 +66,6 @@ class Needs:
 
 
 def applicable(lines: Iterable[str]) -> tuple[Requirement, ...]:
-    """The requirements that hold here: markers are evaluated, and no extra is asked for."""
+    """Return the requirements whose markers hold on this machine, without those of extras."""
     requirements = (Requirement(line) for line in lines)
     return tuple(each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""}))

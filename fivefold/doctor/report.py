@@ -1,4 +1,4 @@
-"""The findings as text for people and as JSON for programs."""
+"""The report: the findings as text for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 STATUS_WIDTH = len("warning")
 NAME_WIDTH = len("TransformerEngine")
 WIDTH = 100
-"""Of the lines where the output is no terminal."""
+"""Width of the lines, in characters, if the output is not a terminal."""
 
 Topics = Mapping[str, Sequence[Finding]]
 
 
 def make_console(*, quiet: bool) -> Console:
-    """Standard output; `quiet`: nothing is shown."""
+    """Return a console on standard output; with `quiet`, it prints nothing."""
     console = Console(highlight=False, quiet=quiet)
     return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=WIDTH)
 
 
 def print_topic(console: Console, title: str, findings: Sequence[Finding]) -> None:
-    """One section: a line a finding, folded within its columns."""
+    """Print the findings of a topic, one row each, folded within its columns."""
     console.print(Text(title, style="bold"))
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(width=STATUS_WIDTH, no_wrap=True)
@@ -54,7 +54,7 @@ def print_topic(console: Console, title: str, findings: Sequence[Finding]) -> No
 
 
 def print_summary(console: Console, topics: Topics) -> None:
-    """The last line."""
+    """Print the last line, which counts problems and warnings."""
     findings = [finding for each in topics.values() for finding in each]
     status = worst(findings)
     counts = {each: sum(finding.status == each for finding in findings) for each in STATUSES}
@@ -64,7 +64,7 @@ def print_summary(console: Console, topics: Topics) -> None:
 
 
 def as_json(topics: Topics) -> dict[str, Any]:
-    """For programs: the worst status, and every finding under its topic."""
+    """Return the worst status and every finding with its topic, as values that `json.dumps` takes."""
     findings = [finding for each in topics.values() for finding in each]
     return {
         "fivefold": __version__,

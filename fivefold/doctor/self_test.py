@@ -1,11 +1,12 @@
-"""Trains the shipped model for one step in two processes, and in one: both must see the same losses.
+"""The self-test: two processes train the shipped model for one step, and must get the losses that one process gets.
 
     process alone   megatron:d1                    ─┐
     process 0       megatron:(attn:d1t2|ffn:e2)    ─┼─ losses before and after an update ─> equal?
     process 1                                      ─┘
 
-The two share attention by tensor parallelism and experts by expert parallelism, so all-reduce, all-gather,
-reduce-scatter and all-to-all are all used. With two GPUs it runs on them through NCCL, else on the CPU through gloo.
+The two processes split attention by tensor parallelism and experts by expert parallelism, so that all-reduce,
+all-gather, reduce-scatter and all-to-all are all used. If there are two GPUs, they run there and communicate through
+NCCL; otherwise they run on the CPU and communicate through gloo.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ NAME = "two processes"
 ALONE, SHARED = "megatron:d1", "megatron:(attn:d1t2|ffn:e2)"
 WORLD_SIZE = 2
 TOLERANCE = 1e-4
-"""Relative; the order of float32 sums differs between the layouts."""
+"""Largest relative difference of equal losses; the order of float32 sums differs between the layouts."""
 TIME_LIMIT_S = 180.0
-"""It takes about ten seconds; a machine that is busy with other work may need this long for the imports alone."""
+"""The test takes about ten seconds, but a machine that is busy may need this long for the imports alone."""
 GRACE_S = 3.0
-"""Once one process has failed, how long the others may take before they count as waiting for it."""
+"""Seconds that the other processes get to end after one has failed; those that wait for it never end."""
 POLL_S = 0.05
 LOG_LINES = 12
 Device = Literal["cpu", "cuda"]
 Losses = tuple[float, float]
 
-SKIPPED = Finding(NAME, "problem", "not run: torch cannot be imported", "mend torch first")
+SKIPPED = Finding(NAME, "problem", "not run: torch cannot be imported", "repair torch first")
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process and its files."""
+    """A process of the test, and its files."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -54,31 +55,31 @@ class Member:
     log: Path
 
     def records(self) -> list[dict[str, Any]]:
-        """What it has written down so far."""
+        """Return the lines that it has written to its progress file."""
         if not self.progress.is_file():
             return []
         return [json.loads(line) for line in self.progress.read_text(encoding="utf-8").splitlines()]
 
     def phase(self) -> str:
-        """The last phase that it began."""
+        """Return the last phase that it began."""
         return next((each["phase"] for each in reversed(self.records()) if "phase" in each), "start")
 
     def losses(self) -> Losses:
-        """Its result, once it has ended well."""
+        """Return the losses before and after the update; the process must have ended well."""
         before, after = self.records()[-1]["losses"]
         return before, after
 
     def tail(self) -> tuple[str, ...]:
-        """The end of its log."""
+        """Return the last lines of its log."""
         return tuple(self.log.read_text(errors="replace").rstrip().splitlines()[-LOG_LINES:])
 
 
 def run_self_test(n_gpus: int, *, time_limit_s: float = TIME_LIMIT_S) -> Finding:
-    """Start the three processes, wait for them and compare.
+    """Start the three processes, wait for them and compare their losses.
 
     Args:
-        n_gpus: that torch can use.
-        time_limit_s: until the processes that are not done count as hung.
+        n_gpus: number of GPUs that torch can use.
+        time_limit_s: seconds after which a process that has not ended counts as hung.
     """
     device: Device = "cuda" if n_gpus >= WORLD_SIZE else "cpu"
     began = time.monotonic()
@@ -116,7 +117,7 @@ def _start(folder: Path, layout: str, rank: int, world_size: int, device: Device
 
 
 def _environment(device: Device) -> dict[str, str]:
-    """As the workers of a run have it."""
+    """Return the environment that the workers of a run have, too."""
     environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -126,9 +127,9 @@ def _environment(device: Device) -> dict[str, str]:
 
 
 def _wait(members: Sequence[Member], deadline: float) -> Member | None:
-    """The process to blame, if not all of them ended well in time.
+    """Wait for all processes. Return the one to blame unless all ended well in time.
 
-    That is the first that ended badly; of those that hang, the one that has come least far.
+    The one to blame is the first that failed or, if none failed, the one that hangs in the earliest phase.
     """
     blamed: Member | None = None
     while (running := [each for each in members if each.process.poll() is None]) and time.monotonic() < deadline:
@@ -149,7 +150,13 @@ def _end(members: Sequence[Member]) -> None:
 
 
 def failure(member: Member, device: Device, time_limit_s: float | None) -> Finding:
-    """What to say of a process that failed or, if a time limit is given, hung."""
+    """Return the finding about a process that failed or hung.
+
+    Args:
+        member: the process.
+        device: where it ran.
+        time_limit_s: limit that it exceeded; None: it did not hang, but failed.
+    """
     phase, code = member.phase(), member.process.returncode
     fix = _advice(phase, device)
     if time_limit_s is not None:
@@ -165,7 +172,7 @@ def failure(member: Member, device: Device, time_limit_s: float | None) -> Findi
 
 def _advice(phase: str, device: Device) -> str:
     if phase in ("start", "import"):
-        return "mend what is wrong above; if nothing is, install Fivefold in a new environment"
+        return "repair what is wrong above; if nothing is, install Fivefold in a new environment"
     if phase == "train":
         return "fivefold train would fail in the same way; the lines below say why"
     if device == "cpu":
@@ -174,13 +181,13 @@ def _advice(phase: str, device: Device) -> str:
 
 
 def compare(alone: Losses, shared: Sequence[Losses], device: Device, seconds: float) -> Finding:
-    """Whether all of them saw the same losses.
+    """Compare the losses of the two processes with those of the process alone.
 
     Args:
-        alone: loss before and after the update in one process.
-        shared: the same of each of the two processes.
-        device: where.
-        seconds: that it all took.
+        alone: loss before and after the update in the process alone.
+        shared: loss before and after the update in each of the two processes.
+        device: where the processes ran.
+        seconds: time that the whole test took.
     """
     where = "on 2 GPUs through NCCL" if device == "cuda" else "on CPU through gloo"
     equal = all(
@@ -190,7 +197,7 @@ def compare(alone: Losses, shared: Sequence[Losses], device: Device, seconds: fl
     )
     if equal:
         found = f"loss {alone[0]:.4f}, then {alone[1]:.4f}, as in one; {where}, {seconds:.0f} s"
-        return Finding(NAME, "ok", found, "layouts compute the same here: train")
+        return Finding(NAME, "ok", found, "layouts compute the same here: training can start")
     lines = tuple(
         f"{name}: {before:.6f} before, {after:.6f} after the update"
         for name, (before, after) in [

@@ -1,7 +1,7 @@
-"""One process of the self-test: trains the shipped model for a step and writes down the losses.
+"""One process of the self-test, which trains the shipped model for a step and reports the losses.
 
-Run by `self_test` as `python -m fivefold.doctor.self_test_process <JSON of a Seat>`. What it does, it writes to its
-progress file, an object a line: {"phase": ...} as each phase begins, {"losses": [before, after]} at the end.
+`self_test` runs it as `python -m fivefold.doctor.self_test_process <JSON of a Seat>`. It writes one JSON object a line
+to its progress file: {"phase": ...} as each phase begins, and {"losses": [before, after]} at the end.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place in its world."""
+    """The place of a process among those that train together."""
 
     layout: str
+    """Backend with its layout, such as `megatron:d1`."""
     rank: int
     world_size: int
     device: Literal["cpu", "cuda"]
     store: str
     """File through which the processes meet."""
     progress: str
-    """File that it reports to."""
+    """Progress file of the process."""
     timeout_s: float
-    """Of each collective."""
+    """Time limit of each collective."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,12 +49,12 @@ class Seat:
 
 
 def main(seat: Seat) -> None:
-    """The whole life of the process."""
+    """Run the process from its imports to its end."""
     with Path(seat.progress).open("w", encoding="utf-8", buffering=1) as progress:
         progress.write('{"phase": "import"}\n')
         import torch.distributed as dist
 
-        import fivefold.mcore.engine  # noqa: F401  (so that a failure to import counts as one)
+        import fivefold.mcore.engine  # noqa: F401  (a failure belongs to the phase of the imports)
 
         progress.write('{"phase": "join"}\n')
         _join(seat)
@@ -77,7 +78,7 @@ def _join(seat: Seat) -> None:
         world_size=seat.world_size,
         timeout=timedelta(seconds=seat.timeout_s),
     )
-    # The first collective is what opens the connections.
+    # A first collective, because the connections are opened only when one is needed.
     ranks = torch.zeros(seat.world_size, device=seat.device)
     ranks[seat.rank] = 1
     dist.all_reduce(ranks)
@@ -86,7 +87,7 @@ def _join(seat: Seat) -> None:
 
 
 def _losses(layout_text: str) -> tuple[float, float]:
-    """The loss of one batch before and after an update by it."""
+    """Return the loss of one batch before and after an update on that batch."""
     from fivefold.algorithms.loss import SFTLoss
     from fivefold.config.paths import resolve_model_path
     from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
@@ -102,13 +103,14 @@ def _losses(layout_text: str) -> tuple[float, float]:
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     engine = MegatronEngine(config, parse_backend(layout_text), seed=SEED, optimizer=optimizer)
     batch = _batch(engine.shape.vocab)
-    before = engine.forward_backward(batch, SFTLoss())["loss"]
+    share = engine.planner.plan(batch.lengths).share(batch, engine.groups.dp.rank())
+    before = engine.forward_backward(share, SFTLoss())["loss"]
     engine.optim_step()
-    return before, engine.forward_backward(batch, SFTLoss())["loss"]
+    return before, engine.forward_backward(share, SFTLoss())["loss"]
 
 
 def _batch(vocab: int) -> Batch:
-    """Random tokens, the same in every process."""
+    """Return a batch of random tokens, which is the same in every process."""
     import torch
 
     from fivefold.types import Batch

@@ -1,4 +1,4 @@
-"""Python and packages: which versions there are, and which of them do not go together."""
+"""Python and packages: which versions there are, and which of them contradict one another."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fivefold.doctor.packages import Needs, Packages
 from fivefold.layout.backends import BACKENDS, Backend
 
 SHOWN = ("torch", "megatron-core", "ray", "transformers")
-"""Packages with a line of their own; the others have one together unless something is wrong with them."""
+"""Packages with a line of their own. The others share one line, except for those that have a problem."""
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Libraries compiled against one build of torch. transformers imports them where it finds them."""
+"""Libraries that are compiled against one build of torch. transformers imports them if they are installed."""
 
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """A package that Fivefold does without."""
+    """A package that Fivefold can use and does not need."""
 
     title: str
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class OptionalPackage:
 
     @classmethod
     def of_server(cls, backend: Backend) -> OptionalPackage:
-        """The package of an inference server."""
+        """Describe the package of an inference server."""
         return cls(
             backend.title,
             backend.distributions,
@@ -59,13 +59,13 @@ OPTIONAL = (
 
 
 def check_software(packages: Packages, needs: Needs, python: str, torch_cuda: str | None) -> list[Finding]:
-    """Versions against what Fivefold, and each package itself, asks for.
+    """Check installed versions against the requirements of Fivefold and of the packages themselves.
 
     Args:
         packages: what is installed.
         needs: what Fivefold asks for.
         python: version of the interpreter.
-        torch_cuda: CUDA version that torch was built with; None: a CPU build, or no torch.
+        torch_cuda: CUDA version that torch was built with; None: torch is a CPU build, or is not installed.
     """
     findings = [_python(python, needs)]
     needed = {requirement: _needed(requirement, packages) for requirement in needs.packages}
@@ -81,7 +81,9 @@ def check_software(packages: Packages, needs: Needs, python: str, torch_cuda: st
 def _python(version: str, needs: Needs) -> Finding:
     if needs.python.contains(version):
         return Finding("Python", "ok", version, NOTHING_TO_DO)
-    return Finding("Python", "problem", f"{version}; needs {needs.python}", "install Fivefold with such a Python")
+    return Finding(
+        "Python", "problem", f"{version}; needs {needs.python}", f"install Fivefold with Python {needs.python}"
+    )
 
 
 def _needed(requirement: Requirement, packages: Packages) -> Finding:
@@ -115,7 +117,7 @@ def _optional(package: OptionalPackage, packages: Packages, torch_cuda: str | No
 
 
 def _fitting(package: OptionalPackage, name: str, packages: Packages) -> str | None:
-    """The command that installs the release of `name` for the installed torch, if that is known."""
+    """Return the command that installs the release of `name` for the installed torch; None if it is not known."""
     torch = packages.versions.get("torch")
     if torch is None:
         return None
@@ -127,7 +129,7 @@ def _fitting(package: OptionalPackage, name: str, packages: Packages) -> str | N
 
 
 def _clash(unmet: tuple[Requirement, ...], packages: Packages) -> str:
-    """wants torch==2.11.0 (2.13.0 is here)."""
+    """Return a text such as `wants torch==2.11.0 (2.13.0 is here)`."""
     wants = []
     for requirement in unmet:
         version = packages.versions.get(canonicalize_name(requirement.name))
@@ -137,7 +139,7 @@ def _clash(unmet: tuple[Requirement, ...], packages: Packages) -> str:
 
 
 def _other_cuda(packages: Packages, torch_cuda: str | None) -> str | None:
-    """TransformerEngine's libraries come in one package for each major version of CUDA."""
+    """Say for which CUDA TransformerEngine was built, if it is not torch's; each major version has its package."""
     majors = [name.removeprefix("transformer-engine-cu") for name in packages.versions]
     majors = [major for major in majors if major.isdecimal()]
     here = None if torch_cuda is None else torch_cuda.split(".")[0]
@@ -148,7 +150,7 @@ def _other_cuda(packages: Packages, torch_cuda: str | None) -> str | None:
 
 
 def _companions(packages: Packages) -> list[Finding]:
-    """Those compiled against another build of torch: they break the import of transformers."""
+    """Find the companions that were compiled against another build of torch: importing transformers fails on them."""
     torch = packages.versions.get("torch")
     if torch is None:
         return []

@@ -1,4 +1,4 @@
-"""torch on this machine: whether it loads, which accelerator and which collectives it was built for."""
+"""torch on this machine: whether it can be imported, and which GPUs and collectives it was built for."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ OLDEST_FOR_BFLOAT16 = (8, 0)
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What torch says of itself."""
+    """What torch says about itself."""
 
     error: str | None = None
-    """Why it cannot be imported; the rest is then empty."""
+    """Why torch cannot be imported; the other fields are then empty."""
     cuda: str | None = None
-    """Version of CUDA it was built with."""
+    """Version of CUDA that torch was built with."""
     n_devices: int = 0
-    """GPUs it can use."""
+    """Number of GPUs that torch can use."""
     architectures: tuple[str, ...] = ()
-    """`sm_90`, `compute_90`, ...: what its kernels were compiled for."""
+    """Architectures that torch's kernels were compiled for: `sm_90`, `compute_90`, ..."""
     nccl: str | None = None
+    """Version of NCCL; None if this build has none."""
     gloo: bool = False
+    """Whether this build has gloo."""
 
 
 def look_at_torch() -> TorchBuild:
-    """Imports torch and asks it."""
+    """Import torch and ask it about itself."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -47,12 +49,12 @@ def look_at_torch() -> TorchBuild:
 
 
 def check_torch(torch: TorchBuild, gpus: tuple[Gpu, ...], visible: str | None) -> list[Finding]:
-    """Whether torch loads, can use the GPUs there are, and has the collectives for them.
+    """Check whether torch can be imported, can use the GPUs of this machine, and has collectives for them.
 
     Args:
-        torch: what torch says.
-        gpus: those of the driver.
-        visible: CUDA_VISIBLE_DEVICES, if it is set.
+        torch: what torch says about itself.
+        gpus: GPUs that the driver lists.
+        visible: value of CUDA_VISIBLE_DEVICES; None: it is not set.
     """
     if torch.error is not None:
         fix = f"{pip_install('torch')} --force-reinstall"
@@ -103,7 +105,11 @@ def _collectives(torch: TorchBuild) -> Finding:
 
 
 def _has_kernels(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Binary code runs on its major version from its minor one on; PTX (`compute_`) is compiled for anything newer."""
+    """Say whether kernels for `architectures` run on a GPU.
+
+    Binary code (`sm_`) runs on GPUs of its own major version and of its minor version or a newer one. PTX (`compute_`)
+    is compiled for any newer GPU.
+    """
     for architecture in architectures:
         kind, _, number = architecture.partition("_")
         digits = number.rstrip("af")

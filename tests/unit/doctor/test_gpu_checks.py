@@ -1,3 +1,5 @@
+"""GPUs, their links, torch's build and Triton: what is read from the tools, and what is judged from it."""
+
 from __future__ import annotations
 
 import pytest
@@ -25,7 +27,7 @@ def links_of(gpus: Gpus) -> Finding:
     return next(finding for finding in check_gpus(gpus) if finding.name == "GPU links")
 
 
-def test_nvidia_smi_is_read() -> None:
+def test_gpus_are_read_from_nvidia_smi() -> None:
     text = "NVIDIA H100 80GB HBM3, 81559, 4, 9.0, 580.65.06\nNVIDIA A100, 40960, 39000, 8.0, 580.65.06\n"
     first, second = parse_gpus(text)
     assert first == Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, (9, 0), "580.65.06")
@@ -35,7 +37,7 @@ def test_nvidia_smi_is_read() -> None:
         parse_gpus("No devices were found")
 
 
-def test_links_are_read_and_the_pairs_named() -> None:
+def test_links_are_read_and_the_linked_pairs_are_named() -> None:
     links = parse_links(TOPOLOGY, 4)
     assert links[0, 1] == links[2, 3] == "NV18"
     assert {links[pair] for pair in [(0, 2), (0, 3), (1, 2), (1, 3)]} == {"SYS"}
@@ -46,7 +48,7 @@ def test_links_are_read_and_the_pairs_named() -> None:
         parse_links(TOPOLOGY, 8)
 
 
-def test_links_from_best_to_worst() -> None:
+def test_nvlink_is_ok_and_slower_links_are_a_warning() -> None:
     two = (H100, H100)
     assert links_of(Gpus(two, {(0, 1): "NV18"})).status == "ok"
     assert links_of(Gpus(two, {(0, 1): "PHB"})).status == "warning"
@@ -78,13 +80,15 @@ def test_a_driver_that_does_not_answer_is_a_problem() -> None:
         ),
     ],
 )
-def test_torch_and_the_gpus(build: TorchBuild, gpus: tuple[Gpu, ...], visible: str | None, status: str) -> None:
+def test_torch_must_have_been_built_for_the_gpus(
+    build: TorchBuild, gpus: tuple[Gpu, ...], visible: str | None, status: str
+) -> None:
     cuda = next(finding for finding in check_torch(build, gpus, visible) if finding.name == "CUDA")
     assert cuda.status == status
     assert cuda.advice
 
 
-def test_torch_that_cannot_be_imported() -> None:
+def test_a_torch_that_cannot_be_imported_is_a_problem() -> None:
     (finding,) = check_torch(TorchBuild(error="OSError: libcudart.so.13"), (H100,), None)
     assert finding.status == "problem"
     assert "libcudart" in finding.found

@@ -1,3 +1,5 @@
+"""Folders, memory, cores, names and proxies: from which value on each is a warning or a problem."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +15,7 @@ from fivefold.doctor.network import check_addresses, check_host_name, check_loop
     ("free", "writable", "status"),
     [(500 * GIB, True, "ok"), (10 * GIB, True, "warning"), (GIB // 2, True, "problem"), (500 * GIB, False, "problem")],
 )
-def test_room_for_outputs(free: int, writable: bool, status: str) -> None:
+def test_a_folder_must_be_writable_and_have_space(free: int, writable: bool, status: str) -> None:
     finding = check_place(Place("outputs", Path("/data"), free, writable, "cluster.fileroot=FOLDER"))
     assert finding.status == status
     assert "cluster.fileroot" in finding.advice
@@ -23,11 +25,11 @@ def test_room_for_outputs(free: int, writable: bool, status: str) -> None:
     ("free", "n_gpus", "status"),
     [(64 * 2**20, 0, "warning"), (64 * 2**20, 8, "problem"), (16 * GIB, 8, "ok"), (None, 0, "warning")],
 )
-def test_shared_memory_of_a_container(free: int | None, n_gpus: int, status: str) -> None:
+def test_little_shared_memory_is_a_problem_with_several_gpus(free: int | None, n_gpus: int, status: str) -> None:
     assert check_shared_memory(free, n_gpus).status == status
 
 
-def test_cores_and_memory() -> None:
+def test_few_cores_a_high_load_and_little_memory_are_warnings() -> None:
     assert [check_cores(8, 3.0).status, check_cores(8, 40.0).status, check_cores(0.5, 0.0).status] == [
         "ok",
         "warning",
@@ -36,13 +38,13 @@ def test_cores_and_memory() -> None:
     assert [check_memory(64 * GIB).status, check_memory(GIB).status] == ["ok", "warning"]
 
 
-def test_a_proxy_must_leave_this_machine_out() -> None:
+def test_a_proxy_that_is_also_for_this_machine_is_a_warning() -> None:
     assert check_proxies({}) == []
     assert check_proxies({"HTTPS_PROXY": "http://proxy:3128"})[0].status == "warning"
     assert check_proxies({"https_proxy": "http://proxy:3128", "NO_PROXY": "localhost, 10.0.0.1"})[0].status == "ok"
 
 
-def test_addresses_and_names() -> None:
+def test_the_host_name_the_addresses_and_the_ports_are_judged() -> None:
     assert check_loopback().status == "ok"
     assert check_host_name("node-7", False).status == "warning"
     assert "cluster.n_nodes=1" in check_addresses((), (), None).advice

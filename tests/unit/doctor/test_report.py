@@ -1,3 +1,5 @@
+"""The report of the findings, and the exit code of `fivefold doctor`."""
+
 from __future__ import annotations
 
 import io
@@ -24,7 +26,7 @@ def shown(findings: list[Finding]) -> str:
     return console.file.getvalue()
 
 
-def test_the_text_keeps_to_its_width_and_loses_nothing() -> None:
+def test_the_text_is_folded_to_the_width_without_a_loss() -> None:
     text = shown([FINE, BAD])
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("'torch>=2.11'") == 4

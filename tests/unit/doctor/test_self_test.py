@@ -1,3 +1,5 @@
+"""The self-test: two processes agree with one, and a process that fails or hangs is named."""
+
 from __future__ import annotations
 
 import subprocess
@@ -18,7 +20,7 @@ def ended(folder: Path, progress: str, code: str) -> Member:
     return Member("process 1 of 2", process, folder / "progress", folder / "log")
 
 
-def test_equal_losses_are_ok_and_others_a_problem() -> None:
+def test_equal_losses_are_ok_and_different_ones_are_a_problem() -> None:
     assert compare((4.0, 3.9), [(4.00001, 3.90001)] * 2, "cpu", 9.0).status == "ok"
     for other in ((4.1, 3.9), (4.0, 4.0), (float("nan"), 3.9)):
         finding = compare((4.0, 3.9), [(4.0, 3.9), other], "cuda", 9.0)
@@ -36,7 +38,7 @@ def test_a_failed_process_is_named_with_its_phase_and_its_last_words(tmp_path: P
     assert finding.details[-1] == "OSError: no interface"
 
 
-def test_a_killed_process_and_one_that_hangs(tmp_path: Path) -> None:
+def test_a_killed_process_and_one_that_hangs_are_told_apart(tmp_path: Path) -> None:
     member = ended(tmp_path, '{"phase": "train"}\n', "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert "SIGKILL" in failure(member, "cpu", None).found
     assert "within 180 s" in failure(member, "cpu", 180.0).found

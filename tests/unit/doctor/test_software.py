@@ -1,3 +1,5 @@
+"""Installed versions against the requirements of Fivefold and of the packages themselves."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ def check(
     return {finding.name: finding for finding in findings}
 
 
-def test_what_is_right_is_ok() -> None:
+def test_versions_within_the_requirements_are_ok() -> None:
     assert worst(check(GOOD).values()) == "ok"
 
 
@@ -39,7 +41,7 @@ def test_what_is_right_is_ok() -> None:
         ({**GOOD, "psutil": "5.9"}, "psutil", "5.9"),
     ],
 )
-def test_a_missing_or_foreign_version_is_a_problem_with_the_command_that_mends_it(
+def test_a_missing_or_wrong_version_is_a_problem_and_the_fix_is_a_command(
     versions: dict[str, str], name: str, found: str
 ) -> None:
     finding = check(versions)[name]
@@ -49,15 +51,15 @@ def test_a_missing_or_foreign_version_is_a_problem_with_the_command_that_mends_i
 
 
 @pytest.mark.parametrize("python", ["3.10.9", "3.13.0"])
-def test_python(python: str) -> None:
+def test_an_unsupported_python_is_a_problem(python: str) -> None:
     assert check(GOOD, python=python)["Python"].status == "problem"
 
 
-def test_a_local_build_is_of_its_version() -> None:
+def test_a_local_build_counts_as_its_version() -> None:
     assert check({**GOOD, "torch": "2.13.0+cpu"})["torch"].status == "ok"
 
 
-def test_two_packages_that_contradict_each_other() -> None:
+def test_two_packages_that_contradict_each_other_are_a_problem() -> None:
     finding = check(GOOD, {"torch": ["psutil<7", "nvidia-nccl-cu13==2.29; platform_machine == 'none'"]})["torch"]
     assert finding.status == "problem"
     assert "psutil<7 (7.0 is here)" in finding.found
@@ -71,7 +73,7 @@ def test_vllm_of_another_torch_names_the_one_that_fits() -> None:
     assert check({**GOOD, "vllm": "0.30.0"}, {"vllm": ["torch==2.13.0"]})["vLLM"].status == "ok"
 
 
-def test_transformer_engine_of_another_cuda() -> None:
+def test_transformer_engine_for_another_cuda_is_a_warning() -> None:
     versions = {**GOOD, "transformer-engine": "2.11", "transformer-engine-cu12": "2.11"}
     assert check(versions, cuda="13.0")["TransformerEngine"].status == "warning"
     assert check(versions, cuda="12.8")["TransformerEngine"].status == "ok"
@@ -83,7 +85,7 @@ def test_a_companion_of_another_build_breaks_transformers() -> None:
     assert "torchvision" not in check({**on_cpu, "torchvision": "0.28.0+cpu"})
 
 
-def test_the_declared_needs_are_met_or_named_here() -> None:
+def test_the_declared_requirements_are_read() -> None:
     needs, packages = Needs.declared(), Packages.installed()
     assert {"torch", "megatron-core", "ray"} <= {requirement.name for requirement in needs.packages}
     assert "pytest" not in {requirement.name for requirement in needs.packages}, "an extra is not needed"
