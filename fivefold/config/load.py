@@ -1,4 +1,4 @@
-"""Reading a recipe: YAML, overrides and interpolation in, one validated object or one complete list of problems out."""
+"""Loads a recipe: YAML, overrides and interpolations become one validated object, or one list of all problems."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from fivefold.config.problems import RecipeError, known_keys, nearest_keys, prob
 from fivefold.config.schema import Recipe, RunConfig, SFTRecipe, TrainRecipe
 from fivefold.config.source import apply_overrides, read_mapping, resolve
 
-__all__ = ["RecipeError", "load_any_recipe", "load_recipe", "resolved_yaml"]
-
 R = TypeVar("R", bound=RunConfig)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str], schema: type[R]) -> R:
-    """The recipe in `path`, with `a.b=c` overrides written over it, checked against `schema`.
+    """Load the recipe in `path`, apply `a.b=c` overrides, and check the result against `schema`.
 
     Raises:
-        RecipeError: listing every problem at once, with key, value, rule and the nearest known key.
+        RecipeError: a recipe with problems. It lists all of them, each with key, value, rule and the nearest known key.
     """
     config, problems = apply_overrides(read_mapping(Path(path)), overrides)
     return _checked(str(path), config, problems, schema)
 
 
 def load_any_recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
-    """As `load_recipe`, for a recipe of the kind that its keys tell.
+    """Load a recipe like `load_recipe`, against the schema that its keys belong to.
 
-    One of `fivefold train` has a key that recipes of `fivefold sft` have not, perhaps misspelled. What both could
-    read is taken for the latter: reinforcement learning by defaults alone is rare, fine-tuning is not.
+    A recipe of `fivefold train` has at least one key, perhaps misspelled, that recipes of `fivefold sft` do not have. A
+    recipe that both commands could read is taken for one of `fivefold sft`: reinforcement learning with defaults alone
+    is rare, fine-tuning is not.
+
+    Raises:
+        RecipeError: see `load_recipe`.
     """
     config, problems = apply_overrides(read_mapping(Path(path)), overrides)
     return _checked(str(path), config, problems, _kind_of(config))
@@ -47,14 +49,14 @@ def _kind_of(config: DictConfig) -> type[TrainRecipe] | type[SFTRecipe]:
 
 
 def _keys(value: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys that are written, sections included."""
+    """Yield the dotted paths of all keys in `value`, sections included."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield f"{prefix}{name}"
         yield from _keys(inner, f"{prefix}{name}.")
 
 
 def _checked(source: str, config: DictConfig, problems: list[str], schema: type[R]) -> R:
-    """What was read, as an object of `schema`; `problems` are those of reading it."""
+    """Return what was read as an object of `schema`; `problems` are those found while reading."""
     values, unfilled = resolve(config, schema)
     if unfilled:
         raise RecipeError(source, problems + unfilled)
@@ -68,10 +70,10 @@ def _checked(source: str, config: DictConfig, problems: list[str], schema: type[
 
 
 def resolved_yaml(recipe: RunConfig) -> str:
-    """The whole recipe, defaults written out, as YAML that loads to an equal recipe."""
+    """Return the whole recipe, with its defaults, as YAML that loads to an equal recipe."""
     values = recipe.model_dump()
     if isinstance(recipe, TrainRecipe) and recipe.allocation_mode is not None:
-        # Backends that were not written come from `allocation_mode`; their defaults would contradict it.
+        # Backends that the recipe does not set come from `allocation_mode`; their defaults would contradict it.
         for section, written in (
             ("actor", recipe.actor.model_fields_set),
             ("rollout", recipe.rollout.model_fields_set),
@@ -82,7 +84,7 @@ def resolved_yaml(recipe: RunConfig) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Texts with a literal `${`, and backslashes before it, escaped: loading does not take it for an interpolation."""
+    """Escape every literal `${`, and the backslashes before it, so that loading does not read an interpolation."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, a hub name, or a model that ships inside the package."""
+"""Finds a model: in a folder, by a hub name, or among the models that ship with the package."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _LOCAL_PREFIXES = ("/", "./", "../", "~")
 
 
 def shipped_models() -> list[str]:
-    """Names that `package:<name>` accepts: the folders of `fivefold/models` that hold a `config.json`, sorted."""
+    """Return the names that `package:<name>` accepts, sorted: the folders of `fivefold/models` with a `config.json`."""
     return sorted(file.parent.name for file in _MODELS.glob("*/config.json"))
 
 
 def resolve_model_path(path: str) -> str:
-    """What `from_pretrained` takes: `package:<name>` becomes a folder, `~` is expanded, a hub name stays as it is.
+    """Return what `from_pretrained` takes: the folder of `package:<name>` or of a local path, or the hub name as it is.
 
-    Raises ValueError if no model of that name ships, or if a path that can only be local does not exist.
+    Raises:
+        ValueError: no model of that name ships, or a path that can only be local does not exist.
     """
     if path.startswith(PACKAGE_PREFIX):
         return str(_shipped_folder(path))

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in words a person can act on: key, value, rule, nearest known key."""
+"""Problems of a recipe in words that a person can act on: key, value, rule, nearest known key."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TYPES = {
     "dict_type": "a mapping",
     "model_type": "a section with keys of its own",
 }
-"""What each of pydantic's errors of type asks for."""
+"""The type that each of pydantic's type errors asks for, in words."""
 
 COMMANDS: dict[type[RunConfig], str] = {TrainRecipe: "fivefold train", SFTRecipe: "fivefold sft"}
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run. `problems` holds one line for each thing to mend."""
+    """A recipe that cannot be run; `problems` holds one line for each problem."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -40,7 +40,7 @@ class RecipeError(ValueError):
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys, sections included."""
+    """Yield the dotted paths of all keys, sections included."""
     for name, field in schema.model_fields.items():
         yield prefix + name
         section = section_of(field.annotation)
@@ -49,18 +49,18 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class of a field's type, `Section | None` included; None for a plain value."""
+    """Return the section class in a field's type, also in `Section | None`; None for a plain value."""
     options = _options(annotation)
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
+    """Return the types that a field may have."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
-    """The known keys that `key` was most likely meant to be: in its own section, or of that name in others."""
+    """Return the known keys that `key` most likely stands for: first in its own section, then by its name in others."""
     section, _, name = key.rpartition(".")
     keys = list(known_keys(schema))
     siblings = {path.rpartition(".")[2]: path for path in keys if path.rpartition(".")[0] == section}
@@ -76,7 +76,7 @@ def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
 
 
 def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
-    """The line for a key that the schema does not have."""
+    """Return the line for a key that the schema does not have."""
     line = f"{key}={show(value)}: unknown key"
     for other, command in COMMANDS.items():
         if other is not schema and key in known_keys(other) and key.partition(".")[0] not in schema.model_fields:
@@ -86,7 +86,7 @@ def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel]) -> list[str]:
-    """One line for each of pydantic's errors. Those of one value that may have several types share their line."""
+    """Return one line for each of pydantic's errors; the errors of one value with several types have the same line."""
     details = error.errors(include_url=False)
     return [_line(detail, details, schema) for detail in details]
 
@@ -97,7 +97,7 @@ def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[Ba
         return _described(".".join(str(part) for part in detail["loc"] if part != "[key]"), detail, schema)
     alternatives = [other for other in details if other["loc"][:depth] == detail["loc"][:depth]]
     key = ".".join(map(str, detail["loc"][:depth]))
-    # What got further than to the type is what was meant.
+    # pydantic tries every type; the user meant the one whose check got further than the type itself.
     closest = [each for each in alternatives if len(each["loc"]) > depth + 1 or each["type"] not in TYPES]
     if not closest:
         names = " or ".join(TYPES[each["type"]] for each in alternatives)
@@ -107,7 +107,7 @@ def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[Ba
 
 
 def _union_depth(location: Sequence[int | str], schema: type[BaseModel]) -> int | None:
-    """How many parts of `location` lead to a value of several types, which pydantic then tries one by one."""
+    """Return how many parts of `location` lead to a value of several types, all of which pydantic tries; None: no value."""
     annotation: Any = schema
     for depth, part in enumerate(location):
         if sum(option is not type(None) for option in _options(annotation)) > 1:
@@ -133,7 +133,7 @@ def _described(key: str, detail: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _rule(detail: ErrorDetails) -> str:
-    """What the value must be, and, for a wrong type, how to write it."""
+    """Return what the value must be, and, for a wrong type, how to write it."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     bounds = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than")}
     bounds |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
@@ -146,7 +146,7 @@ def _rule(detail: ErrorDetails) -> str:
         )
         return f"must be {context['expected']}" + (f"; did you mean {close[0]}?" if close else "")
     if kind == "string_pattern_mismatch":
-        return "must be of letters, digits, `_`, `.` and `-`, and begin with none of the last two"
+        return "must consist of letters, digits, `_`, `.` and `-`, and begin with neither `.` nor `-`"
     if kind == "finite_number":
         return "must be a finite number"
     if kind not in TYPES:
@@ -177,7 +177,7 @@ def _kind_of(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as YAML would write it, shortened to fit a line."""
+    """Return a value as YAML writes it, shortened to fit a line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

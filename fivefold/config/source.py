@@ -1,4 +1,4 @@
-"""From a YAML file and `a.b=c` overrides to one plain dict: duplicates refused, `${...}` filled in."""
+"""Turns a YAML file and `a.b=c` overrides into one plain dict: duplicate keys are refused, `${...}` is filled in."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ QUOTES = frozenset("'\"")
 
 
 def read_mapping(path: Path) -> DictConfig:
-    """The file's keys and values, interpolations still open.
+    """Return the file's keys and values; interpolations are not filled in yet.
 
     Raises:
-        RecipeError: no such file, an empty one, one that is not YAML, not a mapping, or that gives a key twice.
+        RecipeError: a file that does not exist, is empty, is not YAML, is not a mapping, or gives a key twice.
     """
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
@@ -55,7 +55,7 @@ def read_mapping(path: Path) -> DictConfig:
 
 
 def _duplicates(node: yaml.Node, prefix: str = "") -> Iterator[str]:
-    """A line for each key that its mapping holds twice, at any depth."""
+    """Yield a line for each key that its mapping holds twice, at any depth."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _duplicates(item, prefix)
@@ -71,9 +71,9 @@ def _duplicates(node: yaml.Node, prefix: str = "") -> Iterator[str]:
 
 
 def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """`config` with each `a.b=c` written over it, later ones over earlier, and a line for each that cannot be read.
+    """Return `config` with each `a.b=c` applied in turn, and a line for each override that cannot be read.
 
-    Values are typed as YAML types them: 8, 1e-5, true, null, [a, b], {a: 1}, text.
+    Values have the types that YAML gives them: 8, 1e-5, true, null, [a, b], {a: 1}, text.
     """
     problems = []
     for override in overrides:
@@ -106,14 +106,14 @@ def _override_problem(override: str) -> str | None:
 
 
 def resolve(config: DictConfig, schema: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
-    """The plain dict that was written, `${...}` filled in, and a line for each value that cannot be.
+    """Return the keys that the recipe sets as a plain dict, `${...}` filled in, and a line for each missing value.
 
-    An interpolation may name a key that keeps its default. With any such line, the dict is empty.
+    An interpolation may name a key that keeps its default. If there are any lines, the dict is empty.
     """
     written = OmegaConf.to_container(config, resolve=False)
     full = OmegaConf.merge(_mergeable(OmegaConf.create(_defaults(schema)), config), config)
     assert isinstance(full, DictConfig), "both parts are mappings"
-    problems = [f"{key}: `{MISSING}` stands for a value that is still to be given" for key in _missing(written)]
+    problems = [f"{key}: `{MISSING}` stands for a value that is still missing: give one" for key in _missing(written)]
     problems += _dangling(full)
     if problems:
         return {}, problems
@@ -123,9 +123,9 @@ def resolve(config: DictConfig, schema: type[BaseModel]) -> tuple[dict[str, Any]
 
 
 def _mergeable(under: DictConfig, over: DictConfig) -> DictConfig:
-    """`under` without lists where `over` has mappings, and the reverse: OmegaConf merges neither.
+    """Return `under` without its lists where `over` has mappings, and the reverse, because OmegaConf merges neither.
 
-    What `over` says then stands alone, and the schema says which of the two is right.
+    Only the value in `over` is left, and the schema says whether it is of the right type.
     """
 
     def kept(low: dict[Any, Any], high: dict[Any, Any]) -> dict[Any, Any]:
@@ -156,7 +156,7 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _dangling(node: DictConfig | ListConfig) -> Iterator[str]:
-    """A line for each interpolation that leads nowhere."""
+    """Yield a line for each interpolation that cannot be filled in."""
     keys: Iterable[Any] = node if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
         if OmegaConf.is_missing(node, key):
@@ -171,7 +171,7 @@ def _dangling(node: DictConfig | ListConfig) -> Iterator[str]:
 
 
 def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
-    """Every default of the schema, inside required sections too."""
+    """Return every default of the schema, also those inside required sections."""
     defaults: dict[str, Any] = {}
     for name, field in schema.model_fields.items():
         section = section_of(field.annotation)
@@ -185,7 +185,7 @@ def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def _pick(resolved: Any, written: Any) -> Any:
-    """The part of `resolved` whose keys are in `written`."""
+    """Return the part of `resolved` whose keys are in `written`."""
     if isinstance(resolved, dict) and isinstance(written, dict):
         return {key: _pick(resolved[key], value) for key, value in written.items()}
     return resolved

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fivefold.config.load import RecipeError, load_any_recipe, load_recipe, resolved_yaml
-from fivefold.config.problems import known_keys, nearest_keys
+from fivefold.config.load import load_any_recipe, load_recipe, resolved_yaml
+from fivefold.config.problems import RecipeError, known_keys, nearest_keys
 from fivefold.config.schema import SFTRecipe, TrainRecipe
 
 MINIMAL = """\
@@ -116,7 +116,7 @@ def test_all_that_is_unfilled_is_listed(write: Any) -> None:
     text = MINIMAL + "trial_name: ${x}\nreward: {kwargs: {deep: [1, '???', '${y}']}}\n"
     assert problems(write(text), "bad") == (
         "override 'bad': there is no `=`; write key=value",
-        "reward.kwargs.deep.1: `???` stands for a value that is still to be given",
+        "reward.kwargs.deep.1: `???` stands for a value that is still missing: give one",
         "trial_name: Interpolation key 'x' not found",
         "reward.kwargs.deep[2]: Interpolation key 'y' not found",
     )
@@ -195,7 +195,7 @@ def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str)
         ("trial_name=3", 'trial_name=3: must be a text, not a number; quote it: "3"'),
         (
             "trial_name=..",
-            "trial_name='..': must be of letters, digits, `_`, `.` and `-`, and begin with none of the last two",
+            "trial_name='..': must consist of letters, digits, `_`, `.` and `-`, and begin with neither `.` nor `-`",
         ),
         (
             "actor.optimizer.lr=fast",
