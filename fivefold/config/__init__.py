@@ -1,1 +1,1 @@
-"""The recipe: its schema, how it is read, and the errors of what is wrong with it. This room does not import torch."""
+"""The recipe: its schema, how it is read, and the errors of what is wrong with it. No module here imports torch."""

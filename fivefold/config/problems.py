@@ -107,7 +107,7 @@ def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[Ba
 
 
 def _union_depth(location: Sequence[int | str], schema: type[BaseModel]) -> int | None:
-    """Return how many parts of `location` lead to a value of several types, all of which pydantic tries; None: no value."""
+    """Return how many parts of `location` lead to a value of several types, all of which pydantic tries, or None."""
     annotation: Any = schema
     for depth, part in enumerate(location):
         if sum(option is not type(None) for option in _options(annotation)) > 1:

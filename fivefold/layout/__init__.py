@@ -1,1 +1,1 @@
-"""Allocation strings, degrees of parallelism, the grid of ranks, and where roles run. No torch."""
+"""Allocation strings, degrees of parallelism, the grid of ranks, and the devices of roles. No module here imports torch."""

@@ -1,4 +1,4 @@
-"""What an allocation string says, as values: roles with their degrees, grouped by the devices they share."""
+"""The values that an allocation string describes: roles with their degrees, grouped by the devices they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class RoleAllocation:
-    """One role: its backend and degrees. `dp` None is `d*`: as many as the devices that are left allow."""
+    """The backend and the degrees of one role; `dp` is None for `d*`, as many replicas as there are devices left."""
 
     backend: str
     name: str | None = None
@@ -76,34 +76,34 @@ class RoleAllocation:
 
     @property
     def is_training(self) -> bool:
-        """Whether the backend trains (and does not only generate)."""
+        """Whether the backend trains; otherwise it only generates."""
         return BACKENDS[self.backend].trains
 
     @property
     def replica_size(self) -> int:
-        """Devices of one data-parallel replica: tp * pp * cp."""
+        """Number of devices of one data-parallel replica: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     @property
     def n_devices(self) -> int | None:
-        """Devices of the role, or None while `d*` is open."""
+        """Number of devices of the role; None while `d*` is open."""
         return None if self.dp is None else self.dp * self.replica_size
 
     @property
     def role(self) -> str:
-        """Its name; without one, `rollout` for an inference backend and `actor` for a training one."""
+        """Name of the role; if none is written, `actor` if the backend trains and `rollout` if it only generates."""
         if self.name is not None:
             return self.name
         return "actor" if self.is_training else "rollout"
 
     def resolve(self, n_devices: int | None = None) -> ParallelLayout:
-        """The layout, with `d*` filled from `n_devices`, the devices that this role may use.
+        """Return the layout, with `d*` filled from `n_devices`, the number of devices that this role may use.
 
         Raises:
-            AllocationError: `d*` without a number of devices, or with one that whole replicas cannot fill.
+            AllocationError: `d*` without a number of devices, or with a number that whole replicas cannot fill.
         """
         dp = self._open_dp(n_devices) if self.dp is None else self.dp
-        # Engines without expert parallelism split each expert as they split everything else.
+        # Engines without a layout for experts split each expert as they split everything else.
         etp = self.etp if BACKENDS[self.backend].folds_experts else self.tp
         ranks = dp * self.tp * self.cp
         return ParallelLayout(
@@ -151,19 +151,19 @@ class RoleAllocation:
 
 
 def _letters(**degrees: int | str) -> str:
-    """`d2t4` for d=2, t=4; ones are left out, except for d."""
+    """Return `d2t4` for d=2, t=4; degrees of 1 are left out, except that of d."""
     return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if letter == "d" or degree != 1)
 
 
 def refused_letter(backend: str, letter: str) -> RuleError:
-    """The error for a degree that `backend` does not take."""
+    """Return the error for a degree that `backend` does not take."""
     row = BACKENDS[backend]
     return RuleError(f"{backend} takes {', '.join(row.letters)} only, not `{letter}`", row.instead, letter=letter)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Roles on devices: the groups lie side by side, the roles of one group take turns on the same devices."""
+    """Groups of roles: each group has devices of its own, and the roles of one group take turns on the same devices."""
 
     groups: tuple[tuple[RoleAllocation, ...], ...]
 
@@ -176,7 +176,7 @@ class Allocation:
 
     @cached_property
     def roles(self) -> tuple[RoleAllocation, ...]:
-        """All roles, in the order they are written in."""
+        """All roles, in the order in which they are written."""
         return tuple(role for group in self.groups for role in group)
 
     def _check_names(self) -> None:
@@ -220,16 +220,16 @@ class Allocation:
 
     @property
     def n_devices(self) -> int | None:
-        """Devices of all groups together, or None while a `d*` is open."""
+        """Number of devices of all groups together; None while a `d*` is open."""
         sizes = [self._known_size(group) for group in self.groups]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
 
     def resolve(self, n_devices: int | None = None) -> dict[str, ParallelLayout]:
-        """Each role's layout by name; `n_devices`, all that there are, settles a `d*`.
+        """Return each role's layout by its name; `d*` is filled from `n_devices`, the number of all devices.
 
         Raises:
-            AllocationError: a `d*` that `n_devices` does not settle.
+            AllocationError: `d*` without a number of devices, or with a number that whole replicas cannot fill.
         """
         sizes = [self._known_size(group) for group in self.groups]
         taken = sum(size for size in sizes if size is not None)

@@ -1,6 +1,6 @@
-"""Lists of devices as people write them: `0-31`, `0-3,8`, `[0, 2, 4]`, `list(range(0,32))`. Parsed, never evaluated.
+"""Parses lists of devices: `0-31`, `0-3,8`, `[0, 2, 4]`, `list(range(0,32))`. No text is evaluated as Python.
 
-`parse_devices` reads all of these, `device_text` prints the shortest, and what it prints parses to the same list.
+`parse_devices` reads all of these forms. `device_text` prints the shortest one, which parses to the same list.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TERMS = re.compile(
 )
 SEPARATORS = "+,"
 MOST_DIGITS = 6
-"""Of a device's number: a slip such as `range(0, 80000000000)` is refused before it is counted out."""
+"""Most digits of a number: a slip such as `range(0, 80000000000)` is refused before the list is built."""
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """The device indices in `text`, in the order written; terms are joined with `,` or `+`.
+    """Return the device indices in `text`, in the order in which they are written; terms are joined with `,` or `+`.
 
     Raises:
-        AllocationError: what is not a list of devices, an empty one, or one that names a device twice.
+        AllocationError: a text that is not a list of devices, an empty list, or a list that names a device twice.
     """
     devices: list[int] = []
     position = 0
@@ -49,7 +49,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 
 def device_text(devices: Sequence[int]) -> str:
-    """`0-3, 8`: the devices in order, neighbours joined."""
+    """Return the devices in their order, with neighbours joined: `0-3, 8`."""
     spans: list[list[int]] = []
     for device in devices:
         if spans and device == spans[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Errors of layouts: which rule was broken, what to write instead, and, in a string, where."""
+"""Errors in layouts: the rule that is broken, what to write instead, and the place in the string, if there is one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Part = Literal["dims", "attn", "ffn"]
 
 
 class RuleError(ValueError):
-    """Degrees that break a rule, whether they came from a string or from a program.
+    """Degrees that break a rule, whether they come from a string or from a program.
 
-    `role`, `part` and `letter` say which degree it is, so that a parser can put its caret there.
+    `role`, `part` and `letter` name the degree, so that a parser can put its caret there.
     """
 
     def __init__(self, rule: str, fix: str, *, letter: str = "", part: Part = "dims", role: int = 0) -> None:
@@ -23,7 +23,7 @@ class RuleError(ValueError):
 
 
 class AllocationError(ValueError):
-    """An allocation string that cannot be read, with a caret under the character that is to blame.
+    """An allocation string that cannot be read. The message has a caret under the character at fault:
 
     unknown backend `megatrn`
       megatrn:d4

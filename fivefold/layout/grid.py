@@ -1,7 +1,7 @@
-"""Which rank does what: each rank's place in every dimension, with the numbers that Megatron-Core's groups give.
+"""The grid of ranks: each rank's index in every dimension, as in Megatron-Core's process groups.
 
-Megatron-Core lays ranks out in the order tp-cp-ep-dp-pp, tensor parallelism fastest. Attention and experts walk the
-same ranks of a stage in two ways:
+Megatron-Core numbers ranks in the order tp-cp-ep-dp-pp, with tensor parallelism fastest. Attention and experts number
+the same ranks of a stage in two ways:
 
     rank of a stage    0   1   2   3   4   5   6   7        megatron:(attn:d2t2c2|ffn:t1e4)
     attention tp,cp,dp 000 100 010 110 001 101 011 111
@@ -22,12 +22,12 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 DENSE_AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 EXPERT_AXES: tuple[Axis, ...] = ("etp", "ep", "edp", "pp")
 REPLICA_AXES: tuple[Axis, ...] = ("tp", "pp", "dp")
-"""Inference engines keep a replica's ranks together, so pipeline stages come before replicas."""
+"""Engines that generate keep the ranks of a replica together, so pipeline stages come before replicas."""
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """One rank's index in each dimension."""
+    """The index of one rank in each dimension."""
 
     rank: int
     tp: int
@@ -39,13 +39,13 @@ class RankPosition:
     edp: int
 
     def index(self, axis: Axis) -> int:
-        """The index along `axis`."""
+        """Return the index along `axis`."""
         index: int = getattr(self, axis)
         return index
 
 
 def rank_grid(layout: ParallelLayout) -> tuple[RankPosition, ...]:
-    """The position of every rank, in rank order."""
+    """Return the position of every rank, in the order of ranks."""
     return tuple(_position(layout, rank) for rank in range(layout.world_size))
 
 
@@ -60,7 +60,7 @@ def _position(layout: ParallelLayout, rank: int) -> RankPosition:
 
 
 def _unravel(layout: ParallelLayout, axes: tuple[Axis, ...], rank: int) -> dict[str, int]:
-    """`rank` as mixed-radix digits, the first axis fastest."""
+    """Return `rank` as mixed-radix digits, the first axis fastest."""
     digits: dict[str, int] = {}
     for axis in axes:
         rank, digits[axis] = divmod(rank, getattr(layout, axis))
@@ -68,9 +68,12 @@ def _unravel(layout: ParallelLayout, axes: tuple[Axis, ...], rank: int) -> dict[
 
 
 def rank_groups(layout: ParallelLayout, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that differ in `axes` only, such as `rank_groups(layout, "dp", "cp")`.
+    """Return the groups of ranks that differ in `axes` only, such as `rank_groups(layout, "dp", "cp")`.
 
     Axes of attention (tp, cp, dp) and of experts (etp, ep, edp) cannot be mixed; pp goes with both.
+
+    Raises:
+        ValueError: axes of attention and of experts together.
     """
     families = (DENSE_AXES, EXPERT_AXES)
     family = next((family for family in families if set(axes) <= set(family)), None)
@@ -87,7 +90,7 @@ def rank_groups(layout: ParallelLayout, *axes: Axis) -> tuple[tuple[int, ...], .
 
 
 def group_stride(layout: ParallelLayout, *axes: Axis) -> tuple[int, int]:
-    """(how far apart neighbours of a group are, ranks of a group), for axes of `rank_groups` that lie side by side."""
+    """Return (distance between neighbours in a group, ranks of a group), for neighbouring axes of `rank_groups`."""
     orders = (DENSE_AXES, EXPERT_AXES) if layout.is_training else (REPLICA_AXES,)
     order = next(order for order in orders if set(axes) <= set(order))
     inner = order[: min(order.index(axis) for axis in axes)]
@@ -95,9 +98,12 @@ def group_stride(layout: ParallelLayout, *axes: Axis) -> tuple[int, int]:
 
 
 def stage_layers(layout: ParallelLayout, n_layers: int, pp_rank: int) -> tuple[range, ...]:
-    """The layers of pipeline stage `pp_rank`, one range for each of its virtual stages.
+    """Return the layers of pipeline stage `pp_rank`, one range for each of its virtual stages.
 
-    Chunks are dealt out to the stages in turn: with pp2 vpp2 and 8 layers, stage 0 has layers 0-1 and 4-5.
+    The stages take chunks in turn: with pp2 vpp2 and 8 layers, stage 0 has layers 0-1 and 4-5.
+
+    Raises:
+        ValueError: layers that do not divide into equal chunks.
     """
     chunks = layout.pp * layout.vpp
     if n_layers % chunks:

@@ -1,4 +1,4 @@
-"""The layout of one role: how many ways each dimension of parallelism splits it."""
+"""The layout of one role: its degree in each dimension of parallelism."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ParallelLayout:
     cp: int
     """Context parallel degree: ranks that share one sequence."""
     dp: int
-    """Data parallel degree of attention and dense layers; replicas, for an inference backend."""
+    """Data parallel degree of attention and dense layers; the number of replicas, if the backend generates."""
     vpp: int
-    """Model chunks on each pipeline stage (interleaved schedule); 1: plain 1F1B."""
+    """Virtual stages: model chunks on each pipeline stage (interleaved schedule); 1 is plain 1F1B."""
     ep: int
     """Expert parallel degree."""
     etp: int
@@ -53,12 +53,12 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the role: one device or process each."""
+        """Number of ranks of the role; each has one device, or is one CPU process."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def is_training(self) -> bool:
-        """Whether the backend trains (and does not only generate)."""
+        """Whether the backend trains; otherwise it only generates."""
         return BACKENDS[self.backend].trains
 
     @property

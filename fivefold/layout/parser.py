@@ -1,4 +1,4 @@
-"""Allocation strings: which backend each role runs, how it is split, and who shares devices.
+"""Parses allocation strings: the backend of each role, its degrees, and the roles that share devices.
 
     sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)        16 devices generate, 16 train
     vllm[rollout]:d*|megatron[actor]:d4t2                    both on the same 8 devices, in turn
@@ -8,11 +8,11 @@
     role       := backend ["[" name "]"] ":" (degrees | hybrid)
     hybrid     := "(" "attn" ":" degrees "|" "ffn" ":" degrees ")"
     degrees    := (letter number)+           d data, t tensor, p pipeline, c context, e expert, v virtual stages;
-                                             `d*`: as many as the devices that are left allow
+                                             `d*`: as many replicas as there are devices left
 
-`parse` reads it, `str()` of what it returns prints it, and the printed form parses to an equal value.
+`parse` reads a string. `str()` of its result prints it, and the printed form parses to an equal value.
 
-The parser is recursive descent, one method a rule of the grammar.
+The parser is a recursive descent, with one method for each rule of the grammar.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MEANING = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "ex
 
 @dataclass(frozen=True)
 class Degrees:
-    """A run of letters and numbers as written; None stands for `*`."""
+    """Letters and numbers as written; None stands for `*`."""
 
     values: Mapping[str, int | None]
     positions: Mapping[str, int]
 
     def get(self, letter: str) -> int:
-        """The degree, 1 when it is not written. Not for an open `d`."""
+        """Return the degree, which is 1 if it is not written. An open `d` has none."""
         value = self.values.get(letter, 1)
         assert value is not None, "only d may be open"
         return value
@@ -53,30 +53,34 @@ class Degrees:
 
 
 def parse(text: str) -> Allocation:
-    """The allocation that `text` describes.
+    """Return the allocation that `text` describes.
 
     Raises:
-        AllocationError: if it breaks the grammar or a rule, with a caret under the character.
+        AllocationError: a text that breaks the grammar or a rule, with a caret under the character at fault.
     """
     return AllocationParser(text).allocation()
 
 
 def parse_role(text: str) -> RoleAllocation:
-    """One role's string, such as `actor.backend`: no `+`, no name; `d*` is kept open."""
+    """Return the role in a string such as `actor.backend`, which has no `+` and no name; `d*` is kept open.
+
+    Raises:
+        AllocationError: see `parse`.
+    """
     return AllocationParser(text).single_role()
 
 
 def parse_backend(text: str, n_devices: int | None = None) -> ParallelLayout:
-    """The layout in one role's string; `n_devices` resolves `d*`.
+    """Return the layout in one role's string, with `d*` filled from `n_devices`.
 
     Raises:
-        AllocationError: for a string that cannot be read, or `d*` that `n_devices` does not settle.
+        AllocationError: a string that cannot be read, or `d*` that `n_devices` does not fill.
     """
     return parse_role(text).resolve(n_devices)
 
 
 class AllocationParser:
-    """Reads one string. Every error carries the position of the character that is to blame."""
+    """Reads one string. Every error carries the position of the character at fault."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -96,7 +100,7 @@ class AllocationParser:
             self._fail_rule(error)
 
     def single_role(self) -> RoleAllocation:
-        """One role and nothing else."""
+        """Read one role and nothing else."""
         role = self._role()
         if self._peek() in ("+", "|"):
             self._fail(
@@ -188,7 +192,7 @@ class AllocationParser:
         return self._degrees(part, letters, part)
 
     def _folded(self, backend: str, attn: Degrees, ffn: Degrees) -> RoleAllocation:
-        """Attention and experts on the same ranks: p and v are shared, and one side's d follows from the other's."""
+        """Join the two parts, which share p and v and fill the same ranks, so that one part's d follows from the other's."""
         for letter in "pv":
             if ffn.says(letter) and ffn.get(letter) != attn.get(letter):
                 raise RuleError(
@@ -318,7 +322,7 @@ class AllocationParser:
     def _fail_rule(self, error: RuleError, role: int | None = None) -> NoReturn:
         index = error.role if role is None else role
         known = self._degree_positions[index]
-        # A rule speaks of experts in terms of the plain form; in a hybrid the letter stands in one of the two parts.
+        # Rules about experts name the letter of the plain form; in a hybrid it is in one of the two parts.
         candidates = [(error.part, error.letter), ("ffn", error.letter), ("attn", error.letter)]
         position = next((known[key] for key in candidates if key in known), self._role_positions[index])
         raise AllocationError(error.rule, error.fix, self._text, position) from error

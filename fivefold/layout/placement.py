@@ -1,9 +1,9 @@
-"""Roles on devices: which rank runs where, who takes turns with whom, and what is wrong or wasteful about it.
+"""Places roles on devices: where each rank runs, which roles take turns, and what wastes devices or bandwidth.
 
 vllm[rollout]:d2t4+megatron[actor]:d4t2 on 2 nodes of 8
 
-node 0   rollout 0-7                      "+": one after another over the nodes
-node 1   actor   0-7                      "|": the same devices, in turn
+node 0   rollout 0-7                      "+": groups fill the nodes one after another
+node 1   actor   0-7                      "|": roles take turns on the same devices
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fivefold.layout.recipe import recipe_allocation, recipe_devices
 
 
 class Device(NamedTuple):
-    """A GPU, or the slot of a CPU process."""
+    """One GPU, or the slot of one CPU process."""
 
     node: int
     local: int
-    """Index on its node."""
+    """Index of the device on its node."""
 
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """One role: rank r runs on `devices[r]`."""
+    """Devices of one role: rank r runs on `devices[r]`."""
 
     role: str
     layout: ParallelLayout
@@ -39,30 +39,30 @@ class RolePlacement:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The nodes it runs on, in ascending order."""
+        """Nodes of the role, in ascending order."""
         return tuple(sorted({device.node for device in self.devices}))
 
     def straddling_groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks along `axes`, as in `rank_groups`, with members on more than one node."""
+        """Return the groups of `rank_groups(layout, *axes)` that have members on more than one node."""
         groups = rank_groups(self.layout, *axes)
         return tuple(group for group in groups if len({self.devices[rank].node for rank in group}) > 1)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All roles on `n_nodes` nodes of `n_devices_per_node` devices."""
+    """The devices of all roles on `n_nodes` nodes of `n_devices_per_node` devices."""
 
     n_nodes: int
     n_devices_per_node: int
-    """GPUs; for CPU processes, the slots that the roles need."""
+    """GPUs of a node; for CPU processes, the slots that the roles need."""
     is_cpu: bool
     roles: tuple[RolePlacement, ...]
 
     def __getitem__(self, role: str) -> RolePlacement:
-        """The placement of `role`.
+        """Return the placement of `role`.
 
         Raises:
-            KeyError: no such role; a reference model without a backend of its own is inside the actor's processes.
+            KeyError: no such role. A reference model without a backend of its own is in the actor's processes.
         """
         found = {placed.role: placed for placed in self.roles}
         if role not in found:
@@ -73,18 +73,18 @@ class Placement:
         return any(placed.role == role for placed in self.roles)
 
     def sharers(self, role: str) -> tuple[str, ...]:
-        """Roles with a device in common with `role`: one of them works at a time."""
+        """Return the roles that have a device in common with `role`; only one of them works at a time."""
         devices = set(self[role].devices)
         return tuple(placed.role for placed in self.roles if placed.role != role and devices & set(placed.devices))
 
     def unused(self) -> tuple[Device, ...]:
-        """Devices that no role uses, in order."""
+        """Return the devices that no role uses, in order."""
         used = {device for placed in self.roles for device in placed.devices}
         devices = (Device(node, local) for node in range(self.n_nodes) for local in range(self.n_devices_per_node))
         return tuple(device for device in devices if device not in used)
 
     def warnings(self) -> tuple[str, ...]:
-        """What would run, but wastes devices or bandwidth."""
+        """Return a line for each thing that runs, but wastes devices or bandwidth."""
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[str]:
@@ -107,7 +107,7 @@ class Placement:
 
 
 def _runs(devices: Sequence[Device]) -> str:
-    """`node 0: 6-7; node 1: 0`."""
+    """Return devices by node, with neighbours joined: `node 0: 6-7; node 1: 0`."""
     by_node: dict[int, list[int]] = {}
     for device in devices:
         by_node.setdefault(device.node, []).append(device.local)
@@ -115,10 +115,9 @@ def _runs(devices: Sequence[Device]) -> str:
 
 
 def place(recipe: Recipe) -> Placement:
-    """Where each of the recipe's roles runs.
+    """Place the roles of a recipe: `rollout`, `actor`, and `ref` if it has a backend of its own.
 
-    The roles are `rollout`, `actor`, and `ref` if it has a backend of its own. With `cluster.n_gpus_per_node: 0` they
-    are CPU processes, as many as the layouts ask for.
+    With `cluster.n_gpus_per_node: 0` the roles are CPU processes, as many as their layouts ask for.
 
     Raises:
         RecipeError: layouts that cannot be read or contradict one another, or that need more GPUs than there are.
@@ -135,11 +134,11 @@ def place(recipe: Recipe) -> Placement:
 
 
 def place_allocation(allocation: Allocation, n_nodes: int, n_gpus_per_node: int) -> Placement:
-    """Groups one after another over the nodes; the roles of a group on the same devices.
+    """Place the groups one after another over the nodes, and the roles of a group on the same devices.
 
     Raises:
-        AllocationError: a `d*` that the GPUs do not settle.
-        ValueError: more devices asked for than there are.
+        AllocationError: a `d*` that the GPUs do not fill.
+        ValueError: groups that need more GPUs than there are.
     """
     available = n_nodes * n_gpus_per_node
     layouts = allocation.resolve(available or None)
@@ -167,12 +166,12 @@ def place_allocation(allocation: Allocation, n_nodes: int, n_gpus_per_node: int)
 def place_by_list(
     roles: Mapping[str, tuple[RoleAllocation, Sequence[int]]], n_nodes: int, n_gpus_per_node: int
 ) -> Placement:
-    """Each role on the listed GPUs, counted through over the nodes; `d*` takes as many replicas as its list holds.
+    """Place each role on its list of GPUs, numbered from 0 over all nodes; `d*` is filled from the length of the list.
 
-    Lists of different roles may overlap: those roles take turns.
+    Lists of different roles may overlap; those roles take turns.
 
     Raises:
-        ValueError: a list that is not as long as its layout, names a GPU twice, or one that does not exist.
+        ValueError: a list whose length is not the number of ranks, or that names a GPU twice or one that is not there.
     """
     available = n_nodes * n_gpus_per_node
     placed = []

@@ -1,8 +1,8 @@
-"""What a recipe says of its roles, brought into one form: an `Allocation`.
+"""Reads the layouts of a recipe's roles into one form, an `Allocation`.
 
 A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `ref.backend`, `rollout.colocate`) or in one
-string (`allocation_mode`), and may put each on a list of devices (`device_mapping`). The
-reference model lives inside the actor's processes, and is no role of its own, unless it is given a backend.
+string (`allocation_mode`), and may put each role on a list of devices (`device_mapping`). The reference model lives in
+the actor's processes unless it has a backend; only then is it a role.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROLES = ("actor", "rollout", "ref")
 
 
 def recipe_allocation(recipe: Recipe) -> Allocation:
-    """The recipe's roles, named and grouped by the devices they share.
+    """Return the recipe's roles, named and grouped by the devices they share.
 
     Raises:
         RecipeError: strings that cannot be read, that contradict one another, or that name a backend of the wrong kind.
@@ -45,10 +45,10 @@ def recipe_allocation(recipe: Recipe) -> Allocation:
 
 
 def recipe_devices(recipe: Recipe) -> dict[str, tuple[int, ...]] | None:
-    """The devices of each role, by its `device_mapping`; None where no role has one.
+    """Return the devices of each role from its `device_mapping`; None if no role has one.
 
     Raises:
-        RecipeError: lists that cannot be read, of some of the roles alone, or beside keys that place roles otherwise.
+        RecipeError: lists that cannot be read, that only some roles have, or that other keys contradict.
     """
     sections: dict[str, Section] = {role: getattr(recipe, role) for role in _placed_roles(recipe)}
     mappings = {role: vars(section)["device_mapping"] for role, section in sections.items()}
@@ -79,14 +79,14 @@ def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[
 
 
 def _placed_roles(recipe: Recipe) -> list[str]:
-    """The roles that have processes of their own."""
+    """Return the roles that have processes of their own."""
     if isinstance(recipe, SFTRecipe):
         return ["actor"]
     return ["rollout", "actor", *(["ref"] if recipe.ref.backend is not None and recipe.actor.kl_ctl > 0 else [])]
 
 
 def _from_lists(recipe: Recipe, lists: Mapping[str, tuple[int, ...]]) -> Groups:
-    """Each role by itself, its `d*` filled from its list: the lists say who shares."""
+    """Return each role in a group by itself, its `d*` filled from its list; the lists say which roles share devices."""
     roles = _written_roles(recipe)
     try:
         return tuple((replace(roles[name], dp=roles[name].resolve(len(lists[name])).dp),) for name in lists)
@@ -109,7 +109,7 @@ def _wrong_kind(role: RoleAllocation) -> str | None:
 
 
 def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
-    """The actor's virtual stages may stand in its layout or in `actor.megatron`, or the same in both."""
+    """Return the actor with its virtual stages, which its layout, `actor.megatron` or both (then equal) may give."""
     key, virtual = "actor.megatron.virtual_pipeline_parallel_size", recipe.actor.megatron.virtual_pipeline_parallel_size
     if role.role != "actor" or virtual == 1:
         return role
@@ -137,7 +137,7 @@ def _from_backends(recipe: Recipe) -> Groups:
 
 
 def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
-    """Each role's own backend key, parsed; defaults of the schema included, `allocation_mode` aside."""
+    """Parse the backend key of each role, the schema's defaults included; `allocation_mode` is not read here."""
     texts: dict[str, str | None] = {"actor": recipe.actor.backend}
     if isinstance(recipe, TrainRecipe):
         texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend}
@@ -154,7 +154,7 @@ def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
 
 
 def _needs_sharing(actor: RoleAllocation, rollout: RoleAllocation, cluster: ClusterConfig) -> bool:
-    """Whether the cluster has too few devices for both roles side by side. CPU processes are never too few."""
+    """Whether the cluster has too few GPUs for both roles side by side. There are always enough CPU processes."""
     if actor.dp is None and rollout.dp is None:
         return True
     available = cluster.n_nodes * cluster.n_gpus_per_node
@@ -188,7 +188,7 @@ def _wrong_roles(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation]) -> It
 
 
 def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *, is_shared: bool) -> Iterable[str]:
-    """Keys that are written in the recipe and say something else than `allocation_mode`."""
+    """Yield a line for each key of the recipe that says something else than `allocation_mode`."""
     sections: dict[str, Section] = {"actor": recipe.actor, "rollout": recipe.rollout, "ref": recipe.ref}
     for name, role in _written_roles(recipe).items():
         if "backend" in sections[name].model_fields_set and role != roles.get(name):
