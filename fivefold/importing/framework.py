@@ -1,7 +1,23 @@
-"""The frameworks whose files are imported, by the names that the command line knows them by."""
+"""The table of frameworks whose configurations can be imported.
+
+A framework is a word in `Framework` and a folder of that name with two modules: `dialect`, which offers a `DIALECT`
+(the framework's defaults, and the keys that need other keys to be converted), and `rules`, a table for all other keys.
+
+The command line reads this table for its help, so nothing else is imported until a dialect is asked for.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fivefold.importing.dialect import Dialect
 
 Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
+"""The name of a framework, as `fivefold import --from` takes it."""
+
+
+def dialect_of(framework: Framework) -> Dialect:
+    """Return how a framework says things: the `DIALECT` of its folder."""
+    return import_module(f"fivefold.importing.{framework}.dialect").DIALECT

@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
 from fivefold.importing.draft import Degree, Draft, Role, RolePlan
-from fivefold.importing.meanings import NO_REFERENCE, WHOLE_WEIGHTS
+from fivefold.importing.reasons import NO_REFERENCE, WHOLE_WEIGHTS
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
@@ -162,7 +163,7 @@ def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
     return plan.degrees.get("etp", plan.get("tp") if plan.etp_follows_tp else 1)
 
 
-def _shape(draft: Draft) -> PlanShape | None:
+def _shape(draft: Draft) -> ModelShape | None:
     """The model's shape, if its name or folder tells it."""
     try:
         return find_shape(str(draft.recipe.get("actor.path", "")))

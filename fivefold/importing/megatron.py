@@ -1,23 +1,13 @@
-"""Megatron-Core's own options, which several frameworks hand on under Megatron-Core's names."""
+"""Options of Megatron-Core, which several frameworks hand on under Megatron-Core's own names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fivefold.importing.draft import (
-    Degree,
-    Draft,
-    Role,
-    Rule,
-    flag,
-    implied,
-    number,
-    off,
-    one_of,
-    only,
-    to,
-    unsupported,
-)
+from fivefold.importing import reasons
+from fivefold.importing.draft import Degree, Draft, Role, Rule
+from fivefold.importing.rules import implied, off, only, to, unknown, unsupported
+from fivefold.importing.values import flag, number, one_of
 
 DEGREES: Mapping[str, Degree] = {
     "tensor_model_parallel_size": "tp",
@@ -27,13 +17,18 @@ DEGREES: Mapping[str, Degree] = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-KERNELS = "Fivefold chooses its kernels itself"
-EQUAL_STAGES = "pipeline stages hold equally many layers"
+EQUAL_STAGES = "all pipeline stages hold the same number of layers"
+FOLLOWS_SCHEDULE = "this follows from the pipeline's schedule"
 DROPLESS = "no token is ever dropped"
+ALL_TO_ALL = "tokens travel by all-to-all or all-gather, not by DeepEP"
 AS_ACTOR = "the reference runs with the actor's options"
 CHECKPOINT = "recomputation is switched by actor.megatron.recompute: none, selective or full"
+LAYER_BY_LAYER = "whole layers are recomputed one by one"
+DISTRIBUTED_OPTIMIZER = "the optimizer is always distributed"
+GROUPED_EXPERTS = "experts are always computed as one grouped multiplication"
 
-OVERRIDES: Mapping[str, Rule] = {
+TRANSFORMER: Mapping[str, Rule] = {
+    # Mixture of experts
     "moe_router_dtype": to("actor.megatron.router_dtype", one_of(fp32="fp32", float32="fp32")),
     "moe_token_dispatcher_type": to(
         "actor.megatron.token_dispatcher", one_of(alltoall="alltoall", allgather="allgather")
@@ -41,101 +36,112 @@ OVERRIDES: Mapping[str, Rule] = {
     "moe_aux_loss_coeff": to("actor.megatron.transformer.moe_aux_loss_coeff", number),
     "moe_z_loss_coeff": to("actor.megatron.transformer.moe_z_loss_coeff", number),
     "moe_router_load_balancing_type": only(
-        "aux_loss", "none", holds="moe_aux_loss_coeff weighs it", otherwise="experts are balanced by the auxiliary loss"
+        "aux_loss",
+        "none",
+        holds="moe_aux_loss_coeff is the weight of the auxiliary loss",
+        otherwise="experts are balanced by the auxiliary loss",
     ),
-    "recompute_granularity": implied("only training recomputes"),
-    "moe_layer_recompute": implied("only training recomputes"),
-    "recompute_modules": unsupported("`selective` recomputes the MLP and MoE activations"),
-    "recompute_method": only("uniform", holds="whole layers, one by one", otherwise=CHECKPOINT),
-    "recompute_num_layers": only(1, holds="whole layers, one by one", otherwise=CHECKPOINT),
-    "distribute_saved_activations": off(CHECKPOINT),
-    "sequence_parallel": implied("goes with t > 1"),
-    "use_distributed_optimizer": only(
-        True, holds="the optimizer is always distributed", otherwise="the optimizer is always distributed"
-    ),
-    "moe_grouped_gemm": only(True, holds="experts are always grouped", otherwise="experts are always grouped"),
-    "moe_permute_fusion": implied(KERNELS),
-    "moe_shared_expert_overlap": off("shared experts do not overlap with the exchange of tokens"),
-    "moe_enable_deepep": off("tokens travel by all-to-all or all-gather, not by DeepEP"),
+    "moe_grouped_gemm": only(True, holds=GROUPED_EXPERTS),
+    "moe_permute_fusion": implied(reasons.KERNELS),
+    "moe_shared_expert_overlap": off("shared experts are not computed during the exchange of tokens"),
+    "moe_enable_deepep": off(ALL_TO_ALL),
     "moe_expert_capacity_factor": unsupported(DROPLESS),
     "moe_pad_expert_input_to_capacity": off(DROPLESS),
     "moe_token_drop_policy": implied(DROPLESS),
-    "moe_enable_routing_replay": off("router choices of the rollout are not replayed"),
+    "moe_enable_routing_replay": off(reasons.NO_ROUTER_REPLAY),
+    # Recomputation
+    "recompute_granularity": implied(reasons.ONLY_TRAINING_RECOMPUTES),
+    "moe_layer_recompute": implied(reasons.ONLY_TRAINING_RECOMPUTES),
+    "recompute_modules": unsupported("`selective` recomputes the activations of the MLP and of the experts"),
+    "recompute_method": only("uniform", holds=LAYER_BY_LAYER, otherwise=CHECKPOINT),
+    "recompute_num_layers": only(1, holds=LAYER_BY_LAYER, otherwise=CHECKPOINT),
+    "distribute_saved_activations": off(CHECKPOINT),
+    # Parallelism
+    "sequence_parallel": implied("sequence parallelism is on if t is above 1"),
+    "use_distributed_optimizer": only(True, holds=DISTRIBUTED_OPTIMIZER),
     "account_for_embedding_in_pipeline_split": off(EQUAL_STAGES),
     "account_for_loss_in_pipeline_split": off(EQUAL_STAGES),
     "num_layers_in_first_pipeline_stage": unsupported(EQUAL_STAGES),
     "num_layers_in_last_pipeline_stage": unsupported(EQUAL_STAGES),
     "pipeline_model_parallel_layout": unsupported(EQUAL_STAGES),
-    "mtp_num_layers": off("multi-token prediction is not offered"),
-    "variable_seq_lengths": implied("sequences are always packed at their own lengths"),
-    "calculate_per_token_loss": implied("actor.loss_aggregation says how the loss is averaged"),
-    "overlap_p2p_comm": implied("follows from the pipeline's schedule"),
-    "batch_p2p_comm": implied("follows from the pipeline's schedule"),
-    "deallocate_pipeline_outputs": implied("activations in flight are kept as the schedule needs them"),
-    "transformer_impl": implied(KERNELS),
-    "attention_backend": implied(KERNELS),
-    "use_flash_attn": implied(KERNELS),
-    "apply_rope_fusion": implied(KERNELS),
-    "persist_layer_norm": implied(KERNELS),
-    "masked_softmax_fusion": implied(KERNELS),
-    "bias_activation_fusion": implied(KERNELS),
-    "bias_dropout_fusion": implied(KERNELS),
-    "gradient_accumulation_fusion": implied(KERNELS),
-    "cross_entropy_loss_fusion": implied(KERNELS),
-    "bf16": implied("actor.dtype says it"),
+    "overlap_p2p_comm": implied(FOLLOWS_SCHEDULE),
+    "batch_p2p_comm": implied(FOLLOWS_SCHEDULE),
+    "deallocate_pipeline_outputs": implied(FOLLOWS_SCHEDULE),
+    # Kernels and number formats
+    "transformer_impl": implied(reasons.KERNELS),
+    "attention_backend": implied(reasons.KERNELS),
+    "use_flash_attn": implied(reasons.KERNELS),
+    "apply_rope_fusion": implied(reasons.KERNELS),
+    "persist_layer_norm": implied(reasons.KERNELS),
+    "masked_softmax_fusion": implied(reasons.KERNELS),
+    "bias_activation_fusion": implied(reasons.KERNELS),
+    "bias_dropout_fusion": implied(reasons.KERNELS),
+    "gradient_accumulation_fusion": implied(reasons.KERNELS),
+    "cross_entropy_loss_fusion": implied(reasons.KERNELS),
+    "bf16": implied("actor.dtype is the number format"),
     "cuda_graph*": off("CUDA graphs are not captured in training"),
-    "fp8*": off("training runs in bfloat16 or float32"),
-    "*": unsupported("not among the Megatron-Core options that are carried over"),
+    "fp8*": off(reasons.MIXED_PRECISION),
+    # Sequences and losses
+    "variable_seq_lengths": implied("sequences are always packed at their own lengths"),
+    "calculate_per_token_loss": implied("actor.loss_aggregation is how the loss is averaged"),
+    "mtp_num_layers": off("multi-token prediction is not offered"),
+    "*": unknown("Megatron-Core"),
 }
-"""Of TransformerConfig. Degrees of parallelism and the granularity of recomputation are read apart."""
+"""Options of Megatron-Core's TransformerConfig.
+
+The degrees of parallelism and, for the actor, the granularity of recomputation are read by `degrees` and `recompute`.
+"""
 
 DDP: Mapping[str, Rule] = {
     "overlap_grad_reduce": to("actor.megatron.ddp.overlap_grad_reduce", flag),
-    "use_distributed_optimizer": OVERRIDES["use_distributed_optimizer"],
-    "grad_reduce_in_fp32": only(
-        True, holds="gradients are always reduced in float32", otherwise="gradients are always reduced in float32"
-    ),
-    "average_in_collective": off("gradients are summed, and divided by global counts"),
-    "*": off("not among the options of Megatron-Core's DistributedDataParallelConfig that are carried over"),
+    "use_distributed_optimizer": TRANSFORMER["use_distributed_optimizer"],
+    "grad_reduce_in_fp32": only(True, holds=reasons.FLOAT32_REDUCTION),
+    "average_in_collective": off("gradients are summed, then divided by global counts"),
+    # Most of these options are flags: one that is off asks for nothing.
+    "*": off("this option of Megatron-Core's DistributedDataParallelConfig is not among those that are converted"),
 }
-"""Of DistributedDataParallelConfig."""
+"""Options of Megatron-Core's DistributedDataParallelConfig."""
 
 
 def degrees(draft: Draft, role: Role, prefix: str) -> None:
-    """Reads the six degrees below `prefix`, those that the source writes."""
+    """Read the degrees of parallelism that the source writes below `prefix`."""
     for name, degree in DEGREES.items():
         if draft.writes(prefix + name):
             draft.lay_out(prefix + name, role, degree)
 
 
 def recompute(draft: Draft, prefix: str, switch: str, is_on: bool) -> None:
-    """`recompute_granularity` below `prefix`.
+    """Convert the actor's `recompute_granularity` below `prefix`.
 
-    `switch` is the framework's own key for gradient checkpointing. Where it is off, so is everything below; where it
-    is on without a granularity, Megatron-Core recomputes nothing.
+    Args:
+        draft: receives the recipe's value and the entries.
+        prefix: what stands before Megatron-Core's names.
+        switch: the framework's own key for gradient checkpointing.
+        is_on: its value. If it is off, nothing below `prefix` has an effect; if it is on but no granularity is
+            written, Megatron-Core recomputes nothing.
     """
     key, moe = prefix + "recompute_granularity", prefix + "moe_layer_recompute"
     granularity = draft.get(key) if is_on else None
     if granularity in ("full", "selective"):
         draft.mapped(key, "actor.megatron.recompute", granularity)
-        draft.implied(switch, f"follows from {key}")
-        draft.implied(moe, f"follows from {key}")
+        draft.implied(switch, f"it follows from {key}")
+        draft.implied(moe, f"it follows from {key}")
     elif draft.get(moe) is True and is_on:
-        draft.mapped(moe, "actor.megatron.recompute", "selective", "the MoE and MLP activations")
-        draft.implied(switch, f"follows from {moe}")
+        draft.mapped(moe, "actor.megatron.recompute", "selective", "the activations of the MLP and of the experts")
+        draft.implied(switch, f"it follows from {moe}")
     draft.implied(key, "without gradient checkpointing, nothing is recomputed")
-    draft.implied(moe, "nothing is recomputed, as it is by default")
-    draft.implied(switch, f"without {key}, Megatron-Core recomputes nothing" if is_on else "off, as it is by default")
+    draft.implied(moe, "nothing is recomputed, as by default")
+    draft.implied(switch, f"without {key}, Megatron-Core recomputes nothing" if is_on else "it is off, as by default")
 
 
 def checkpoint_layers(draft: Draft, switch: str, is_on: bool) -> None:
-    """The gradient checkpointing of FSDP and DeepSpeed, which recomputes whole layers; `switch` is its key."""
+    """Convert the gradient checkpointing of FSDP and DeepSpeed, whose key is `switch`: it recomputes whole layers."""
     if is_on:
         draft.mapped(switch, "actor.megatron.recompute", "full", "whole layers are recomputed, as there")
-    draft.implied(switch, "off, as it is by default")
+    draft.implied(switch, "it is off, as by default")
 
 
 def ignore(draft: Draft, section: str) -> None:
-    """Megatron-Core's options below `section`, where the source does not train with it."""
+    """Make Megatron-Core's options below `section` implied, for a source that trains with another engine."""
     for key in draft.keys(f"{section}*"):
-        draft.implied(key, "only Megatron-Core reads it, and the source trains with another engine")
+        draft.implied(key, "only Megatron-Core reads this, and the source trains with another engine")

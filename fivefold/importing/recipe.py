@@ -19,28 +19,16 @@ from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.rows import SUFFIXES
-from fivefold.importing.areal import dialect as areal
-from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
-from fivefold.importing.framework import Framework
+from fivefold.importing.framework import Framework, dialect_of
 from fivefold.importing.layouts import lay_out
-from fivefold.importing.meanings import NO_REFERENCE, run_name
+from fivefold.importing.reasons import NO_REFERENCE
 from fivefold.importing.report import Report
-from fivefold.importing.roll import dialect as roll
 from fivefold.importing.shell.script import OVERRIDE
-from fivefold.importing.siirl import dialect as siirl
 from fivefold.importing.source import Document, read_document, read_overrides, resolve
-from fivefold.importing.trinity import dialect as trinity
-from fivefold.importing.verl import dialect as verl
+from fivefold.importing.values import run_name
 from fivefold.layout.placement import place
 
-DIALECTS: Mapping[Framework, Dialect] = {
-    "areal": areal.DIALECT,
-    "roll": roll.DIALECT,
-    "siirl": siirl.DIALECT,
-    "trinity": trinity.DIALECT,
-    "verl": verl.DIALECT,
-}
 MISSING = "???"
 NEEDED = ("actor.path", "train_dataset.path")
 YIELDING = (
@@ -127,14 +115,14 @@ def convert(
     """
     if not files and not overrides:
         raise ValueError("there is nothing to import; give YAML files, launch scripts or overrides as a.b=c")
-    dialect = DIALECTS[framework]
+    dialect = dialect_of(framework)
     documents = [read_document(file, environment) for file in files]
     source = dialect.merge([*documents, read_overrides(overrides)])
     draft = Draft(resolve(source.values, environment), dialect.defaults, source.caveats)
     dialect.convert(draft)
     lay_out(draft)
     dialect.after_layout(draft)
-    draft.finish(f"no key of {dialect.title} that is known here")
+    draft.finish(f"not a key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
     to_give = _complete(draft, documents)
     recipe = _check(draft, to_give)

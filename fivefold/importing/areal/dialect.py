@@ -6,16 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.importing import megatron
+from fivefold.importing import megatron, reasons
 from fivefold.importing.areal.rules import RULES
 from fivefold.importing.dialect import Dialect
-from fivefold.importing.draft import Draft, flag, number, positive, whole
-from fivefold.importing.meanings import NO_REFERENCE, ON_MEGATRON, WHOLE_WEIGHTS
+from fivefold.importing.draft import Draft
+from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
+from fivefold.importing.values import flag, number, positive, whole
 
-MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 TRAINERS = ("fsdp", "megatron", "archon")
+"""The engines that AReaL trains with."""
 TRAINER = re.compile(rf"\b(?:{'|'.join(TRAINERS)})\b")
 NO_BACKEND = re.compile(r"(?:[dtpce]\d+)+")
+"""Degrees without a backend in front of them, such as `d4t2`."""
 
 DEFAULTS: Mapping[str, Any] = {
     "actor.optimizer.lr": 1e-3,
@@ -32,7 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def convert(draft: Draft) -> None:
-    """Everything that takes several keys, then the rest key by key."""
+    """Convert the keys that need other keys, then the rest by the rule table."""
     trainers = _backends(draft)
     _advantages(draft)
     _kl(draft)
@@ -45,8 +47,8 @@ def convert(draft: Draft) -> None:
     draft.apply(RULES)
     if "train_dataset.path" in draft.recipe:
         draft.notes.append(
-            "AReaL knows its data sets' columns by their names; set prompt_key and answer_key of train_dataset and "
-            "valid_dataset, unless they have the columns prompt and reward_model"
+            "AReaL chooses columns by the data set's name; set prompt_key and answer_key of train_dataset and "
+            "valid_dataset, unless the data have the columns prompt and reward_model"
         )
 
 
@@ -54,7 +56,7 @@ def convert(draft: Draft) -> None:
 
 
 def _backends(draft: Draft) -> set[str]:
-    """One string for all roles, or one for each; older strings leave the training backend out.
+    """Convert the layout: one string for all roles, or one for each; older strings leave the training backend out.
 
     Returns:
         The engines that the source trains with.
@@ -66,7 +68,7 @@ def _backends(draft: Draft) -> set[str]:
         trainers |= _map_layout(draft, "allocation_mode", allocation)
         for key in ("actor.backend", "rollout.backend"):
             if NO_BACKEND.search(str(draft.get(key, ""))) is None:
-                draft.implied(key, "allocation_mode rules")
+                draft.implied(key, "allocation_mode overrides it")
     for role in ("actor", "rollout"):
         key = f"{role}.backend"
         if draft.is_open(key) and draft.get(key):
@@ -74,33 +76,37 @@ def _backends(draft: Draft) -> set[str]:
     if draft.get("ref.backend") and draft.read("actor.kl_ctl", number, 0.1) > 0:
         value = modern(str(draft.get("ref.backend")))
         if on_megatron(value) == draft.recipe.get("actor.backend"):
-            draft.implied("ref.backend", "as the actor, in whose processes the reference runs")
+            draft.implied("ref.backend", "the reference runs in the actor's processes, laid out as the actor")
         _map_layout(draft, "ref.backend", value)
-    draft.implied("ref.backend", NO_REFERENCE)
+    draft.implied("ref.backend", reasons.NO_REFERENCE)
     _colocation(draft)
-    # An actor that nothing lays out gets the recipe's default, one Megatron worker.
+    # An actor without a layout gets the recipe's default, one Megatron worker.
     return trainers or {"megatron"}
 
 
 def _map_layout(draft: Draft, key: str, layout: str) -> set[str]:
-    """`key` becomes `layout`, trained on Megatron-Core; returns what the source trains with."""
+    """Map `key` to `layout` on Megatron-Core; return the engines that the source trains with."""
     trainers = set(TRAINER.findall(layout))
     is_other = bool(trainers - {"megatron"})
-    draft.mapped(key, key, on_megatron(layout), ON_MEGATRON if is_other else "")
-    if is_other and WHOLE_WEIGHTS not in draft.notes:
-        draft.notes.append(WHOLE_WEIGHTS)
+    draft.mapped(key, key, on_megatron(layout), reasons.ON_MEGATRON if is_other else "")
+    if is_other and reasons.WHOLE_WEIGHTS not in draft.notes:
+        draft.notes.append(reasons.WHOLE_WEIGHTS)
     return trainers
 
 
 def on_megatron(layout: str) -> str:
-    """The layout with every trainer's degrees handed to Megatron-Core."""
+    """Return the layout with Megatron-Core in the place of every trainer, with the same degrees."""
     return TRAINER.sub("megatron", layout)
 
 
 def modern(allocation: str, trainer: str | None = None) -> str:
-    """`sglang.d4p1t1+d2t2` as `sglang:d4+fsdp:d2t2`: backends named, degrees of 1 left out where no role needs them.
+    """Return a layout in today's form: `sglang.d4p1t1+d2t2` becomes `sglang:d4+fsdp:d2t2`.
 
-    `trainer` is the training backend of a part that names none.
+    Every part names its backend, and degrees of 1 are left out where the backend does not need them.
+
+    Args:
+        allocation: the layout as AReaL reads it.
+        trainer: the training backend of a part that names none; None: the one that its degrees need.
     """
     return re.sub(r"[^+|()]+", lambda match: _modern_role(match[0], trainer), allocation.strip())
 
@@ -118,13 +124,13 @@ def _modern_role(role: str, trainer: str | None) -> str:
 
 
 def _colocation(draft: Draft) -> None:
-    """Roles stand apart unless one is told to share another's devices."""
+    """Convert which roles share devices: none, unless one is scheduled onto another's."""
     for role, other in (("actor", "rollout"), ("rollout", "actor")):
         key, target = f"{role}.scheduling_strategy.type", f"{role}.scheduling_strategy.target"
         if draft.get(key) == "colocation" and draft.get(target) == other:
             draft.mapped(key, "rollout.colocate", True)
-            draft.implied(target, f"follows from {key}")
-        draft.implied(key, "roles stand apart where the cluster has room")
+            draft.implied(target, f"it follows from {key}")
+        draft.implied(key, "roles have devices of their own where the cluster has room")
     for key in draft.keys("ref.scheduling_strategy*"):
         draft.implied(key, "the reference runs in the actor's processes")
 
@@ -133,14 +139,18 @@ def _colocation(draft: Draft) -> None:
 
 
 def _advantages(draft: Draft) -> None:
-    """`reward_norm`, or `adv_norm` where there is no other: without a critic, one normalisation is all."""
+    """Convert `reward_norm`, or `adv_norm` if there is no other.
+
+    Without a critic, advantages are normalised rewards, so there is one normalisation.
+    """
     rewards, own = "actor.reward_norm.", "actor.adv_norm."
     section, other = (rewards, own) if draft.keys(rewards + "*_level") else (own, rewards)
     n_samples = draft.read("gconfig.n_samples", positive)
-    for name, target in (("mean_level", MEAN), ("std_level", STD)):
+    for name, target in (("mean_level", MEAN_LEVEL), ("std_level", STD_LEVEL)):
         level = draft.get(section + name)
         draft.recipe.setdefault(target, level if level in ("group", "batch") else "none")
-        draft.mapped(section + name, target, draft.recipe[target], "" if section == rewards else "of rewards")
+        note = "" if section == rewards else "rewards are normalised"
+        draft.mapped(section + name, target, draft.recipe[target], note)
     for key in draft.keys(other + "*"):
         draft.unsupported(key, f"rewards are normalised once, as {section}* says")
     if draft.get(section + "eps") is not None:
@@ -151,22 +161,26 @@ def _advantages(draft: Draft) -> None:
         draft.unsupported(key, f"a group is the gconfig.n_samples={n_samples} responses of a prompt")
     _leave_one_out(draft, section + "mean_leave1out", n_samples)
     if draft.get(section + "std_unbiased", True) is True:
-        draft.implied(section + "std_unbiased", "divided by n - 1")
+        draft.implied(section + "std_unbiased", "the standard deviation is divided by n - 1")
     draft.unsupported(section + "std_unbiased", "the standard deviation is divided by n - 1")
 
 
 def _leave_one_out(draft: Draft, key: str, n_samples: Any) -> None:
-    """r - mean of the others = n / (n - 1) * (r - mean of all), which a standard deviation would divide out again."""
-    exact = draft.recipe[MEAN] == "group" and draft.recipe[STD] == "none" and n_samples > 1
+    """Convert a mean that leaves the response itself out.
+
+    r - mean of the others = n / (n - 1) * (r - mean of all), a factor that dividing by a standard deviation would undo.
+    """
+    exact = draft.recipe[MEAN_LEVEL] == "group" and draft.recipe[STD_LEVEL] == "none" and n_samples > 1
     if draft.get(key) is True and exact and not draft.writes("actor.reward_scaling"):
         draft.mapped(key, "actor.reward_scaling", n_samples / (n_samples - 1), "n / (n - 1)")
     elif draft.get(key) is True:
-        draft.unsupported(key, "the mean is that of all; only without a standard deviation is that the same, scaled")
-    draft.implied(key, "switched off")
+        reason = "the mean is over all responses, the same up to a factor only if no standard deviation divides"
+        draft.unsupported(key, reason)
+    draft.implied(key, "it is switched off")
 
 
 def _kl(draft: Draft) -> None:
-    """The KL term is a penalty on each token's reward, and needs a reference to be configured."""
+    """Convert the KL term: a penalty on each token's reward, if a reference is configured."""
     weight = draft.read("actor.kl_ctl", number, 0.1)
     has_reference = bool(draft.keys("ref.*"))
     if weight > 0 and has_reference:
@@ -181,55 +195,55 @@ def _kl(draft: Draft) -> None:
         draft.implied("actor.kl_ctl", "no reference is configured")
     draft.implied("actor.kl_estimator", "there is no KL term")
     for key in draft.keys("ref.*"):
-        draft.implied(key, NO_REFERENCE)
+        draft.implied(key, reasons.NO_REFERENCE)
 
 
 def _unused(draft: Draft, trainers: set[str]) -> None:
-    """Options of the engines that the source does not train with."""
+    """Make the options of engines that the source does not train with implied."""
     for name in sorted(set(TRAINERS) - trainers):
         for key in draft.keys(f"actor.{name}.*"):
-            draft.implied(key, f"only {name} reads it, and the source trains with {' and '.join(sorted(trainers))}")
+            draft.implied(key, f"only {name} reads this, and the source trains with {' and '.join(sorted(trainers))}")
 
 
 def _recompute(draft: Draft, trainers: set[str]) -> None:
-    """Gradient checkpointing, whose granularity for Megatron-Core is `full` unless written."""
+    """Convert gradient checkpointing, whose granularity for Megatron-Core is `full` unless written."""
     switch, key = "actor.gradient_checkpointing", "actor.megatron.recompute_granularity"
     is_on = draft.read(switch, flag, False)
     if "megatron" in trainers:
         granularity = draft.get(key, "full") if is_on else "none"
         written = key if draft.writes(key) and is_on else switch
         draft.mapped(written, "actor.megatron.recompute", granularity)
-        draft.implied(switch, f"follows from {key}")
+        draft.implied(switch, f"it follows from {key}")
         for name in draft.keys("actor.megatron.recompute_*"):
             if not is_on:
                 draft.implied(name, f"{switch} is off")
     megatron.checkpoint_layers(draft, switch, is_on)
     for section in ("critic", "ref"):
         for unused in draft.keys(f"{section}.gradient_checkpointing"):
-            draft.implied(unused, "only training recomputes")
+            draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)
 
 
 def _decoupled(draft: Draft) -> None:
-    """The decoupled objective, and what only it reads."""
+    """Convert the old log-probabilities of the decoupled objective, and the keys that only it reads."""
     key, recompute = "actor.use_decoupled_loss", "actor.recompute_logprob"
     if draft.get(key, False) is True:
         if draft.get(recompute) is not True:
-            draft.implied(recompute, f"{key} computes them, whatever this says")
+            draft.implied(recompute, f"{key} computes them anyway")
     else:
         for name in ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_*", "actor.prox_logp_method"):
             for unused in draft.keys(name):
                 draft.implied(unused, f"{key} is off")
 
 
-# What is said in more than one place
+# Keys that repeat others, and evaluation
 
 
 def _repeated(draft: Draft) -> None:
-    """Sections repeat the run's name and folder; those of the data and the sampling come back elsewhere."""
+    """Make keys implied that repeat another: the run's name and folder in each section, sampling and data."""
     for name in ("experiment_name", "trial_name", "fileroot", "tokenizer_path"):
         for key in draft.keys(f"*.{name}"):
             if key != "cluster.fileroot":
-                draft.implied(key, "one name, folder and tokenizer for all sections")
+                draft.implied(key, "all sections have one name, folder and tokenizer")
     same = {
         "actor.temperature": "gconfig.temperature",
         "actor.max_new_tokens": "gconfig.max_new_tokens",
@@ -240,11 +254,11 @@ def _repeated(draft: Draft) -> None:
     }
     for key, other in same.items():
         if draft.get(key) is not None and draft.get(key) == draft.get(other):
-            draft.implied(key, f"as {other}")
+            draft.implied(key, f"it has the value of {other}")
 
 
 def _engines(draft: Draft) -> None:
-    """Options of the engine that does not generate have no effect."""
+    """Make the options of engines that do not generate implied."""
     backends = f"{draft.recipe.get('allocation_mode', '')} {draft.recipe.get('rollout.backend', '')}"
     for engine in ("sglang", "vllm"):
         if engine not in backends:
@@ -253,6 +267,7 @@ def _engines(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
+    """Convert the sampling of held-out prompts: its number and temperature, the rest is as in training."""
     own, train = "eval_gconfig.", "gconfig."
     for name, convert in (("n_samples", whole), ("greedy", flag), ("temperature", number)):
         if draft.writes(own + name):
@@ -261,7 +276,7 @@ def _evaluation(draft: Draft) -> None:
         name = key.removeprefix(own)
         if draft.get(key) == draft.get(train + name):
             draft.implied(key, "as in training")
-        draft.unsupported(key, f"evaluation takes {name} from gconfig")
+        draft.unsupported(key, reasons.sampled_by_gconfig(name))
     if draft.keys(own + "*") and "evaluator.greedy" not in draft.recipe:
         draft.recipe["evaluator.greedy"] = False
     if draft.writes("valid_dataset.path") and not draft.writes("valid_dataset.split"):

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.importing import megatron
+from fivefold.importing import megatron, reasons
 from fivefold.importing.dialect import Dialect
-from fivefold.importing.draft import Draft, Role, RolePlan, flag, number, positive, whole
-from fivefold.importing.meanings import (
-    ESTIMATOR,
-    NO_CRITIC,
-    ON_MEGATRON,
+from fivefold.importing.draft import Draft, Role, RolePlan
+from fivefold.importing.roll.rules import CONFIG, INFER, REF, RULES, TRAIN
+from fivefold.importing.settings import (
+    MEAN_LEVEL,
+    STD_LEVEL,
+    TOKEN_BUDGET_KEY,
     advantages,
     rollout_engine,
     token_budget,
     warmup,
 )
-from fivefold.importing.roll.rules import CONFIG, INFER, REF, RULES, TRAIN
+from fivefold.importing.values import KL_ESTIMATOR, flag, number, positive, whole
 
 STRATEGY = "strategy_args.strategy_name"
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
@@ -25,9 +26,9 @@ NO_CHECKPOINTING = TRAIN + "model_args.disable_gradient_checkpointing"
 ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
 WARMUP = TRAIN + "training_args.warmup_steps"
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
-"""Of a reward's keys, those that say where it runs."""
+"""The keys of a reward that say where it runs."""
 ANSWERS = "ground_truth"
-MEAN, STD = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
+"""The column that holds the answer in ROLL's rows."""
 
 DEFAULTS: Mapping[str, Any] = {
     "adv_estimator": "gae",
@@ -45,7 +46,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def convert(draft: Draft) -> None:
-    """Everything that takes several keys, then the rest key by key."""
+    """Convert the keys that need other keys, then the rest by the rule table."""
     _lay_out(draft)
     _lengths(draft)
     _advantages(draft)
@@ -58,13 +59,14 @@ def convert(draft: Draft) -> None:
     draft.apply(RULES)
     if "train_dataset.path" in draft.recipe and "train_dataset.answer_key" not in draft.recipe:
         draft.recipe["train_dataset.answer_key"] = ANSWERS
-        draft.notes.append(f"train_dataset.answer_key={ANSWERS}: the column where ROLL's rows hold the answer")
+        draft.notes.append(f"train_dataset.answer_key={ANSWERS}, the column that holds the answer in ROLL's rows")
 
 
 # Layout
 
 
 def _lay_out(draft: Draft) -> None:
+    """Read how actor, reference and rollout are laid out, and what is recomputed."""
     sections: Mapping[Role, str] = {"actor": TRAIN, "ref": REF}
     for role, section in sections.items():
         if draft.keys(section + "*"):
@@ -79,6 +81,7 @@ def _lay_out(draft: Draft) -> None:
 
 
 def _plan(draft: Draft, devices_key: str) -> RolePlan:
+    """Return the plan of a role whose list of devices is `devices_key`."""
     plan = RolePlan(devices=draft.get(devices_key), devices_key=devices_key)
     if draft.writes(devices_key):
         plan.keys[devices_key] = ""
@@ -94,14 +97,14 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
         plan.keys[section + STRATEGY] = ""
     elif strategy.startswith(("fsdp2", "deepspeed")):
         plan.shards_weights = True
-        plan.keys[section + STRATEGY] = ON_MEGATRON
+        plan.keys[section + STRATEGY] = reasons.ON_MEGATRON
         if strategy.startswith("deepspeed"):
             for option in draft.keys(section + CONFIG + "*"):
-                draft.unsupported(option, "options of DeepSpeed are not read: Megatron-Core trains in its place")
+                draft.unsupported(option, "Megatron-Core trains in DeepSpeed's place, and does not read its options")
         if draft.writes(section + "model_args.ulysses_size"):
             draft.lay_out(section + "model_args.ulysses_size", role, "cp")
     else:
-        # hf_infer keeps whole copies of the reference.
+        # hf_infer keeps whole copies of the reference, so there is no layout to convert.
         for written in (section + STRATEGY, key):
             draft.implied(written, "the reference runs in the actor's processes")
         del draft.plans[role]
@@ -121,64 +124,71 @@ def _lay_out_rollout(draft: Draft) -> None:
     per_worker = INFER + "num_gpus_per_worker"
     if plan.backend == "sglang" and draft.writes(per_worker) and not any(map(draft.writes, tensor)):
         draft.lay_out(per_worker, "rollout", "tp")
-    draft.implied(per_worker, "follows from the rollout's degrees")
+    draft.implied(per_worker, "it follows from the rollout's degrees")
 
 
 # Batches and lengths
 
 
 def _lengths(draft: Draft) -> None:
-    """Either the response's length, or that of the whole sequence."""
+    """Convert the response's length, or that of prompt and response together."""
     prompt, response, sequence = draft.get("prompt_length"), "response_length", "sequence_length"
     if isinstance(draft.get(response), int):
         draft.mapped(response, "gconfig.max_new_tokens", draft.read(response, whole))
-        draft.implied(sequence, f"{response} rules")
+        draft.implied(sequence, f"{response} overrides it")
     elif isinstance(draft.get(sequence), int) and isinstance(prompt, int):
         longest = draft.read(sequence, whole) - prompt
         draft.mapped(sequence, "gconfig.max_new_tokens", longest, f"less prompt_length={prompt}")
-    draft.implied(INFER + "generating_args.max_new_tokens", "response_length rules")
-    draft.implied("validation.generating_args.max_new_tokens", "response_length rules")
+    draft.implied(INFER + "generating_args.max_new_tokens", "response_length overrides it")
+    draft.implied("validation.generating_args.max_new_tokens", "response_length overrides it")
 
 
 def _sequence_length(draft: Draft) -> int | None:
+    """Return the tokens of the longest prompt and response together; None if the source does not say."""
     lengths = draft.get("prompt_length"), draft.recipe.get("gconfig.max_new_tokens")
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
 
 
 def _micro_batches(draft: Draft) -> None:
-    """A token budget (dynamic batches or packing), or a number of sequences."""
-    budget = "actor.mb_spec.max_tokens_per_mb"
+    """Convert the size of a micro-batch: a token budget with dynamic batches or packing, else a number of sequences."""
     packed = TRAIN + "sequence_packing_args.max_packed_sequence_length_train"
     dynamic = TRAIN + "max_tokens_per_microbatch_in_train"
     for switch, key in ((TRAIN + "use_sequence_packing", packed), (TRAIN + "use_dynamic_batching_in_train", dynamic)):
         if draft.get(switch) is True and draft.get(key):
-            draft.mapped(key, budget, draft.read(key, whole))
-            draft.implied(PER_DEVICE, f"{key} rules")
-        draft.implied(switch, "sequences are always packed, under a token budget")
+            draft.mapped(key, TOKEN_BUDGET_KEY, draft.read(key, whole))
+            draft.implied(PER_DEVICE, f"{key} overrides it")
+        draft.implied(switch, f"{reasons.ALWAYS_PACKED}, under a token budget")
         draft.implied(key, f"{switch} is off")
     if draft.is_open(PER_DEVICE):
         token_budget(draft, PER_DEVICE, draft.get(PER_DEVICE), _sequence_length(draft))
 
 
 def count_updates(draft: Draft) -> None:
-    """An optimizer step takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica."""
+    """Convert gradient accumulation to updates in a step, and warm-up steps, which are counted in updates.
+
+    In ROLL, an update takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica, and
+    the number of replicas is known only after the layout.
+    """
     steps, plan = draft.get(ACCUMULATION), draft.plans.get("actor")
     per_device = draft.get(PER_DEVICE, 1)
     updates = None
     if plan is not None and plan.n_devices is not None and isinstance(steps, int) and isinstance(per_device, int):
         replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
         updates = _updates(draft, per_device, steps, replicas)
-    draft.unsupported(ACCUMULATION, "updates in a step are counted by actor.ppo_n_minibatches")
+    draft.unsupported(ACCUMULATION, "the updates in a step cannot be counted here: set actor.ppo_n_minibatches")
     if draft.writes(WARMUP):
         total = updates and draft.read("max_steps", positive) * updates * draft.read("ppo_epochs", positive, 1)
         warmup(draft, WARMUP, total)
 
 
 def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | None:
+    """Return the updates in a step; None, with ACCUMULATION unsupported, if they do not divide its sequences."""
     prompts, group = draft.read("rollout_batch_size", positive), draft.read("num_return_sequences_in_group", positive)
     update, responses = per_device * steps * replicas, prompts * group
     if update < 1 or responses % update or prompts % (responses // update):
-        text = f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences, groups whole"
+        text = (
+            f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences in whole groups"
+        )
         draft.unsupported(ACCUMULATION, text)
         return None
     note = f"{prompts}*{group} sequences in updates of {per_device}*{steps}*{replicas} replicas"
@@ -190,79 +200,81 @@ def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | 
 
 
 def _advantages(draft: Draft) -> None:
-    """`norm_mean_type` and `norm_std_type`, or the older `reward_norm`; whitening, where neither is set."""
+    """Convert `norm_mean_type` and `norm_std_type`, or the older `reward_norm`, or whitening if neither is set."""
     estimator, n_samples = str(draft.get("adv_estimator")), draft.read("num_return_sequences_in_group", positive)
     if estimator != "reinforce":
         advantages(draft, "adv_estimator", estimator, divides_by_std=True, n_samples=n_samples)
     if estimator in ("gae", "ppo"):
         for key in (*draft.keys("critic.*"), "gamma", "lambd", "value_clip", "whiten_advantages"):
-            draft.unsupported(key, NO_CRITIC)
-    draft.implied("adv_estimator", "rewards are the advantages, once they are normalised")
+            draft.unsupported(key, reasons.NO_CRITIC)
+    draft.implied("adv_estimator", "the advantages are the normalised rewards")
     levels = {"batch": "batch", "group": "group"}
-    for key, target in (("norm_mean_type", MEAN), ("norm_std_type", STD)):
+    for key, target in (("norm_mean_type", MEAN_LEVEL), ("norm_std_type", STD_LEVEL)):
         if draft.get(key) in levels:
             draft.mapped(key, target, levels[draft.get(key)])
         elif draft.get(key) is not None:
             draft.unsupported(key, "rewards are normalised over the group, the batch, or not at all")
     if draft.get("reward_norm") in levels:
-        target = STD if draft.get("reward_scale") is True else MEAN
+        target = STD_LEVEL if draft.get("reward_scale") is True else MEAN_LEVEL
         draft.mapped("reward_norm", target, levels[draft.get("reward_norm")])
         if draft.get("reward_shift") is not True:
-            draft.recipe.setdefault(STD, levels[draft.get("reward_norm")])
+            draft.recipe.setdefault(STD_LEVEL, levels[draft.get("reward_norm")])
     for key in ("reward_shift", "reward_scale"):
-        draft.implied(key, "says which of mean and std reward_norm takes")
+        draft.implied(key, "it says whether reward_norm is about the mean or the standard deviation")
     _whitening(draft)
     if estimator == "reinforce":
-        for target in (MEAN, STD):
+        for target in (MEAN_LEVEL, STD_LEVEL):
             draft.recipe.setdefault(target, "none")
 
 
 def _whitening(draft: Draft) -> None:
     key = "whiten_advantages"
     if draft.get(key) is not True:
-        draft.implied(key, "switched off")
-    elif MEAN in draft.recipe or STD in draft.recipe:
-        draft.unsupported(key, "rewards are normalised once, and that is done already")
+        draft.implied(key, "it is switched off")
+    elif MEAN_LEVEL in draft.recipe or STD_LEVEL in draft.recipe:
+        draft.unsupported(key, "rewards are normalised once, and another key says how")
     else:
-        draft.recipe[STD] = "batch"
-        draft.mapped(key, MEAN, "batch", f"with {STD}=batch; over sequences, not weighted by their tokens")
+        draft.recipe[STD_LEVEL] = "batch"
+        draft.mapped(key, MEAN_LEVEL, "batch", f"with {STD_LEVEL}=batch; each sequence counts once, not its tokens")
 
 
 def _kl(draft: Draft) -> None:
-    """A KL loss to the reference (k3), or a penalty on each token's reward."""
+    """Convert the KL term to the reference: a loss (estimator k3), or a penalty on each token's reward."""
     if draft.get("use_kl_loss") is True:
         draft.mapped("use_kl_loss", "actor.kl_in", "loss")
         draft.recipe["actor.kl_estimator"] = "k3"
         draft.mapped("kl_loss_coef", "actor.kl_ctl", draft.read("kl_loss_coef", number, 0.0), "estimator k3")
     elif draft.get("add_token_level_kl") is True:
         draft.mapped("add_token_level_kl", "actor.kl_in", "reward")
-        draft.mapped("kl_penalty", "actor.kl_estimator", draft.read("kl_penalty", ESTIMATOR, "kl"))
+        draft.mapped("kl_penalty", "actor.kl_estimator", draft.read("kl_penalty", KL_ESTIMATOR, "kl"))
         draft.recipe.setdefault("actor.kl_estimator", "k1")
         draft.recipe.setdefault("actor.kl_ctl", draft.read("init_kl_coef", number, 0.2))
         draft.mapped("init_kl_coef", "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
     if draft.get("add_token_level_kl") is True:
-        draft.unsupported("add_token_level_kl", "there is one KL term, and it is in the loss")
+        draft.unsupported("add_token_level_kl", reasons.ONE_KL)
     for key in ("use_kl_loss", "kl_loss_coef", "add_token_level_kl", "init_kl_coef", "kl_penalty"):
         draft.implied(key, "this KL term is off")
     if draft.get("target_kl") is None:
-        draft.implied("kl_horizon", "the weight of the KL term is fixed")
+        draft.implied("kl_horizon", reasons.FIXED_KL)
 
 
 def _clipping(draft: Draft) -> None:
+    """Convert the clip range, which has one ratio or one for each side, and dual clipping."""
     both = draft.read("pg_clip", number, 0.2)
     if draft.get("use_pg_clip_range") is True:
         for key, target in (("pg_clip_low", "actor.eps_clip"), ("pg_clip_high", "actor.eps_clip_higher")):
             draft.recipe.setdefault(target, draft.read(key, number, 0.2))
             draft.mapped(key, target, draft.recipe[target])
-        draft.implied("pg_clip", "pg_clip_low and pg_clip_high rule")
+        draft.implied("pg_clip", "pg_clip_low and pg_clip_high override it")
     draft.mapped("pg_clip", "actor.eps_clip", both)
     for key in ("use_pg_clip_range", "pg_clip_low", "pg_clip_high"):
-        draft.implied(key, "says whether the range has two sides")
+        draft.implied(key, "use_pg_clip_range says whether the range has one ratio or two")
     if draft.get("dual_clip_loss") is True:
         draft.mapped("dual_clip_loss", "actor.c_clip", 1 + 2 * both, "1 + 2 * pg_clip")
 
 
 def _evaluation(draft: Draft) -> None:
+    """Convert the sampling of held-out prompts: it has a temperature, the rest is as in training."""
     own = "validation.generating_args."
     if not draft.writes(own + "temperature"):
         return
@@ -276,12 +288,12 @@ def _evaluation(draft: Draft) -> None:
     for name in ("temperature", "top_p", "top_k"):
         as_trained = draft.get(own + name) == draft.get(INFER + "generating_args." + name)
         if is_greedy or as_trained:
-            draft.implied(own + name, "evaluation is greedy" if is_greedy else "as in training")
-        draft.unsupported(own + name, f"evaluation takes {name} from gconfig")
+            draft.implied(own + name, reasons.GREEDY if is_greedy else "as in training")
+        draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
 
 
 def _rewards(draft: Draft) -> None:
-    """One rule-based mathematical reward is offered; of several domains, none can be chosen for the user."""
+    """Convert the rewards: the rule for mathematics has a counterpart, if it is the only reward."""
     names = {key.split(".")[1] for key in draft.keys("rewards.*")}
     for name in sorted(names):
         worker = f"rewards.{name}.worker_cls"
@@ -292,7 +304,7 @@ def _rewards(draft: Draft) -> None:
         elif len(names) == 1:
             draft.mapped(worker, "reward.fn", "math")
         else:
-            draft.unsupported(worker, "there is one reward function; let yours choose by data_source")
+            draft.unsupported(worker, "there is one reward function: write one that chooses by data_source")
 
 
 DIALECT = Dialect("ROLL", convert, DEFAULTS, after_layout=count_updates)

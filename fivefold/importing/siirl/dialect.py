@@ -1,4 +1,4 @@
-"""siiRL: a launch script whose array holds `python3 -m siirl... a.b=c`; verl's key tree with some of its own."""
+"""siiRL: launch scripts whose array holds `python3 -m siirl... a.b=c`; verl's key tree with some keys of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.importing.dialect import Dialect
-from fivefold.importing.draft import Draft, Rule, off, unsupported
+from fivefold.importing.draft import Draft
+from fivefold.importing.siirl.rules import RULES
 from fivefold.importing.verl import tree as verl_tree
-from fivefold.importing.verl.rules import ACTOR, MODEL, ROLLOUT
-from fivefold.importing.verl.rules import RULES as TREE_RULES
-from fivefold.importing.verl.tree import Tree
+from fivefold.importing.verl.actor_rules import ACTOR, MODEL
+from fivefold.importing.verl.rules import ROLLOUT
 
 DECAY, WARMUP_STYLE = ACTOR + "optim.lr_decay_style", ACTOR + "optim.warmup_style"
 
@@ -32,23 +32,15 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.experiment_name": "gsm8k",
 }
 
-RULES: Mapping[str, Rule] = {
-    **TREE_RULES,
-    "dag.enable_perf": off("seconds of each phase are in every step's metrics"),
-    "dag.*": unsupported("the dataflow is fixed: rollout, rewards, advantages, update"),
-    "actor_rollout_ref.embodied.*": unsupported("models are language models"),
-    "algorithm.embodied_sampling.*": unsupported("models are language models"),
-}
-
 
 def convert(draft: Draft) -> None:
-    """siiRL's own default for an unset expert tensor degree is 1."""
-    verl_tree.convert_tree(draft, Tree(etp_follows_tp=False))
+    """Convert siiRL's keys; an expert tensor degree that is not written is 1 there."""
+    verl_tree.convert_tree(draft, verl_tree.Tree(etp_follows_tp=False))
     verl_tree.warmup_and_rates(draft, ACTOR + "optim.", verl_tree.training_steps(draft, ""))
     if draft.plans["actor"].shards_weights:
-        draft.implied(DECAY, f"siiRL's FSDP reads {WARMUP_STYLE} in its place")
+        draft.implied(DECAY, f"with FSDP, siiRL reads {WARMUP_STYLE} in its place")
     else:
-        draft.implied(WARMUP_STYLE, f"siiRL's Megatron reads {DECAY} in its place")
+        draft.implied(WARMUP_STYLE, f"with Megatron, siiRL reads {DECAY} in its place")
     draft.apply(RULES)
 
 

@@ -1,8 +1,8 @@
 """Trinity-RFT: one YAML file for explorer and trainer, with verl's key tree below `trainer.trainer_config`.
 
-The tree may also stand in a file of its own (`trainer.trainer_config_path`); a file whose keys begin with
-`actor_rollout_ref` is taken for that. Keys of the first releases (`data.dataset_path`, `explorer.engine_num`) are read
-under their later names.
+The tree may also be in a file of its own (`trainer.trainer_config_path`): a file whose keys begin with
+`actor_rollout_ref` is read as that. Keys of the first releases (`data.dataset_path`, `explorer.engine_num`) are read
+by their later names.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.importing import megatron
+from fivefold.importing import megatron, reasons
 from fivefold.importing.dialect import Dialect, merged
-from fivefold.importing.draft import Draft, RolePlan, number, positive, whole
-from fivefold.importing.meanings import ESTIMATOR, ON_MEGATRON, advantages, rollout_engine, warmup
+from fivefold.importing.draft import Draft, RolePlan
+from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
 from fivefold.importing.source import INTERPOLATION, Document
 from fivefold.importing.trinity.rules import OLD_NAMES, RULES, TREE
+from fivefold.importing.values import KL_ESTIMATOR, number, positive, whole
 from fivefold.importing.verl import tree as verl_tree
-from fivefold.importing.verl.rules import ACTOR, MODEL
-from fivefold.importing.verl.tree import Tree
+from fivefold.importing.verl.actor_rules import ACTOR, MODEL
 
 ENGINE = "explorer.rollout_model."
 TASKS = "buffer.explorer_input.taskset."
@@ -39,15 +39,16 @@ DEFAULTS: Mapping[str, Any] = {
     "name": "rft",
 }
 GROUP_SIZES = {"ppo": 1, "dapo": 16}
-"""`repeat_times` by algorithm, where it is not written; 2 for others."""
+"""The default of `repeat_times` for some algorithms; 2 for the others."""
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """The trainer's own file below `trainer.trainer_config`, first releases' keys under their later names."""
+    """Merge the files: the trainer's own goes below `trainer.trainer_config`, old keys get their later names."""
     return merged([_renamed(document) for document in documents])
 
 
 def _renamed(document: Document) -> Document:
+    """Return a document with its keys where and as the latest release has them."""
     is_tree = any(key.startswith(TREE_SECTIONS) for key in document.values)
 
     def name(key: str) -> str:
@@ -63,7 +64,7 @@ def _renamed(document: Document) -> Document:
 
 
 def _below_tree(value: Any) -> Any:
-    """`${actor_rollout_ref.x}` of the trainer's own file, which now stands below `trainer.trainer_config`."""
+    """Return a value of the trainer's own file, its interpolations led to keys below `trainer.trainer_config`."""
     if not isinstance(value, str):
         return value
     return INTERPOLATION.sub(
@@ -72,7 +73,7 @@ def _below_tree(value: Any) -> Any:
 
 
 def convert(draft: Draft) -> None:
-    """Trinity's own keys rule over those of the tree below `trainer.trainer_config`."""
+    """Convert Trinity-RFT's own keys, which override those of verl's tree, then the rest by the rule table."""
     n_samples = _group_size(draft)
     algorithm = str(draft.get("algorithm.algorithm_type"))
     _advantages(draft, algorithm, n_samples)
@@ -92,6 +93,7 @@ def convert(draft: Draft) -> None:
 
 
 def _group_size(draft: Draft) -> int:
+    """Convert the responses of a prompt, and return their number."""
     key = "algorithm.repeat_times"
     size: int = draft.read(key, positive, GROUP_SIZES.get(str(draft.get("algorithm.algorithm_type")), 2))
     draft.recipe["gconfig.n_samples"] = size
@@ -105,18 +107,18 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     written = key if draft.writes(key) else "algorithm.algorithm_type"
     advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
     if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus"):
-        draft.implied("algorithm.algorithm_type", f"{key} rules")
+        draft.implied("algorithm.algorithm_type", f"{key} overrides it")
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
 
 
 def _kl(draft: Draft, algorithm: str) -> None:
-    """A KL loss (k2 unless written; none for DAPO), and a KL penalty (none unless written).
+    """Convert the KL loss (k2 unless written; none for DAPO) or the KL penalty (none unless written).
 
-    In the first releases, the tree says it.
+    In the first releases, the KL term was in verl's key tree.
     """
     if draft.writes(TREE + ACTOR + "use_kl_loss") and not draft.keys("algorithm.kl_*"):
         verl_tree.kl(draft, TREE)
-        draft.implied("algorithm.kl_loss_fn_args.kl_coef", "the trainer's own file says it")
+        draft.implied("algorithm.kl_loss_fn_args.kl_coef", "the trainer's own file says so")
         return
     loss, penalty = "algorithm.kl_loss_fn", "algorithm.kl_penalty_fn"
     term = draft.get(loss, "none" if algorithm == "dapo" else "k2")
@@ -124,27 +126,28 @@ def _kl(draft: Draft, algorithm: str) -> None:
     key = loss if place == "loss" else penalty
     kind, weight = draft.get(key, term), f"{key}_args.kl_coef"
     if kind != "none":
-        estimator = ESTIMATOR(kind) if str(kind).lower() in ("k1", "k2", "k3", "low_var_kl") else None
+        estimator = KL_ESTIMATOR(kind) if str(kind).lower() in ("k1", "k2", "k3", "low_var_kl") else None
         draft.recipe["actor.kl_in"] = place
         draft.recipe["actor.kl_ctl"] = draft.read(weight, number, 0.001)
         draft.mapped(weight, "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
         if not (draft.writes(key) and draft.writes(weight)):
-            draft.notes.append(f"{key}={kind}, weighted {draft.recipe['actor.kl_ctl']:g}: the default of {algorithm}")
+            draft.notes.append(f"{key}={kind} with weight {draft.recipe['actor.kl_ctl']:g}, the default of {algorithm}")
         if estimator is not None:
             draft.recipe["actor.kl_estimator"] = estimator
             draft.mapped(key, "actor.kl_estimator", estimator)
         draft.unsupported(key, f"the estimator {kind!r} is not offered; there are k1, k2 and k3")
     if draft.get(penalty, "none") != "none" and place == "loss":
-        draft.unsupported(penalty, "there is one KL term, and it is in the loss")
+        draft.unsupported(penalty, reasons.ONE_KL)
     for name in (loss, penalty):
-        draft.implied(name, "switched off")
+        draft.implied(name, "it is switched off")
         draft.implied(f"{name}_args.kl_coef", f"{name} is off")
 
 
 def _clipping(draft: Draft) -> None:
+    """Convert the clip range: Trinity-RFT's own keys, or the tree's if there are none."""
     own = "algorithm.policy_loss_fn_args."
     if draft.writes(own + "clip_range_low") or draft.writes(own + "clip_range_high"):
-        draft.implied(own + "clip_range", "clip_range_low and clip_range_high rule")
+        draft.implied(own + "clip_range", "clip_range_low and clip_range_high override it")
     for name, target in (
         ("clip_range", "actor.eps_clip"),
         ("clip_range_low", "actor.eps_clip"),
@@ -160,7 +163,7 @@ def _clipping(draft: Draft) -> None:
 
 
 def _lay_out(draft: Draft) -> None:
-    """Explorer and trainer have devices of their own: the trainer gets those that the engines leave."""
+    """Read how explorer and trainer are laid out: the trainer gets the devices that the engines leave."""
     rollout = draft.plans["rollout"] = RolePlan("vllm")
     if draft.writes(ENGINE + "engine_type"):
         rollout_engine(draft, ENGINE + "engine_type")
@@ -170,7 +173,7 @@ def _lay_out(draft: Draft) -> None:
     rollout.n_devices = draft.read(ENGINE + "engine_num", positive) * rollout.get("tp") * rollout.get("pp")
     if draft.is_open(ENGINE + "engine_num"):
         rollout.keys[ENGINE + "engine_num"] = ""
-    verl_tree.lay_out_trainers(draft, Tree(etp_follows_tp=True, prefix=TREE))
+    verl_tree.lay_out_trainers(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
     _lay_out_trainer(draft)
     verl_tree.recompute(draft, TREE)
     nodes, per_node = draft.get("cluster.node_num"), draft.get("cluster.gpu_per_node")
@@ -184,11 +187,11 @@ def _lay_out(draft: Draft) -> None:
 
 
 def _lay_out_trainer(draft: Draft) -> None:
-    """`trainer.trainer_strategy` and `trainer.megatron`, which rule over the tree."""
+    """Read `trainer.trainer_strategy` and `trainer.megatron`, which override the tree."""
     plan, strategy = draft.plans["actor"], "trainer.trainer_strategy"
     if draft.writes(strategy):
         plan.shards_weights = not str(draft.get(strategy)).startswith("megatron")
-        plan.keys[strategy] = ON_MEGATRON if plan.shards_weights else ""
+        plan.keys[strategy] = reasons.ON_MEGATRON if plan.shards_weights else ""
     own = draft.keys("trainer.megatron.*")
     if plan.shards_weights:
         megatron.ignore(draft, "trainer.megatron.")
@@ -206,7 +209,7 @@ def _lay_out_trainer(draft: Draft) -> None:
 
 
 def _batches(draft: Draft, n_samples: int) -> None:
-    """`batch_size` tasks are explored a step; the trainer takes `train_batch_size` experiences an update."""
+    """Convert the batches: a step explores `batch_size` tasks, an update trains `train_batch_size` experiences."""
     key, tasks = "buffer.train_batch_size", draft.read("buffer.batch_size", positive)
     update, step = draft.get(key), tasks * n_samples
     if isinstance(update, int) and update > 0:
@@ -218,17 +221,20 @@ def _batches(draft: Draft, n_samples: int) -> None:
 
 
 def _micro_batches(draft: Draft) -> None:
-    budget, shards = "actor.mb_spec.max_tokens_per_mb", draft.plans["actor"].get("cp")
+    """Convert the token budget of a micro-batch: the trainer's own keys, or the tree's if there are none."""
+    # The framework's budget is one context parallel shard's, the recipe's is a whole micro-batch's.
+    shards = draft.plans["actor"].get("cp")
     for key in ("trainer.max_token_len_per_gpu", "trainer.ppo_max_token_len_per_gpu"):
         if isinstance(draft.get(key), int):
             note = f"times {shards} context parallel shards" if shards > 1 else ""
-            draft.mapped(key, budget, draft.read(key, whole) * shards, note)
-    draft.implied("trainer.use_dynamic_bsz", "micro-batches always have a token budget")
-    if budget not in draft.recipe:
+            draft.mapped(key, TOKEN_BUDGET_KEY, draft.read(key, whole) * shards, note)
+    draft.implied("trainer.use_dynamic_bsz", reasons.TOKEN_BUDGET)
+    if TOKEN_BUDGET_KEY not in draft.recipe:
         verl_tree.micro_batches(draft, TREE, _sequence_length(draft))
 
 
 def _sequence_length(draft: Draft) -> int | None:
+    """Return the tokens of the longest prompt and response together; None if the source does not say."""
     lengths = [draft.get("model.max_prompt_tokens"), draft.get("model.max_response_tokens")]
     if all(isinstance(length, int) for length in lengths):
         return sum(lengths)
@@ -237,10 +243,10 @@ def _sequence_length(draft: Draft) -> int | None:
 
 
 def _tasks(draft: Draft) -> None:
-    """The task set, its lengths, and the first of the held-out ones."""
+    """Convert the task set, its lengths, and the first of the held-out task sets."""
     response, longest = draft.get("model.max_response_tokens"), draft.get("model.max_model_len")
     if not draft.writes("model.max_prompt_tokens") and isinstance(response, int) and isinstance(longest, int):
-        note = f"{longest} less {response} of the response"
+        note = f"{longest} less {response} for the response"
         draft.mapped("model.max_model_len", "train_dataset.max_length", longest - response, note)
     _path(draft, TASKS, "train_dataset")
     evaluations = sorted({key.split(".")[3] for key in draft.keys("buffer.explorer_input.eval_tasksets.*")})
@@ -248,20 +254,20 @@ def _tasks(draft: Draft) -> None:
         held_out = f"buffer.explorer_input.eval_tasksets.{number_}."
         if number_ != "0":
             for key in draft.keys(held_out + "*"):
-                draft.unsupported(key, "there is one held-out data set, the first")
+                draft.unsupported(key, "there is one held-out data set: the first is taken")
             continue
         _path(draft, held_out, "valid_dataset")
         temperature = held_out + "rollout_args.temperature"
         if (value := draft.read(temperature, number, 0)) > 0:
             draft.recipe["evaluator.greedy"] = False
             draft.mapped(temperature, "evaluator.temperature", value, "evaluator.greedy=false")
-        draft.implied(temperature, "evaluation is greedy")
+        draft.implied(temperature, reasons.GREEDY)
         for name in ("top_p", "top_k"):
-            draft.unsupported(held_out + f"rollout_args.{name}", f"evaluation takes {name} from gconfig")
+            draft.unsupported(held_out + f"rollout_args.{name}", reasons.sampled_by_gconfig(name))
 
 
 def _path(draft: Draft, section: str, target: str) -> None:
-    """A hub name with the name of its subset, `openai/gsm8k:main`."""
+    """Convert a data set's path; a hub name gets the name of its subset, as in `openai/gsm8k:main`."""
     path, subset = draft.get(section + "path"), draft.get(section + "subset_name")
     if not isinstance(path, str) or "${" in path:
         return
@@ -275,15 +281,17 @@ def _path(draft: Draft, section: str, target: str) -> None:
 
 
 def _optimizer(draft: Draft) -> None:
+    """Convert the warm-up and the rates, which depend on the number of steps and on the schedule."""
     own, total = "algorithm.optimizer.", draft.get("buffer.total_steps", draft.get("trainer.total_steps"))
     if draft.writes(own + "lr_warmup_steps"):
         warmup(draft, own + "lr_warmup_steps", total if isinstance(total, int) else None)
     if draft.get(own + "lr_scheduler_type", draft.get(own + "warmup_style", "constant")) == "constant":
-        draft.implied(own + "min_lr_ratio", "the rate is constant")
+        draft.implied(own + "min_lr_ratio", "the learning rate is constant")
     verl_tree.warmup_and_rates(draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None)
 
 
 def _files(draft: Draft) -> None:
+    """Say whether the trainer's own file was among those that were read."""
     key = "trainer.trainer_config_path"
     if draft.keys(TREE + "*"):
         draft.implied(key, "that file was read")

@@ -1,4 +1,4 @@
-"""verl: `python3 -m verl.trainer.main_ppo a.b=c ...`, from launch scripts, or its trainer's YAML."""
+"""verl: launch scripts with `python3 -m verl.trainer.main_ppo a.b=c ...`, or the trainer's YAML."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
-from fivefold.importing.verl import tree as verl_tree
-from fivefold.importing.verl.rules import ACTOR, MODEL, ROLLOUT, RULES
-from fivefold.importing.verl.tree import Tree
+from fivefold.importing.verl.actor_rules import ACTOR, MODEL
+from fivefold.importing.verl.rules import ROLLOUT, RULES
+from fivefold.importing.verl.tree import Tree, convert_tree, training_steps, warmup_and_rates
 
 DEFAULTS: Mapping[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -30,9 +30,9 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def convert(draft: Draft) -> None:
-    """An unset expert tensor degree reaches Megatron-Core as none, which means the tensor degree."""
-    verl_tree.convert_tree(draft, Tree(etp_follows_tp=True))
-    verl_tree.warmup_and_rates(draft, ACTOR + "optim.", verl_tree.training_steps(draft, ""))
+    """Convert verl's keys; Megatron-Core takes the tensor degree for an expert tensor degree that is not written."""
+    convert_tree(draft, Tree(etp_follows_tp=True))
+    warmup_and_rates(draft, ACTOR + "optim.", training_steps(draft, ""))
     draft.apply(RULES)
 
 

@@ -1,37 +1,33 @@
-"""The key tree of verl, which others took over: data, actor_rollout_ref, critic, algorithm, trainer.
+"""verl's key tree, as far as a key needs other keys to be converted; `rules` and `actor_rules` hold the rest.
 
-Here is what takes several keys to convert; `verl_rules` holds the rest.
+siiRL and Trinity-RFT took the tree over (data, actor_rollout_ref, critic, algorithm, trainer), so their dialects call
+these functions too. `at` is the section that the tree stands under: empty, or Trinity-RFT's `trainer.trainer_config.`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fivefold.importing import megatron
-from fivefold.importing.draft import Draft, Role, RolePlan, Unfit, flag, number, positive, whole
-from fivefold.importing.meanings import (
-    ESTIMATOR,
-    ON_MEGATRON,
-    advantages,
-    min_lr,
-    rollout_engine,
-    token_budget,
-    warmup,
-)
-from fivefold.importing.verl.rules import ACTOR, MODEL, OVERRIDE, REF, ROLLOUT
+from fivefold.importing import megatron, reasons
+from fivefold.importing.draft import Draft, Role, RolePlan
+from fivefold.importing.settings import STD_LEVEL, advantages, min_lr, rollout_engine, token_budget, warmup
+from fivefold.importing.values import KL_ESTIMATOR, Unfit, flag, number, positive, whole
+from fivefold.importing.verl.actor_rules import ACTOR, MODEL, OVERRIDE, REF
+from fivefold.importing.verl.rules import ROLLOUT
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the tree stands, and what its framework does with it."""
+    """Where the tree stands in a framework's configuration, and what the framework makes of it."""
 
     etp_follows_tp: bool
-    """Whether an expert tensor degree that is not written is the tensor degree."""
+    """Whether an expert tensor degree that the source does not write is the tensor degree; if not, it is 1."""
     prefix: str = ""
+    """The section that the tree stands under, with a dot at the end; empty for the top level."""
 
 
 def convert_tree(draft: Draft, tree: Tree) -> None:
-    """Everything that takes several keys."""
+    """Convert every key of the tree that needs other keys."""
     at = tree.prefix
     _advantages(draft, at)
     lay_out_trainers(draft, tree)
@@ -48,7 +44,7 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
 
 
 def sequence_length(draft: Draft, at: str) -> int | None:
-    """The longest prompt and response together."""
+    """Return the tokens of the longest prompt and response together; None if the source does not say."""
     lengths = [draft.get(at + key) for key in ("data.max_prompt_length", "data.max_response_length")]
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
 
@@ -65,37 +61,38 @@ def _mini_batches(draft: Draft, at: str) -> None:
 
 
 def micro_batches(draft: Draft, at: str, length: int | None) -> None:
-    """Either a token budget (dynamic batch size), or a number of sequences."""
+    """Convert the size of a micro-batch: a token budget if the batch size is dynamic, else a number of sequences."""
+    # The framework's budget is one context parallel shard's, the recipe's is a whole micro-batch's.
     dynamic, tokens = at + ACTOR + "use_dynamic_bsz", at + ACTOR + "ppo_max_token_len_per_gpu"
     sequences = at + ACTOR + "ppo_micro_batch_size_per_gpu"
     if draft.get(dynamic) is True and draft.get(tokens) is not None:
         shards = draft.plans["actor"].get("cp")
         note = f"times {shards} context parallel shards" if shards > 1 else ""
         draft.mapped(tokens, "actor.mb_spec.max_tokens_per_mb", draft.read(tokens, whole) * shards, note)
-        draft.implied(sequences, f"{dynamic} is on: {tokens} rules")
+        draft.implied(sequences, f"{dynamic} is on, so {tokens} counts")
     elif draft.get(sequences) is not None:
         token_budget(draft, sequences, draft.get(sequences), length)
-        draft.implied(tokens, f"{dynamic} is off: {sequences} rules")
-    draft.implied(dynamic, "micro-batches always have a token budget")
+        draft.implied(tokens, f"{dynamic} is off, so {sequences} counts")
+    draft.implied(dynamic, reasons.TOKEN_BUDGET)
 
 
 # Layout
 
 
 def lay_out_trainers(draft: Draft, tree: Tree) -> None:
-    """The actor's and the reference's plans."""
+    """Read how the actor and the reference are laid out."""
     at = tree.prefix
     actor = draft.plans["actor"] = RolePlan(etp_follows_tp=tree.etp_follows_tp)
     actor.shards_weights = not _trains_on_megatron(draft, at)
     actor.n_devices = _n_devices(draft, at)
     _degrees(draft, "actor", at + ACTOR)
-    # Where the reference's own degree is not written, the actor's holds.
+    # The reference takes the actor's degree where its own is not written.
     draft.plans["ref"] = replace(actor, degrees=dict(actor.degrees), keys={}, degree_keys={})
     _degrees(draft, "ref", at + REF)
 
 
 def recompute(draft: Draft, at: str) -> None:
-    """What is computed again in the backward pass, by the keys of the engine that the source trains with."""
+    """Convert the recomputation of activations, from the keys of the engine that the source trains with."""
     switch = at + MODEL + "enable_gradient_checkpointing"
     if draft.plans["actor"].shards_weights:
         megatron.checkpoint_layers(draft, switch, is_on=draft.read(switch, flag, True))
@@ -114,7 +111,10 @@ def _degrees(draft: Draft, role: Role, section: str) -> None:
 
 
 def _trains_on_megatron(draft: Draft, at: str) -> bool:
-    """Whether Megatron-Core trains: written, or named by the trainer's configuration, or told by the keys in use."""
+    """Return whether the source trains with Megatron-Core.
+
+    The strategy says so; if it is not written, the name of the trainer's configuration or the keys in use do.
+    """
     key = at + ACTOR + "strategy"
     strategy = draft.get(key, draft.get(at + "model_engine"))
     hints = [str(draft.get(flag_, "")) for flag_ in ("--config-name", "--config-path")]
@@ -124,7 +124,7 @@ def _trains_on_megatron(draft: Draft, at: str) -> bool:
         if not draft.writes(written):
             continue
         if strategy in ("megatron", "fsdp", "fsdp2"):
-            draft.plans["actor"].keys[written] = "" if strategy == "megatron" else ON_MEGATRON
+            draft.plans["actor"].keys[written] = "" if strategy == "megatron" else reasons.ON_MEGATRON
         else:
             draft.unsupported(written, f"{strategy!r} is not offered; megatron is laid out in its place")
     return strategy not in ("fsdp", "fsdp2")
@@ -142,7 +142,7 @@ def _lay_out_rollout(draft: Draft, at: str) -> None:
         rollout_engine(draft, at + ROLLOUT + "name")
     tensor, pipeline = at + ROLLOUT + "tensor_model_parallel_size", at + ROLLOUT + "pipeline_model_parallel_size"
     if plan.backend == "transformers":
-        draft.implied(tensor, "the embedded engine runs whole replicas")
+        draft.implied(tensor, "each replica of the embedded engine is one process")
         return
     draft.lay_out(tensor, "rollout", "tp")
     draft.lay_out(pipeline, "rollout", "pp")
@@ -157,8 +157,8 @@ def _advantages(draft: Draft, at: str) -> None:
     divides = draft.get(std, True) is True
     advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
     if estimator == "grpo":
-        draft.mapped(std, "actor.reward_norm.std_level", "group" if divides else "none")
-    draft.implied(std, f"only grpo reads it, and {key} is {estimator}")
+        draft.mapped(std, STD_LEVEL, "group" if divides else "none")
+    draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
     if estimator in ("gae", "ppo"):
         return
     for other in draft.keys(at + "critic.*"):
@@ -166,7 +166,7 @@ def _advantages(draft: Draft, at: str) -> None:
 
 
 def kl(draft: Draft, at: str) -> None:
-    """The KL term to the reference, in the loss or in the reward."""
+    """Convert the KL term to the reference, which is in the loss or in the reward."""
     in_loss, in_reward = at + ACTOR + "use_kl_loss", at + "algorithm.use_kl_in_reward"
     loss_keys = (at + ACTOR + "kl_loss_coef", at + ACTOR + "kl_loss_type")
     reward_keys = (at + "algorithm.kl_ctrl.kl_coef", at + "algorithm.kl_penalty")
@@ -176,13 +176,13 @@ def kl(draft: Draft, at: str) -> None:
         _kl_term(draft, in_reward, "reward", *reward_keys, default="kl")
         kind = at + "algorithm.kl_ctrl.type"
         if draft.get(kind, "fixed") != "fixed":
-            draft.unsupported(kind, "the weight of the KL term is fixed")
+            draft.unsupported(kind, reasons.FIXED_KL)
     for switch, keys in ((in_loss, loss_keys), (in_reward, reward_keys)):
-        draft.implied(switch, "off, as it is by default")
+        draft.implied(switch, "it is off, as by default")
         for key in keys:
             draft.implied(key, f"{switch} is off")
     for key in draft.keys(at + "algorithm.kl_ctrl.*"):
-        draft.implied(key, "the weight of the KL term is fixed")
+        draft.implied(key, reasons.FIXED_KL)
 
 
 def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str, *, default: str) -> None:
@@ -195,7 +195,7 @@ def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str,
     draft.recipe["actor.kl_ctl"] = value
     draft.mapped(weight, "actor.kl_ctl", value)
     try:
-        kind = ESTIMATOR(draft.get(estimator, default))
+        kind = KL_ESTIMATOR(draft.get(estimator, default))
     except Unfit as error:
         draft.unsupported(estimator, str(error))
         return
@@ -204,9 +204,12 @@ def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str,
 
 
 def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
-    """PPO's clip range: one ratio for both sides, or one for each.
+    """Convert PPO's clip range: one ratio for both sides, or one for each.
 
-    `unwritten` is what a side has that is not written; None: the ratio for both.
+    Args:
+        draft: receives the recipe's values and the entries.
+        at: the section that the tree stands under.
+        unwritten: the ratio of a side that is not written; None if `clip_ratio` holds for that side.
     """
     both, low, high = (at + ACTOR + name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
     if draft.writes(low) or draft.writes(high):
@@ -214,16 +217,16 @@ def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
             value = draft.read(key, number, draft.read(both, number, 0.2) if unwritten is None else unwritten)
             draft.recipe[target] = value
             draft.mapped(key, target, value)
-        draft.implied(both, f"{low} and {high} rule")
+        draft.implied(both, f"{low} and {high} override it")
     elif unwritten is not None and draft.get(both, unwritten) != unwritten:
-        reason = f"clip_ratio_low and clip_ratio_high rule over it, {unwritten} unless written"
-        draft.unsupported(both, f"{reason}; where your release has neither, set actor.eps_clip")
+        reason = f"clip_ratio_low and clip_ratio_high override it, and are {unwritten} unless written"
+        draft.unsupported(both, f"{reason}; if your release has neither, set actor.eps_clip")
     elif draft.writes(both):
         draft.mapped(both, "actor.eps_clip", draft.read(both, number))
 
 
 def _evaluation(draft: Draft, at: str) -> None:
-    """Sampling of held-out prompts: its own temperature and number, the rest as in training."""
+    """Convert the sampling of held-out prompts: it has a temperature and a number, the rest is as in training."""
     own = at + ROLLOUT + "val_kwargs."
     if not draft.keys(own + "*"):
         return
@@ -233,26 +236,26 @@ def _evaluation(draft: Draft, at: str) -> None:
         draft.mapped(own + "do_sample", "evaluator.greedy", not samples)
     if samples and draft.writes(own + "temperature"):
         draft.mapped(own + "temperature", "evaluator.temperature", temperature)
-    draft.implied(own + "temperature", "evaluation is greedy")
+    draft.implied(own + "temperature", reasons.GREEDY)
     for name in ("top_p", "top_k"):
         as_trained = draft.get(own + name) == draft.get(at + ROLLOUT + name, {"top_p": 1.0, "top_k": -1}[name])
         if as_trained or not samples:
-            draft.implied(own + name, "as in training" if samples else "evaluation is greedy")
-        draft.unsupported(own + name, f"evaluation takes {name} from gconfig")
+            draft.implied(own + name, "as in training" if samples else reasons.GREEDY)
+        draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
 
 
 def training_steps(draft: Draft, at: str) -> int | None:
-    """All training steps, if the source says."""
+    """Return the number of training steps; None if the source does not say."""
     total = draft.get(at + "trainer.total_training_steps")
     return total if isinstance(total, int) and total > 0 else None
 
 
 def warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> None:
-    """The optimizer's keys that depend on others; `lr_warmup_steps` rules over the ratio."""
+    """Convert the optimizer's keys below `section` that need others; `lr_warmup_steps` overrides the ratio."""
     steps = section + "lr_warmup_steps"
     if draft.writes(steps):
         warmup(draft, steps, total_steps)
         if draft.read(steps, whole) > 0:
-            draft.implied(section + "lr_warmup_steps_ratio", f"{steps} rules")
+            draft.implied(section + "lr_warmup_steps_ratio", f"{steps} overrides it")
     if draft.writes(section + "min_lr"):
         min_lr(draft, section + "min_lr", section + "lr")

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from fivefold.importing.draft import Entry
-from fivefold.importing.recipe import Framework, convert
+from fivefold.importing.framework import Framework
+from fivefold.importing.recipe import convert
 from fivefold.importing.report import Report
 
 FIXTURES = Path(__file__).parent / "fixtures"

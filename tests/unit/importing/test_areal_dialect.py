@@ -105,7 +105,7 @@ def test_other_trainers_degrees_become_megatrons(words: list[str], key: str, lay
     text = "actor: {path: Qwen/Qwen2.5-1.5B, gradient_checkpointing: true}\n"
     conversion = convert_text("areal", tmp_path, text, *words)
     assert conversion.recipe[key] == layout
-    assert "Megatron-Core in its place" in conversion[key].note
+    assert "Megatron-Core trains in its place" in conversion[key].note
     assert conversion.recipe["actor.megatron.recompute"] == "full"
     assert conversion.unsupported() == set()
     assert any("fivefold plan RECIPE --search" in note for note in conversion.report.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,7 +15,10 @@ from rich.console import Console
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import known_keys
 from fivefold.config.schema import TrainRecipe
-from fivefold.importing.recipe import DIALECTS, Framework, convert, import_recipe, split_arguments
+from fivefold.importing.framework import Framework
+from fivefold.importing.recipe import convert, import_recipe, split_arguments
+
+DIALECTS = get_args(Framework)
 from fivefold.layout.placement import place
 
 SOURCES: list[tuple[Framework, str]] = [
@@ -273,7 +277,7 @@ def test_unknown_keys_are_unsupported_and_empty_ones_imply_the_default(tmp_path:
     conversion = convert_text("roll", tmp_path, "pretrain: some/model\nbrand_new: 3\nbrand_empty: ~\n")
     assert conversion["brand_new"].outcome == "unsupported"
     assert conversion["brand_empty"].outcome == "implied"
-    assert "no key of ROLL" in conversion["brand_new"].note
+    assert "not a key of ROLL" in conversion["brand_new"].note
 
 
 def test_values_that_are_left_to_be_given_are_unsupported(tmp_path: Path) -> None:
@@ -376,7 +380,7 @@ def test_what_has_no_effect_is_implied(framework: Framework, text: str, key: str
         ("siirl", "actor_rollout_ref.actor.optim.lr_warmup_steps=[1]", "a whole number"),
         ("verl", "actor_rollout_ref.model.enable_gradient_checkpointing=often", "true nor false"),
         ("trinity", "algorithm.kl_loss_fn_args.kl_coef=abc", "a number"),
-        ("trinity", "buffer.batch_size=0", "from 1 on"),
+        ("trinity", "buffer.batch_size=0", "at least 1"),
         ("roll", "pg_clip=wide", "a number"),
         ("areal", "actor.kl_ctl=abc", "a number"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from dialect_conversion import ENVIRONMENT, convert_fixture, convert_text
 
-from fivefold.importing.recipe import Framework
+from fivefold.importing.framework import Framework
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -158,7 +158,7 @@ def test_fsdp_becomes_megatron_and_says_what_differs(strategy: str, tmp_path: Pa
     )
     conversion = convert_text("verl", tmp_path, f"python3 -m t {words}")
     assert conversion.recipe["actor.backend"] == "megatron:d8c2"
-    assert "Megatron-Core in its place" in conversion[ACTOR + "strategy"].note
+    assert "Megatron-Core trains in its place" in conversion[ACTOR + "strategy"].note
     assert any("optimizer's states only" in note and "--search" in note for note in conversion.report.notes)
     checkpointing = conversion["actor_rollout_ref.model.enable_gradient_checkpointing"]
     assert (checkpointing.to, checkpointing.result) == ("actor.megatron.recompute", "full")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.importing.draft import Draft
-from fivefold.importing.meanings import min_lr, warmup
+from fivefold.importing.settings import min_lr, warmup
 
 SHARE = "actor.optimizer.warmup_steps_proportion"
 

@@ -1,0 +1,114 @@
+"""Reasons that several frameworks' keys share: what Fivefold does in the place of what a key asks for.
+
+A reason stands in the report beside each key that is implied or unsupported.
+"""
+
+from __future__ import annotations
+
+# Algorithm
+
+NO_CRITIC = "there is no critic: advantages are rewards, normalised over groups or the batch"
+SAME_ADVANTAGE = "without a critic, every token of a response has the same advantage"
+NO_REFERENCE = "no reference model is loaded, because there is no KL term"
+FIXED_KL = "the weight of the KL term is fixed"
+ONE_KL = "there is one KL term, and it is in the loss"
+CLIPPED_LOSS = "the loss is PPO's clipped loss"
+TOKEN_RATIOS = "the loss takes the probability ratio of each token"
+NO_CORRECTION = "samples are not weighted by the mismatch of rollout and trainer"
+NO_ROUTER_REPLAY = "the rollout's router choices are not replayed in training"
+OLD_LOGPROBS = "old log-probabilities are computed where they can differ from the rollout's"
+TRUNCATED_TRAINED = "a response that is cut off is trained like any other"
+SYNCHRONOUS = "training is synchronous: each step trains on samples of the newest weights"
+FIXED_BATCH = "each step samples train_dataset.batch_size prompts"
+NO_AGENTS = "each prompt gets one response: there are no tools, turns or environments"
+ADAMW = "the optimizer is AdamW"
+
+# Rewards
+
+NO_REWARD_MODEL = "rewards are functions, not models"
+OWN_REWARD = "a response's reward is what reward.fn returns"
+REWARDS_TOGETHER = "rewards are computed concurrently"
+
+# Models and training
+
+NO_MULTIMODAL = "models and data are text only"
+NO_LORA = "all weights are trained; LoRA is not offered"
+ONLY_LORA = "only LoRA reads this"
+NO_REMOTE_CODE = "code that comes with a checkpoint is not run"
+ALWAYS_PACKED = "sequences are always packed"
+ONE_BUDGET = "log-probabilities are computed with the token budget of training, actor.mb_spec.max_tokens_per_mb"
+TOKEN_BUDGET = "micro-batches always have a token budget"
+BALANCED = "ranks are always balanced by the cost of their sequences"
+CHUNKED_LOGPROBS = "log-probabilities and entropy are always computed in chunks"
+FLOAT32_STATES = "moments and master weights are float32"
+FLOAT32_REDUCTION = "gradients are always reduced in float32"
+MIXED_PRECISION = "training runs in bfloat16 or float32"
+GLOBAL_COUNTS = "losses are divided by global counts"
+NO_OFFLOAD = "weights, gradients and optimizer states stay on their devices"
+ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
+KERNELS = "Fivefold chooses its kernels itself"
+OWN_BRIDGE = "Fivefold has one bridge between Hugging Face and Megatron-Core weights, for dense and MoE models"
+WEIGHTS_IN_BUCKETS = "weights go from actor to rollout in buckets"
+
+# Megatron-Core in the place of FSDP and DeepSpeed
+
+ON_MEGATRON = "Megatron-Core trains in its place: the notes say what differs"
+NOT_FSDP = "training on Megatron-Core has no counterpart of this option of FSDP"
+WHOLE_IN_PASSES = "weights stay whole in the forward and the backward pass: none is gathered or freed"
+STATES_SHARDED = "optimizer states are sharded over all replicas"
+SPLIT_CONTEXTS = "context parallelism is the degree c of a Megatron layout"
+WHOLE_WEIGHTS = (
+    "FSDP and ZeRO-3 shard the weights too; Megatron's distributed optimizer, laid out in their place, shards the "
+    "optimizer's states only. A large model may need t, p or e: `fivefold plan RECIPE --search` proposes layouts"
+)
+
+# Rollout and sampling
+
+NO_ENGINE_OPTIONS = "this is an option of the engine: write it in rollout.server_args, as on the engine's command line"
+ENGINE_SCHEDULES = "the engine schedules its requests itself, and a step waits for all of them"
+ROLLOUT_DEGREES = "a rollout backend takes the degrees d, t and p"
+KEPT_LOGPROBS = "the rollout's log-probabilities are always kept"
+TOKEN_IDS = "the engine is handed token ids"
+LENGTHS = "the length follows from train_dataset.max_length and gconfig.max_new_tokens"
+SAMPLING = "sampling is by temperature, top_p and top_k"
+ALWAYS_SAMPLED = "responses are sampled in training"
+END_TOKEN = "a response ends with an end token"
+IN_TURN = "roles that share devices take turns on their memory"
+
+# Data and evaluation
+
+READ_FIRST = "data are read before the first step"
+TOO_LONG = "prompts that are too long are dropped, and counted"
+NOT_CUT = "prompts that are too long are dropped, not cut"
+ONE_FOLDER = "there is one data set: put the files into one folder"
+TEMPLATE = "the tokenizer's chat template is applied as it stands"
+ALL_HELD_OUT = "all held-out prompts are evaluated at once"
+EVALUATES_FIRST = "an evaluation before the first step always runs"
+GREEDY = "evaluation is greedy"
+AS_IN_TRAINING = "evaluation samples as training does"
+
+# The run
+
+NO_RESUME = "an interrupted run cannot be resumed"
+NO_RETRY = "an error ends the run: nothing is tried again"
+ONE_SEED = "the recipe's `seed` is the only one"
+TIMEOUT = "scheduler.timeout_s is the limit of every phase"
+OWN_ENVIRONMENT = "set environment variables in the shell that starts the run"
+LAUNCHER = "this says how the launcher starts, not what it trains"
+OWN_CODE = "this selects between versions of the framework's own code"
+OWN_OUTPUTS = "everything is written below <cluster.fileroot>/<experiment_name>/<trial_name>"
+SAMPLES_FILE = "the samples of each step are written to samples.jsonl"
+METRICS = "metrics go to the console, TensorBoard and metrics.jsonl"
+NO_PROFILER = "there is no profiler to configure"
+HUGGING_FACE_FORMAT = "weights are read and written in the Hugging Face format, whatever the layout"
+BETWEEN_STEPS = "weights are written between steps"
+NEWEST_WEIGHTS = "only the newest weights are kept"
+
+# Values
+
+LEADS_NOWHERE = "this interpolation leads to no plain value"
+
+
+def sampled_by_gconfig(name: str) -> str:
+    """Return the reason why evaluation has no sampling option `name` of its own."""
+    return f"evaluation takes {name} from gconfig"

@@ -1,0 +1,91 @@
+"""The words that a framework's rule table is written with.
+
+A table maps patterns of keys to rules; a rule says what becomes of a key that no other key decides about:
+
+    RULES = {
+        "trainer.nnodes": to("cluster.n_nodes", whole),                      # mapped
+        "trainer.balance_batch": implied("ranks are always balanced"),       # holds in Fivefold anyway
+        "trainer.resume_mode": off("an interrupted run is not resumed"),     # implied if off, else unsupported
+        "trainer.*": unsupported("the option has no counterpart"),           # every other key of the section
+    }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fivefold.importing.draft import Draft, Rule
+from fivefold.importing.values import Convert, whole
+
+
+def to(key: str, convert: Convert, note: str = "") -> Rule:
+    """Map the source's key to the recipe's `key`, its value converted."""
+
+    def rule(draft: Draft, source: str) -> None:
+        draft.mapped(source, key, convert(draft.get(source)), note)
+
+    return rule
+
+
+def every_steps(key: str) -> Rule:
+    """Map a number of steps to the recipe's `key`; 0 and negative numbers mean never."""
+
+    def rule(draft: Draft, source: str) -> None:
+        steps = whole(draft.get(source))
+        if steps > 0:
+            draft.mapped(source, key, steps)
+        else:
+            draft.implied(source, "it is switched off, as by default")
+
+    return rule
+
+
+def implied(reason: str) -> Rule:
+    """Say that the key has no effect or holds in Fivefold anyway, whatever its value."""
+    return lambda draft, source: draft.implied(source, reason)
+
+
+def unsupported(reason: str) -> Rule:
+    """Say that Fivefold does not do what the key asks for, whatever its value."""
+    return lambda draft, source: draft.unsupported(source, reason)
+
+
+def only(*accepted: Any, holds: str, otherwise: str | None = None) -> Rule:
+    """Make the accepted values implied, because `holds`, and all others unsupported.
+
+    Args:
+        accepted: values that ask for what Fivefold does anyway.
+        holds: what Fivefold does.
+        otherwise: why other values are unsupported; None if `holds` says that too.
+    """
+
+    def rule(draft: Draft, source: str) -> None:
+        value = draft.get(source)
+        # True == 1 in Python, but not in a configuration.
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            draft.implied(source, holds)
+        else:
+            draft.unsupported(source, otherwise or holds)
+
+    return rule
+
+
+def off(reason: str) -> Rule:
+    """Make the key implied if it is switched off, empty or 0, and otherwise unsupported, because of `reason`."""
+    return only(False, 0, -1, "", [], {}, "none", "None", "disabled", holds="it is switched off", otherwise=reason)
+
+
+def under(prefix: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return the rules for keys that begin with `prefix`."""
+    return {prefix + pattern: rule for pattern, rule in rules.items()}
+
+
+def for_each(prefixes: Iterable[str], rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return the same rules below each of several prefixes."""
+    return {pattern: rule for prefix in prefixes for pattern, rule in under(prefix, rules).items()}
+
+
+def unknown(owner: str) -> Rule:
+    """Make every option of `owner` that no other pattern covers unsupported."""
+    return unsupported(f"this option of {owner} is not among those that are converted")

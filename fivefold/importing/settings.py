@@ -1,0 +1,141 @@
+"""Settings that most frameworks have under names of their own, and that take more than a lookup to convert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.importing import reasons
+from fivefold.importing.draft import Draft, RolePlan, Rule
+from fivefold.importing.values import ROLLOUT_ENGINE, Unfit, number, whole
+
+MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
+TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
+
+# Rules, for the tables
+
+
+def trackers(draft: Draft, key: str) -> None:
+    """Convert a tracker or a list of trackers: the console always shows metrics, and TensorBoard is offered."""
+    value = draft.get(key)
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    others = [name for name in names if name not in ("console", "stdout", "tensorboard")]
+    if others:
+        draft.unsupported(key, f"metrics go to the console, TensorBoard and metrics.jsonl, not to {', '.join(others)}")
+    else:
+        draft.mapped(key, "stats.tensorboard", "tensorboard" in names)
+
+
+def one_path(key: str) -> Rule:
+    """Map a file, or a list with one file; the recipe takes one file or one folder, so of several the first is set."""
+
+    def rule(draft: Draft, source: str) -> None:
+        value = draft.get(source)
+        paths = value if isinstance(value, list) else [value]
+        if not paths:
+            raise Unfit(f"{value!r} names no file")
+        if "${" in str(paths):
+            raise Unfit(reasons.LEADS_NOWHERE)
+        if len(paths) > 1:
+            draft.recipe.setdefault(key, str(paths[0]))
+            draft.unsupported(
+                source, f"{len(paths)} files: only the first is set; put them into one folder and give that as {key}"
+            )
+        else:
+            draft.mapped(source, key, str(paths[0]))
+
+    return rule
+
+
+def betas(draft: Draft, key: str) -> None:
+    """Convert Adam's [beta1, beta2]."""
+    value = draft.get(key)
+    if not isinstance(value, list) or len(value) != 2:
+        raise Unfit(f"{value!r} is not a list of two numbers")
+    beta1, beta2 = map(number, value)
+    draft.recipe.setdefault("actor.optimizer.beta2", beta2)
+    draft.mapped(key, "actor.optimizer.beta1", beta1, "and actor.optimizer.beta2")
+
+
+# Conversions that a dialect calls
+
+
+def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> None:
+    """Convert a micro-batch of so many sequences, each of at most `length` tokens, to a number of tokens."""
+    if length is None:
+        draft.unsupported(key, f"the longest sequence is not known, which would turn this into {TOKEN_BUDGET_KEY}")
+        return
+    try:
+        count = whole(sequences)
+    except Unfit as error:
+        draft.unsupported(key, str(error))
+        return
+    sequences = "1 sequence" if count == 1 else f"{count} sequences"
+    note = f"{sequences} of at most {length} tokens; a micro-batch of shorter sequences holds more of them"
+    draft.mapped(key, TOKEN_BUDGET_KEY, count * length, note)
+
+
+def warmup(draft: Draft, key: str, total_steps: int | None) -> None:
+    """Convert warm-up steps to a share of all steps."""
+    steps = draft.read(key, whole)
+    if steps <= 0:
+        draft.implied(key, "it is 0, so nothing is warmed up by a number of steps")
+    elif total_steps is None or total_steps < 1:
+        draft.unsupported(
+            key,
+            "the warm-up is a share of all steps, whose number is not known here: "
+            "set actor.optimizer.warmup_steps_proportion",
+        )
+    else:
+        # The share is not rounded: the trainer turns it back into steps, and has to get the same number.
+        share = min(1.0, steps / total_steps)
+        draft.mapped(key, "actor.optimizer.warmup_steps_proportion", share, f"{steps} of {total_steps} steps")
+
+
+def min_lr(draft: Draft, key: str, lr_key: str) -> None:
+    """Convert the learning rate at the end of the decay to a share of the peak."""
+    peak, least = draft.read(lr_key, number, 1e-6), draft.read(key, number)
+    if peak > 0:
+        # Twelve digits, because 1e-7 / 1e-6 is not 0.1 to the last one.
+        draft.mapped(key, "actor.optimizer.min_lr_ratio", float(f"{least / peak:.12g}"), f"{least:g} of {peak:g}")
+    draft.implied(key, f"{lr_key} is 0")
+
+
+def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, n_samples: int) -> None:
+    """Convert an advantage estimator to a normalisation of rewards.
+
+    Args:
+        draft: receives the recipe's values and the entry of `key`.
+        key: the source's key of the estimator.
+        estimator: its name.
+        divides_by_std: whether GRPO divides by the standard deviation.
+        n_samples: responses of a prompt.
+    """
+    match estimator:
+        case "grpo":
+            draft.recipe.setdefault(STD_LEVEL, "group" if divides_by_std else "none")
+            draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
+        case "rloo" if n_samples > 1:
+            # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
+            draft.recipe.setdefault(STD_LEVEL, "none")
+            draft.recipe.setdefault("actor.reward_scaling", n_samples / (n_samples - 1))
+            note = f"leave-one-out: with {STD_LEVEL}=none and rewards times n / (n - 1)"
+            draft.mapped(key, MEAN_LEVEL, "group", note)
+        case "reinforce_plus_plus" | "reinforceplusplus":
+            draft.recipe.setdefault(STD_LEVEL, "batch")
+            draft.mapped(key, MEAN_LEVEL, "batch", f"with {STD_LEVEL}=batch; each sequence counts once, not its tokens")
+        case "gae" | "ppo":
+            draft.unsupported(key, f"{reasons.NO_CRITIC}; the recipe trains with GRPO instead")
+        case _:
+            draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")
+
+
+def rollout_engine(draft: Draft, key: str) -> None:
+    """Read the rollout's engine into its plan; an engine that is not offered is replaced by vLLM."""
+    plan = draft.plans.setdefault("rollout", RolePlan())
+    value = draft.get(key)
+    try:
+        plan.backend = ROLLOUT_ENGINE(value)
+        plan.keys[key] = ""
+    except Unfit as error:
+        plan.backend = "vllm"
+        draft.unsupported(key, f"{error}; vllm is laid out in its place")
