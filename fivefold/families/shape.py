@@ -1,18 +1,14 @@
-"""The shape of a model, read from its Hugging Face `config.json` alone: no torch, no transformers.
+"""The shape of a model: its sizes, the features that its weights depend on, and the widths and counts that follow.
 
-Five decoder families share one skeleton (RMSNorm, rotary positions, grouped-query attention, SwiGLU) and differ in the
-flags below. A configuration that needs anything else is an error here, before a weight is read.
+    config.json ──fivefold.families.read──> ModelShape ──> layouts, memory, time, weight names
+
+The families share one skeleton (RMSNorm, rotary positions, attention with grouped or latent keys and values, SwiGLU
+MLPs, some of them mixtures of experts) and differ in the fields below.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from fivefold.families.hf_config import HFConfig
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
     `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones, and blends between
-    (Llama 3, https://arxiv.org/abs/2407.21783; the last three fields are its own, 0 for `linear`).
+    (Llama 3, https://arxiv.org/abs/2407.21783; only it uses the last three fields, which are 0 for `linear`).
     """
 
     type: str
@@ -31,11 +27,46 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (MLA): queries, and keys with values, pass through narrow projections.
+
+    DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1. Megatron-Core keeps the projections down to a rank whole
+    on every tensor parallel rank, and splits those up to the heads.
+    """
+
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    """Width of a head's queries and keys without position."""
+    rope_dim: int
+    """Width of the part with position; all heads share its key."""
+    value_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of one query or key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights of one layer's norms on the two latents."""
+        return self.query_rank + self.kv_rank
+
+    def down_parameters(self, hidden: int) -> int:
+        """Return the weights of one layer's projections down to the ranks."""
+        return hidden * (self.query_rank + self.kv_rank + self.rope_dim)
+
+    def up_parameters(self, n_heads: int) -> int:
+        """Return the weights of one layer's projections up to the heads."""
+        return n_heads * (self.query_rank * self.qk_dim + self.kv_rank * (self.nope_dim + self.value_dim))
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Everything that layouts, memory and weight names need to know of a model. Sizes are unpadded."""
 
     family: str
-    """Hugging Face `model_type`: qwen2, qwen3, qwen2_moe, qwen3_moe, llama or mixtral."""
+    """`model_type` of the config.json, which is the family's key in `fivefold.families.registry`."""
     n_layers: int
     hidden: int
     n_heads: int
@@ -43,38 +74,38 @@ class ModelShape:
     n_kv_heads: int
     """Key/value heads (grouped-query attention)."""
     head_dim: int
+    """Width of a query or key head."""
     ffn_hidden: int
     """Width of a dense MLP; unused if every layer is MoE."""
     vocab: int
     max_positions: int
     n_experts: int
-    """0: a dense model."""
+    """Routed experts of an MoE layer; 0 for a dense model."""
     top_k: int
     """Experts that a token visits."""
     expert_ffn_hidden: int
     shared_expert_ffn_hidden: int
-    """Width of the gated expert that every token visits; 0: none."""
+    """Width of the expert that every token visits; 0 where there is none."""
     moe_layers: tuple[bool, ...]
     """Which layers are MoE, one entry a layer."""
     norm_topk_prob: bool
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     qkv_bias: bool
     qk_norm: bool
-    """RMSNorm on each query and key head."""
+    """Whether there is an RMSNorm on each query and key head."""
     tied_embeddings: bool
     """Whether the output layer is the embedding."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> ModelShape:
-        """The shape that a parsed `config.json` describes, in the spelling of transformers 4 or 5.
-
-        Raises:
-            ValueError: a family or feature that is not implemented, or a key that is missing or inconsistent.
-        """
-        return _from_hf(HFConfig(config))
+    shared_expert_gate: bool = False
+    """Whether a sigmoid gate scales the shared expert; else it is added as it is."""
+    router_bias: bool = False
+    """Whether the router has an offset for each expert, which balances their load."""
+    latent: LatentAttention | None = None
+    """Sizes of multi-head latent attention; None for grouped-query attention."""
+    name: str = field(default="", compare=False)
+    """What tables and pictures call the model; empty where nobody named it."""
 
     @property
     def is_moe(self) -> bool:
@@ -86,87 +117,100 @@ class ModelShape:
         """Layers that have experts."""
         return sum(self.moe_layers)
 
+    # Widths
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads."""
+        return self.n_heads * self._qk_dim
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all key heads, as attention sees them."""
+        return self.n_kv_heads * self._qk_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads."""
+        return self.n_kv_heads * self._value_dim
+
+    @property
+    def output_width(self) -> int:
+        """Channels of attention's output, before the output projection."""
+        return self.n_heads * self._value_dim
+
+    @property
+    def _qk_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.qk_dim
+
+    @property
+    def _value_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def kv_cache_elements(self) -> int:
+        """Elements that generation keeps for a token, in all layers. MLA keeps its latent, which the heads share."""
+        if self.latent is None:
+            return self.n_layers * (self.key_width + self.value_width)
+        return self.n_layers * (self.latent.kv_rank + self.latent.rope_dim)
+
+    # Parameters of one layer
+
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: QKV (with bias), output projection, and q/k norms."""
-        queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        weights = self.hidden * (queries + 2 * keys) + queries * self.hidden
-        bias = queries + 2 * keys if self.qkv_bias else 0
-        return weights + bias + (2 * self.head_dim if self.qk_norm else 0)
+        """Parameters of one layer's attention: projections, their biases, and norms inside it."""
+        return self.split_attention_parameters + self.whole_attention_parameters
+
+    @property
+    def split_attention_parameters(self) -> int:
+        """Attention parameters of one layer that tensor parallelism divides."""
+        output = self.output_width * self.hidden
+        if self.latent is not None:
+            return self.latent.up_parameters(self.n_heads) + output
+        return (self.hidden + self.qkv_bias) * (self.query_width + self.key_width + self.value_width) + output
+
+    @property
+    def whole_attention_parameters(self) -> int:
+        """Attention parameters of one layer that every tensor parallel rank has: norms, and MLA's projections down."""
+        if self.latent is not None:
+            return self.latent.down_parameters(self.hidden) + self.latent.norm_parameters
+        return 2 * self.head_dim if self.qk_norm else 0
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """Parameters of one dense MLP: gate, up and down projections."""
+        return 3 * self.hidden * self.ffn_hidden
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert: gate, up and down projections."""
+        """Parameters of one routed expert: gate, up and down projections."""
         return 3 * self.hidden * self.expert_ffn_hidden
 
     @property
+    def shared_expert_parameters(self) -> int:
+        """Parameters of one layer's shared expert, without its gate."""
+        return 3 * self.hidden * self.shared_expert_ffn_hidden
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer's router, its offsets and the shared expert's gate, where there are such."""
+        return self.n_experts * (self.hidden + self.router_bias) + self.hidden * self.shared_expert_gate
+
+    # Parameters of the whole model
+
+    @property
     def n_parameters(self) -> int:
-        """All weights; tied embeddings count once."""
+        """All parameters; tied embeddings count once."""
         return self._parameters(self.n_experts)
 
     @property
     def n_active_parameters(self) -> int:
-        """Weights that one token touches: of the experts, the `top_k` that it visits."""
+        """Parameters that one token touches: of the experts, the `top_k` that it visits."""
         return self._parameters(self.top_k)
 
     def _parameters(self, experts_counted: int) -> int:
-        dense = 3 * self.hidden * self.ffn_hidden
-        shared = 3 * self.hidden * self.shared_expert_ffn_hidden + (self.hidden if self.shared_expert_ffn_hidden else 0)
-        moe = self.hidden * self.n_experts + experts_counted * self.expert_parameters + shared
+        moe = self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
+        mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
         layers = self.n_layers * (self.attention_parameters + 2 * self.hidden)
-        mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * dense
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         return layers + mlps + embeddings + self.hidden
-
-
-def load_shape(path: str | Path) -> ModelShape:
-    """The shape of the model in a Hugging Face folder, from its `config.json`.
-
-    Raises:
-        ValueError: no `config.json` there, one that is not JSON, or a model that is not supported.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist: a model folder in Hugging Face format holds a config.json")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}; a model's configuration is an object")
-    return ModelShape.from_hf(config)
-
-
-def _from_hf(config: HFConfig) -> ModelShape:
-    config.refuse_unsupported()
-    n_layers, hidden, n_heads = (
-        config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    )
-    n_kv_heads = config.n_kv_heads(n_heads)
-    head_dim = config.head_dim(hidden, n_heads)
-    moe_layers = config.moe_layers(n_layers)
-    is_moe = any(moe_layers)
-    theta, scaling = config.rope()
-    return ModelShape(
-        family=config.family,
-        n_layers=n_layers,
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        ffn_hidden=config.integer("intermediate_size"),
-        vocab=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings"),
-        n_experts=config.n_experts() if is_moe else 0,
-        top_k=config.integer("num_experts_per_tok") if is_moe else 0,
-        expert_ffn_hidden=config.expert_width() if is_moe else 0,
-        shared_expert_ffn_hidden=config.shared_expert_width() if is_moe else 0,
-        moe_layers=moe_layers,
-        norm_topk_prob=config.norm_topk_prob(),
-        qkv_bias=config.qkv_bias(),
-        qk_norm=config.family in ("qwen3", "qwen3_moe"),
-        tied_embeddings=config.flag("tie_word_embeddings"),
-        rms_norm_eps=config.number("rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=None if scaling is None else RopeScaling(**scaling),
-    )

@@ -32,7 +32,7 @@ from fivefold.engine.micro_batches import MicroBatch, MicroBatchPlanner, attenti
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.families.check import check_layout
-from fivefold.families.shape import load_shape
+from fivefold.families.read import load_shape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences

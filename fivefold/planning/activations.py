@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
 
@@ -44,7 +44,7 @@ class LayerCosts:
         return self.attention + self.mlp_input + self.mlp
 
 
-def layer_costs(shape: PlanShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
+def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
     """The costs of an MoE or of a dense layer."""
     tokens = work.tokens_per_micro_batch / layout.cp
     stream = tokens / layout.tp * shape.hidden * work.element_bytes
@@ -62,7 +62,7 @@ def layer_costs(shape: PlanShape, layout: ParallelLayout, work: Workload, *, is_
     )
 
 
-def _attention(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
+def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
     """(saved, needed by the backward pass) between the norm and the residual sum."""
     element, tp = work.element_bytes, layout.tp
     keys = shape.key_width + shape.value_width
@@ -84,7 +84,7 @@ def _attention(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens:
     return saved, backward
 
 
-def _dense_mlp(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
+def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
     """(saved, forward, backward): gate_up (2 widths), silu(gate), a copy of up, and their product."""
     element = work.element_bytes
     width = shape.ffn_hidden / layout.tp
@@ -101,7 +101,7 @@ def _dense_mlp(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens:
     return saved, forward, max(down, activation, up)
 
 
-def _moe(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
+def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
     """(saved, forward, backward) of router, dispatch, experts and shared expert."""
     element = work.element_bytes
     sent = tokens / layout.tp * shape.top_k
@@ -128,7 +128,7 @@ def _moe(shape: PlanShape, layout: ParallelLayout, work: Workload, tokens: float
     return saved, forward, backward
 
 
-def head_bytes(shape: PlanShape, layout: ParallelLayout, work: Workload) -> int:
+def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int:
     """Alive while the last stage turns hidden states into log-probs and back.
 
     Hidden states: normalised, those of trained tokens, and their gradient. Logits: a chunk in float32, the chunk before

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.families.check import replica_problems
+from fivefold.families.registry import find_family
 from fivefold.layout.placement import Placement
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
@@ -124,8 +125,8 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
     question = blueprint.question
     shape = question.shape
     yield from question.notes
-    if not shape.is_trainable:
-        yield f"{shape.name} ({shape.family}) is planned from its sizes alone: there is no engine that trains it yet"
+    if (reason := find_family(shape.family).untrained) is not None:
+        yield f"{shape.name} ({shape.family}) is planned from its sizes alone: {reason}"
     yield from blueprint.placement.warnings()
     for trainer in blueprint.trainers:
         if question.gpus_per_node == 0:

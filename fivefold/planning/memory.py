@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import LayerCosts, head_bytes, layer_costs
 from fivefold.planning.stages import Stage, rank_parameters, stages
@@ -66,7 +66,7 @@ class RankMemory:
 
 
 def training_memory(
-    layout: ParallelLayout, shape: PlanShape, work: Workload, *, reference: PlanShape | None = None
+    layout: ParallelLayout, shape: ModelShape, work: Workload, *, reference: ModelShape | None = None
 ) -> tuple[RankMemory, ...]:
     """The memory of a rank of each pipeline stage; `reference` is a frozen model in the same processes."""
     costs = {is_moe: layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in set(shape.moe_layers)}
@@ -82,7 +82,7 @@ def training_memory(
 
 def _stage_memory(
     layout: ParallelLayout,
-    shape: PlanShape,
+    shape: ModelShape,
     work: Workload,
     stage: Stage,
     costs: dict[bool, LayerCosts],
@@ -112,7 +112,7 @@ def _stage_memory(
 
 
 def _kept_and_temporary(
-    shape: PlanShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
+    shape: ModelShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
 ) -> tuple[int, int]:
     """(bytes that a micro-batch keeps on the stage, bytes at the worst moment of a layer besides)."""
     counts = {
@@ -148,7 +148,7 @@ def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) 
     return min(warm_up + 1, count * layout.vpp) / layout.vpp
 
 
-def _buffers(layout: ParallelLayout, shape: PlanShape, work: Workload, stream: int) -> int:
+def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: int) -> int:
     """Lasting buffers that are no state: the all-gathered stream, pipeline receives, the step's tokens."""
     tokens = work.tokens / (layout.dp * layout.cp)
     per_token = 5 * _INDEX + 1 + 2 * work.element_bytes * shape.head_dim + _FLOAT * work.n_fields
@@ -157,7 +157,7 @@ def _buffers(layout: ParallelLayout, shape: PlanShape, work: Workload, stream: i
     return int(tokens * per_token + gathered + received + LIBRARY_WORKSPACE)
 
 
-def _n_communicators(layout: ParallelLayout, shape: PlanShape) -> int:
+def _n_communicators(layout: ParallelLayout, shape: ModelShape) -> int:
     """NCCL communicators that carry traffic. Without experts nobody calls those of experts, so they are never made."""
     groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp]
     if shape.is_moe:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.registry import find_family
+from fivefold.families.shape import ModelShape
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.gpus import Gpu
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
@@ -25,7 +26,7 @@ def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
             "family": shape.family,
             "parameters": shape.n_parameters,
             "active_parameters": shape.n_active_parameters,
-            "trainable": shape.is_trainable,
+            "trainable": find_family(shape.family).is_trainable,
         },
         "allocation": str(question.allocation),
         "devices": None if question.devices is None else {role: list(at) for role, at in question.devices.items()},
@@ -41,7 +42,7 @@ def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
-def _trainer(trainer: TrainerPlan, shape: PlanShape, gpu: Gpu) -> dict[str, Any]:
+def _trainer(trainer: TrainerPlan, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
     placed = trainer.placed
     return {
         "role": placed.role,

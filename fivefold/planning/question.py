@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.devices import device_text
 from fivefold.layout.placement import Placement, place_allocation, place_by_list
@@ -17,7 +17,7 @@ from fivefold.planning.workload import Workload
 class Question:
     """What is to be planned."""
 
-    shape: PlanShape
+    shape: ModelShape
     gpu: Gpu
     allocation: Allocation
     n_nodes: int
@@ -28,7 +28,7 @@ class Question:
     """Most sequences that a replica of the embedded engine decodes together."""
     generated: int
     """Sequences that all replicas generate in a step."""
-    reference: PlanShape | None = None
+    reference: ModelShape | None = None
     """The frozen reference model: in the actor's processes, unless `ref` has devices of its own."""
     rollout_bytes: int = 2
     """Of a weight and of a cached key, where they are generated with."""
@@ -51,7 +51,7 @@ class Question:
         return place_by_list(roles, self.n_nodes, self.gpus_per_node)
 
     @property
-    def kept_reference(self) -> PlanShape | None:
+    def kept_reference(self) -> ModelShape | None:
         """The reference model, if the actor's processes hold it."""
         return None if any(role.role == "ref" for role in self.allocation.roles) else self.reference
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.families.check import router_problems, server_problems
-from fivefold.families.plan_shape import find_shape
+from fivefold.families.read import find_shape
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names
 from fivefold.layout.devices import parse_devices

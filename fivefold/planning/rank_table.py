@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.placement import RolePlacement
 from fivefold.planning.stages import stages
@@ -12,7 +12,7 @@ from fivefold.planning.stages import stages
 RANK_COLUMNS = ("rank", "node", "device", "stage", "layers", "dp", "cp", "tp", "edp", "ep", "etp")
 
 
-def rank_rows(placed: RolePlacement, shape: PlanShape) -> Iterator[tuple[int | str, ...]]:
+def rank_rows(placed: RolePlacement, shape: ModelShape) -> Iterator[tuple[int | str, ...]]:
     """One row of `RANK_COLUMNS` for each rank of a role that trains."""
     layers = [stage.summary for stage in stages(placed.layout, shape)]
     for at, device in zip(rank_grid(placed.layout), placed.devices, strict=True):

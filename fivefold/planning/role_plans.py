@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.planning.groups import GroupSpread, from_node_start, group_spreads, ranks_together
@@ -95,7 +95,7 @@ def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple
     return memory if question.gpus_per_node > 0 else tuple(replace(stage, context=0) for stage in memory)
 
 
-def _require_possible(placed: RolePlacement, shape: PlanShape) -> None:
+def _require_possible(placed: RolePlacement, shape: ModelShape) -> None:
     if problems := list(plan_problems(placed.layout, shape)):
         raise ValueError("\n".join(f"{placed.role}: {line}" for line in problems))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.gpus import Gpu
@@ -44,7 +44,7 @@ def _context(layout: ParallelLayout) -> int:
 
 def rollout_memory(
     layout: ParallelLayout,
-    shape: PlanShape,
+    shape: ModelShape,
     gpu: Gpu,
     *,
     sequence_length: int,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.registry import find_family
+from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import RoleAllocation
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
@@ -172,7 +173,7 @@ def layout_text(layout: ParallelLayout) -> str:
 
 
 def search(
-    shape: PlanShape, cluster: Cluster, work: Workload, *, limit: int = 5, reference: PlanShape | None = None
+    shape: ModelShape, cluster: Cluster, work: Workload, *, limit: int = 5, reference: ModelShape | None = None
 ) -> Found:
     """The `limit` fastest layouts of a trainer that fit with `HEADROOM` to spare."""
     best: dict[tuple[int, ...], Candidate] = {}
@@ -196,13 +197,13 @@ def search(
     return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice)
 
 
-def _time(layout: ParallelLayout, shape: PlanShape, cluster: Cluster, work: Workload) -> StepTime:
+def _time(layout: ParallelLayout, shape: ModelShape, cluster: Cluster, work: Workload) -> StepTime:
     placed = RolePlacement("actor", layout, cluster.devices)
     return step_time(layout, shape, work, cluster.gpu, ranks_together(placed, is_moe=shape.is_moe))
 
 
 def layouts(
-    shape: PlanShape, cluster: Cluster, work: Workload, *, reference: PlanShape | None = None
+    shape: ModelShape, cluster: Cluster, work: Workload, *, reference: ModelShape | None = None
 ) -> Iterator[ParallelLayout]:
     """Every layout over all GPUs that the models can take; tensor parallel groups stay inside a node."""
     models = [shape] if reference is None else [shape, reference]
@@ -216,13 +217,13 @@ def layouts(
                     yield layout
 
 
-def _dense_degrees(shape: PlanShape, cluster: Cluster, work: Workload) -> Iterator[tuple[int, int, int]]:
+def _dense_degrees(shape: ModelShape, cluster: Cluster, work: Workload) -> Iterator[tuple[int, int, int]]:
     n_gpus = cluster.n_gpus
     for tp in _divisors(n_gpus):
         if not cluster.splits(tp) or shape.n_heads % tp or shape.n_kv_heads % tp:
             continue
         for pp in _divisors(n_gpus // tp):
-            if pp > shape.n_layers or (shape.is_trainable and shape.n_layers % pp):
+            if pp > shape.n_layers or (find_family(shape.family).is_trainable and shape.n_layers % pp):
                 continue
             for cp in _divisors(n_gpus // (tp * pp)):
                 dp = n_gpus // (tp * pp * cp)
@@ -230,7 +231,7 @@ def _dense_degrees(shape: PlanShape, cluster: Cluster, work: Workload) -> Iterat
                     yield tp, pp, cp
 
 
-def _expert_degrees(shape: PlanShape, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+def _expert_degrees(shape: ModelShape, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
     if not shape.is_moe:
         # Dense layers only: the expert grid is that of data parallelism.
         yield 1, 1
@@ -241,8 +242,8 @@ def _expert_degrees(shape: PlanShape, ranks: int, tp: int) -> Iterator[tuple[int
                 yield ep, etp
 
 
-def _is_possible(layout: ParallelLayout, shape: PlanShape) -> bool:
-    if not shape.is_trainable and layout.vpp > 1:
+def _is_possible(layout: ParallelLayout, shape: ModelShape) -> bool:
+    if not find_family(shape.family).is_trainable and layout.vpp > 1:
         return False
     return next(plan_problems(layout, shape), None) is None
 
@@ -252,7 +253,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _least_recompute(
-    shape: PlanShape, cluster: Cluster, work: Workload, layout: ParallelLayout, reference: PlanShape | None
+    shape: ModelShape, cluster: Cluster, work: Workload, layout: ParallelLayout, reference: ModelShape | None
 ) -> tuple[Recompute, RankMemory] | None:
     """The recompute mode with the least work that fits, and the stage that needs the most under it."""
     for recompute in RECOMPUTE:
@@ -301,7 +302,7 @@ def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
         yield f"loses {losses[part]:.2f} s {names[part]}"
 
 
-def _advice(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+def _advice(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelShape | None) -> Iterator[str]:
     frugal = work.recomputing("full")
     needs = [
         (largest(training_memory(layout, shape, frugal, reference=reference)), layout)
@@ -324,7 +325,7 @@ def _advice(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanS
         yield from _parting(shape, cluster, frugal, reference)
 
 
-def _parting(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+def _parting(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelShape | None) -> Iterator[str]:
     """What devices of its own would bring a trainer that shares them."""
     yield f"while other roles work on the same GPUs, the trainer may keep {gb(max(cluster.most_kept or 0, 0))} GB there"
     apart = replace(cluster, reserved=0, engines=())
@@ -334,7 +335,7 @@ def _parting(shape: PlanShape, cluster: Cluster, work: Workload, reference: Plan
             return
 
 
-def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> Iterator[str]:
+def _remedies(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelShape | None) -> Iterator[str]:
     if fitting := [gpu.name for gpu in GPUS.values() if _fits(shape, replace(cluster, gpu=gpu), work, reference)]:
         yield f"GPUs on which it fits: {', '.join(fitting)}"
     for times in MORE_GPUS:
@@ -353,7 +354,7 @@ def _remedies(shape: PlanShape, cluster: Cluster, work: Workload, reference: Pla
         length //= 2
 
 
-def _fits(shape: PlanShape, cluster: Cluster, work: Workload, reference: PlanShape | None) -> bool:
+def _fits(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelShape | None) -> bool:
     if cluster.most_kept is not None and cluster.most_kept < 0:
         return False
     return any(

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.families.check import layout_problems
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.registry import find_family
+from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
 
@@ -52,12 +53,12 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def plan_problems(layout: ParallelLayout, shape: PlanShape) -> Iterator[str]:
+def plan_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     """One line for each rule that the layout breaks.
 
     Stages may be uneven for models that are planned but not trained, because other engines take them so.
     """
-    if shape.is_trainable:
+    if find_family(shape.family).is_trainable:
         yield from layout_problems(layout, shape)
         return
     yield from layout_problems(replace(layout, pp=1, vpp=1), shape)
@@ -65,7 +66,7 @@ def plan_problems(layout: ParallelLayout, shape: PlanShape) -> Iterator[str]:
         yield f"{shape.n_layers} layers are too few for p{layout.pp}*v{layout.vpp}: a stage needs at least one"
 
 
-def stages(layout: ParallelLayout, shape: PlanShape) -> tuple[Stage, ...]:
+def stages(layout: ParallelLayout, shape: ModelShape) -> tuple[Stage, ...]:
     """The stages of the pipeline, first to last.
 
     Layers that do not divide evenly (only of models that are planned but not trained) go to the middle first, as the
@@ -74,7 +75,7 @@ def stages(layout: ParallelLayout, shape: PlanShape) -> tuple[Stage, ...]:
     return tuple(_stage(layout, shape, index) for index in range(layout.pp))
 
 
-def _stage(layout: ParallelLayout, shape: PlanShape, index: int) -> Stage:
+def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
     if shape.n_layers % (layout.pp * layout.vpp) == 0:
         chunks = stage_layers(layout, shape.n_layers, index)
     else:
@@ -96,7 +97,7 @@ def _uneven_chunks(n_layers: int, n_chunks: int) -> list[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def rank_parameters(layout: ParallelLayout, shape: PlanShape, stage: Stage) -> RankParameters:
+def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
     """Parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
     tp = layout.tp
     n_dense = stage.n_layers - stage.n_moe

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
 from fivefold.planning.gpus import Gpu
@@ -169,7 +169,7 @@ def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Ta
     return table
 
 
-def _virtual_stages(trainer: TrainerPlan, shape: PlanShape) -> Table:
+def _virtual_stages(trainer: TrainerPlan, shape: ModelShape) -> Table:
     """Return the layers of each virtual stage: a row for each stage, with the columns in a micro-batch's order."""
     table = _table()
     table.add_column("layers of stage", justify="right")

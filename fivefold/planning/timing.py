@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.flops import PartFlops, forward_parts, training_parts
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.gpus import Gpu
 from fivefold.planning.stages import Stage, rank_parameters, stages
-from fivefold.planning.step_flops import PartFlops, forward_parts, training_parts
 from fivefold.planning.traffic import Dimension, Traffic, step_traffic
 from fivefold.planning.workload import Workload
 
@@ -99,7 +99,7 @@ class StepTime:
 
 def step_time(
     layout: ParallelLayout,
-    shape: PlanShape,
+    shape: ModelShape,
     work: Workload,
     gpu: Gpu,
     together: Mapping[Dimension, int],
@@ -139,7 +139,7 @@ def step_time(
     )
 
 
-def _distinct(layout: ParallelLayout, shape: PlanShape) -> list[Stage]:
+def _distinct(layout: ParallelLayout, shape: ModelShape) -> list[Stage]:
     """Stages that may differ in time: the ends, and one of each make in between."""
     every = stages(layout, shape)
     middle = {(stage.n_layers, stage.n_moe): stage for stage in every[1:-1]}
@@ -163,7 +163,7 @@ class _StageTime:
     @staticmethod
     def of(
         layout: ParallelLayout,
-        shape: PlanShape,
+        shape: ModelShape,
         work: Workload,
         stage: Stage,
         gpu: Gpu,
@@ -189,7 +189,7 @@ class _StageTime:
 
 def _layer_seconds(
     layout: ParallelLayout,
-    shape: PlanShape,
+    shape: ModelShape,
     work: Workload,
     stage: Stage,
     gpu: Gpu,
@@ -218,7 +218,7 @@ def _layer_seconds(
     return computing / gpu.peak + moved / element_wise, again
 
 
-def _mlp_share(shape: PlanShape, stage: Stage) -> float:
+def _mlp_share(shape: ModelShape, stage: Stage) -> float:
     """Of the FLOPs of dense MLPs and shared experts, those of the stage's layers."""
 
     def weights(n_layers: int, n_moe: int) -> int:
@@ -228,7 +228,7 @@ def _mlp_share(shape: PlanShape, stage: Stage) -> float:
     return weights(stage.n_layers, stage.n_moe) / whole if whole else 0.0
 
 
-def _saved(layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage) -> tuple[int, int]:
+def _saved(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Stage) -> tuple[int, int]:
     """(bytes that a micro-batch saves on the stage without recomputation, those of its MLPs)."""
     saved = mlp = 0
     for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.gpus import Gpu
 from fivefold.planning.stages import Stage, rank_parameters
@@ -61,7 +61,7 @@ class Traffic:
 
 def step_traffic(
     layout: ParallelLayout,
-    shape: PlanShape,
+    shape: ModelShape,
     work: Workload,
     stage: Stage,
     together: Mapping[Dimension, int],
@@ -94,7 +94,7 @@ def step_traffic(
     )
 
 
-def _bytes(layout: ParallelLayout, shape: PlanShape, work: Workload, stage: Stage) -> dict[Dimension, float]:
+def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Stage) -> dict[Dimension, float]:
     element, tp = work.element_bytes, layout.tp
     tokens = work.tokens / (layout.dp * layout.cp)
     stream = tokens * shape.hidden * element

@@ -16,6 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fivefold.families.family import MLPNames, MoENames
+from fivefold.families.registry import FAMILIES
+
+_EXPERTS = ".mlp.experts."
+"""What stands between a layer and the name of its fused experts, in memory."""
+_ROUTER = ".mlp.gate.weight"
+"""How the name of a router's weight ends, in memory."""
 _N_NAMED = 8
 """Names spelled out in an error before it counts the rest."""
 
@@ -28,86 +35,78 @@ class FileTensor:
     index: tuple[int | slice, ...] = ()
 
     def view(self) -> Tensor:
-        """The tensor, sharing memory with the parameter."""
+        """Return the tensor, which shares memory with the parameter."""
         return self.parameter.detach()[self.index] if self.index else self.parameter.detach()
 
 
-@dataclass(frozen=True)
-class _ExpertNames:
-    """How a family's files name a mixture-of-experts block and the matrices of one expert."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-_QWEN_EXPERTS = _ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-_EXPERT_NAMES = {
-    "qwen2_moe": _QWEN_EXPERTS,
-    "qwen3_moe": _QWEN_EXPERTS,
-    "mixtral": _ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-}
-
-
 def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
-    """Every tensor of the model's file, by name. A tied output layer has none: it is the embedding.
+    """Return every tensor of the model's file, by name. A tied output layer has none: it is the embedding.
 
-    Raises ValueError for a family whose fused experts have no entry here.
+    Raises:
+        ValueError: fused experts in a family whose files' names are not known.
     """
+    family = FAMILIES.get(model.config.model_type)
+    moe = None if family is None else family.moe
     tensors: dict[str, FileTensor] = {}
     for name, parameter in model.named_parameters():
-        if ".mlp.experts." in name:
-            tensors.update(_split_experts(name, parameter, _expert_names(model)))
-        elif model.config.model_type in _EXPERT_NAMES:
-            block = f".{_expert_names(model).block}."
-            tensors[name.replace(".mlp.", block)] = FileTensor(parameter)
+        layer, is_expert, matrix = name.partition(_EXPERTS)
+        if is_expert:
+            tensors.update(_split_experts(parameter, layer, matrix, _known(moe, model.config.model_type).expert))
+        elif moe is not None and name.endswith(_ROUTER):
+            tensors[f"{name.removesuffix(_ROUTER)}.{moe.router}"] = FileTensor(parameter)
         else:
             tensors[name] = FileTensor(parameter)
     return tensors
 
 
-def _expert_names(model: PreTrainedModel) -> _ExpertNames:
-    family = model.config.model_type
-    if family not in _EXPERT_NAMES:
+def _known(moe: MoENames | None, model_type: str) -> MoENames:
+    if moe is None:
+        known = ", ".join(family.model_type for family in FAMILIES.values() if family.moe is not None)
         raise ValueError(
-            f"model_type {family!r} has experts whose names in files are not known to the transformers rollout "
-            f"engine; it knows {', '.join(sorted(_EXPERT_NAMES))}"
+            f"model_type {model_type!r} has experts whose names in files are not known; known are those of {known}"
         )
-    return _EXPERT_NAMES[family]
+    return moe
 
 
-def _split_experts(name: str, parameter: nn.Parameter, names: _ExpertNames) -> Iterator[tuple[str, FileTensor]]:
-    prefix, _, fused = name.rpartition(".mlp.experts.")
+def _split_experts(
+    parameter: nn.Parameter, layer: str, matrix: str, names: MLPNames
+) -> Iterator[tuple[str, FileTensor]]:
+    """Yield the matrices of every expert in a fused parameter, which is called `matrix` in memory."""
     half = parameter.shape[1] // 2
-    matrices: dict[str, tuple[slice, ...]]
-    if fused == "gate_up_proj":
-        matrices = {names.gate: (slice(0, half),), names.up: (slice(half, None),)}
-    elif fused == "down_proj":
-        matrices = {names.down: ()}
+    slices: dict[str, tuple[slice, ...]]
+    if matrix == "gate_up_proj":
+        slices = {names.gate: (slice(0, half),), names.up: (slice(half, None),)}
+    elif matrix == "down_proj":
+        slices = {names.down: ()}
     else:
-        raise ValueError(f"parameter {name!r} is not one of the fused experts `gate_up_proj` and `down_proj`")
+        raise ValueError(
+            f"{layer}{_EXPERTS}{matrix} is not one of the fused experts `gate_up_proj` and `down_proj`: this version "
+            "of transformers keeps experts in another way"
+        )
     for expert in range(parameter.shape[0]):
-        for matrix, rows in matrices.items():
-            file_name = f"{prefix}.{names.block}.experts.{expert}.{matrix}.weight"
-            yield file_name, FileTensor(parameter, (expert, *rows))
+        for name, rows in slices.items():
+            yield f"{layer}.{name.format(expert=expert)}", FileTensor(parameter, (expert, *rows))
 
 
 @torch.no_grad()
 def receive_weights(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy `weights` into the model in place, cast to its dtype and device.
 
-    Raises ValueError as `audited` does, after the whole iterator is consumed.
+    Raises:
+        ValueError: as `audited` does, after the whole iterator is consumed.
     """
     for name, tensor in audited(tensors, weights):
         tensors[name].view().copy_(tensor)
 
 
 def audited(tensors: Mapping[str, FileTensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Pass on those of `weights` that fit, and see at the end that every tensor came exactly once.
+    """Yield those of `weights` that fit, and check at the end that every tensor came exactly once.
 
-    The whole iterator is consumed before anything is reported, since collectives may stand behind it that other ranks
-    take part in. Raises ValueError naming every tensor that is missing, unknown, sent twice, or of the wrong shape.
+    The whole iterator is consumed before anything is reported, because collectives that other ranks take part in may
+    stand behind it.
+
+    Raises:
+        ValueError: naming every tensor that is missing, unknown, sent twice, or of the wrong shape.
     """
     problems: dict[str, list[str]] = {"missing": [], "unknown": [], "sent twice": [], "wrong shape": []}
     seen: set[str] = set()

@@ -15,7 +15,7 @@ from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import SFTRecipe, TrainRecipe
 from fivefold.families.check import check_recipe
-from fivefold.families.shape import load_shape
+from fivefold.families.read import load_shape
 from tests.e2e.conftest import ROOT, Fivefold
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.drawing.picture import draw
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
@@ -49,7 +49,7 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"<section><h2>{escape(title)}</h2><ul>{items}</ul></section>"
 
 
-def _ranks(trainer: TrainerPlan, shape: PlanShape) -> str:
+def _ranks(trainer: TrainerPlan, shape: ModelShape) -> str:
     rows = (_row(cells) for cells in rank_rows(trainer.placed, shape))
     title = f"Ranks of {escape(trainer.placed.role)}"
     header = "".join(f"<th>{name}</th>" for name in RANK_COLUMNS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.families.plan_shape import PlanShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.planning.blueprint import Blueprint
@@ -106,7 +106,7 @@ def _degrees(**degrees: int) -> str:
     return " ".join(shown) or "one rank"
 
 
-def _reading(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float) -> float:
+def _reading(canvas: Canvas, layout: ParallelLayout, shape: ModelShape, y: float) -> float:
     """How to read the frames and labels."""
     parts = ["large: rank, small: device of the node"]
     if layout.tp > 1:
@@ -122,7 +122,7 @@ def _reading(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float)
     return y + 22
 
 
-def _stages(canvas: Canvas, layout: ParallelLayout, shape: PlanShape, y: float) -> float:
+def _stages(canvas: Canvas, layout: ParallelLayout, shape: ModelShape, y: float) -> float:
     """The legend of stages, with their layers."""
     left = MARGIN + LABEL_WIDTH
     for stage in stages(layout, shape):

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fivefold.bridge import Bridge, HFWeights, ShardGroups, padded_vocab
 from fivefold.bridge.audit import WeightMismatchError
-from fivefold.bridge.families import FAMILIES
-from fivefold.families.shape import load_shape
+from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.decoder import mappings
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.mapping import padded_vocab
+from fivefold.families.read import load_shape
 
 EMBEDDING = "model.embed_tokens.weight"
 ALONE = ShardGroups()
@@ -28,8 +31,9 @@ class Case:
         self.shape = load_shape(folder)
         self.scratch = scratch
         self.files: dict[str, Tensor] = load_file(folder / "model.safetensors")
-        mappings = FAMILIES[self.shape.family].mappings(self.shape)
-        self.parameters = {m.megatron: torch.zeros(m.local_shape(ALONE)) for m in mappings if m.exists(ALONE)}
+        self.parameters = {
+            m.megatron: torch.zeros(m.local_shape(ALONE)) for m in mappings(self.shape) if m.exists(ALONE)
+        }
 
     def load(self) -> None:
         save_file(self.files, self.scratch / "model.safetensors")
@@ -124,9 +128,11 @@ def test_a_tied_model_on_one_stage_has_no_output_weight(tied: Case) -> None:
         tied.load()
 
 
-def test_an_unknown_family_is_an_error_naming_those_there_are(dense: Case) -> None:
-    with pytest.raises(ValueError, match=r"'gpt9'; there are llama, mixtral, qwen2"):
+def test_a_family_that_no_engine_trains_is_an_error(dense: Case) -> None:
+    with pytest.raises(ValueError, match=r"'gpt9'; the families that train are llama, qwen2"):
         Bridge(replace(dense.shape, family="gpt9"))
+    with pytest.raises(ValueError, match=r"'deepseek_v3', .*latent attention; the families that train are llama"):
+        Bridge(replace(dense.shape, family="deepseek_v3"))
 
 
 def test_groups_refuse_impossible_positions() -> None:
@@ -137,7 +143,7 @@ def test_groups_refuse_impossible_positions() -> None:
 
 
 def test_heads_that_tensor_parallelism_cannot_divide_are_an_error(dense: Case) -> None:
-    attention = next(m for m in FAMILIES["qwen3"].mappings(dense.shape) if m.megatron.endswith("linear_qkv.weight"))
+    attention = next(m for m in mappings(dense.shape) if m.megatron.endswith("linear_qkv.weight"))
     with pytest.raises(ValueError, match=r"layers\.0\..*key/value heads: 8 does not divide into 3"):
         attention.local_shape(ShardGroups(tp_size=3, tp_group=dist.ProcessGroup(0, 3)))
 

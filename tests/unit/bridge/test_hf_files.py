@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fivefold.bridge import HFWeights, resolve_model_folder, save_hf
+from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
+from fivefold.bridge.hf_writer import save_hf
 
 TENSORS = {f"layer.{i}": torch.randn(10, 10, generator=torch.Generator().manual_seed(i)) for i in range(5)}
 """400 bytes each."""

@@ -14,8 +14,10 @@ import torch.multiprocessing as mp
 from sharding_by_hand import LAYOUTS, Layout, Position, shard_by_hand
 from torch import Tensor
 
-from fivefold.bridge import Bridge, HFWeights, ShardGroups
-from fivefold.families.shape import load_shape
+from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.families.read import load_shape
 
 WORLD = 8
 DENSE = ("llama", "qwen2", "qwen3")
@@ -148,7 +150,7 @@ def found(
 ) -> list[dict[str, dict[str, list[str]]]]:
     """What each of the 8 ranks found, by case. One start of the processes serves all cases."""
     scratch = tmp_path_factory.mktemp("layouts")
-    mp.set_forkserver_preload(["torch.distributed", "safetensors.torch", "fivefold.bridge"])
+    mp.set_forkserver_preload(["torch.distributed", "safetensors.torch", "fivefold.bridge.bridge"])
     mp.start_processes(worker, (hf_models, scratch), nprocs=WORLD, start_method="forkserver")
     return [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(WORLD)]
 

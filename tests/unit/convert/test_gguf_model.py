@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_gguf import CHAT_TEMPLATE, CONFIGS, GGUFFile, TinyModel, logits, save_tiny_model, tiny_config
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from fivefold.convert import convert_gguf
+from fivefold.convert.gguf_model import convert_gguf
 
 MakeModel = Callable[[str], TinyModel]
 TINY_TOKENS = torch.tensor([[5, 17, 203, 8, 44, 90, 3]])

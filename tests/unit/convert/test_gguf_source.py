@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import GGUFFile, TinyModel
 
-from fivefold.convert import convert_gguf
+from fivefold.convert.gguf_model import convert_gguf
 from fivefold.convert.source import gguf_file
 
 METADATA = "Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n"

@@ -13,7 +13,7 @@ from tiny_gguf import CHAT_TEMPLATE, MERGES, VOCABULARY, GGUFFile, TinyModel, to
 from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-from fivefold.convert import convert_gguf
+from fivefold.convert.gguf_model import convert_gguf
 from fivefold.convert.tokenizer import build_tokenizer
 
 TEXT = "abc12345 + 3's\n\nab'S"

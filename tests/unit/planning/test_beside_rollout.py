@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.config.schema import TrainRecipe
-from fivefold.families.plan_shape import SHAPES, find_shape
+from fivefold.families.read import SHAPES, find_shape
 from fivefold.planning.beside_rollout import bytes_kept_beside_rollout
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.families.plan_shape import find_shape
+from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.activations import LayerCosts, layer_costs
 from fivefold.planning.workload import Workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.families.plan_shape import find_shape
+from fivefold.families.read import find_shape
 from fivefold.layout.grid import rank_groups
 from fivefold.layout.parser import parse, parse_role
 from fivefold.layout.placement import place_allocation, place_by_list

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.gpus import find_gpu
@@ -24,7 +25,7 @@ RUNS: list[dict[str, Any]] = [json.loads(line) for line in MEASURED.read_text().
 RUN_IDS = [f"{run['model']}-{run['backend']}-{run['layers']}-{run['recompute']}" for run in RUNS]
 
 
-def layers_of(name: str, count: int) -> PlanShape:
+def layers_of(name: str, count: int) -> ModelShape:
     shape = find_shape(name)
     return replace(shape, n_layers=count, moe_layers=shape.moe_layers[:count])
 
@@ -112,7 +113,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(vpp: int, sequences: 
         assert micro_batches_in_flight(layout, work, stage) * vpp == expected
 
 
-def first(backend: str, shape: PlanShape | None = None, **changes: Any) -> RankMemory:
+def first(backend: str, shape: ModelShape | None = None, **changes: Any) -> RankMemory:
     values = {"sequence_length": 4096, "sequences": 64, "micro_tokens": 8192, **changes}
     return training_memory(parse_backend(backend), shape or layers_of("Qwen3-30B-A3B", 8), Workload(**values))[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fivefold.families.check import check_layout
-from fivefold.families.plan_shape import find_shape
+from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse, parse_backend
 from fivefold.planning.blueprint import HEADROOM, draw_up
 from fivefold.planning.gpus import GPUS, find_gpu

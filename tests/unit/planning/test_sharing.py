@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.families.plan_shape import find_shape
+from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse
 from fivefold.planning.blueprint import draw_up
 from fivefold.planning.gpus import find_gpu

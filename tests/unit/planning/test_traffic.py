@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.families.plan_shape import PlanShape, find_shape
+from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import Axis, rank_groups
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
@@ -25,7 +26,7 @@ def traffic(backend: str, name: str = "Qwen3-30B-A3B", stage: int = 0, work: Wor
     return {item.dimension: item for item in step_traffic(layout, shape, work, stages(layout, shape)[stage], together)}
 
 
-def time(layout: ParallelLayout, shape: PlanShape, work: Workload) -> StepTime:
+def time(layout: ParallelLayout, shape: ModelShape, work: Workload) -> StepTime:
     return step_time(layout, shape, work, H200, ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe))
 
 

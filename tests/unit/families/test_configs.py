@@ -1,4 +1,4 @@
-"""Model shapes against transformers: its configuration objects, and the parameters that its models have."""
+"""Shapes read from config.json against transformers: its configuration objects and the parameters of its models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fivefold.families.shape import ModelShape, RopeScaling, load_shape
+from fivefold.families.read import read_shape
+from fivefold.families.registry import FAMILIES
+from fivefold.families.shape import RopeScaling
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -22,7 +24,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES: dict[str, dict[str, Any]] = {
+KEYS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -30,21 +32,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
 }
+TRAINED = [name for name, family in FAMILIES.items() if family.is_trainable]
+LATENT: dict[str, Any] = {
+    **SIZES,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 def raw(family: str, **changes: Any) -> dict[str, Any]:
-    """A `config.json` as transformers 4 writes it."""
-    return {"model_type": family, **SIZES, **FAMILIES[family], **changes}
+    """Return a `config.json` as transformers 4 writes it."""
+    return {"model_type": family, **SIZES, **KEYS[family], **changes}
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool) -> None:
     config = raw(family, tie_word_embeddings=tied)
     hf_config = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    shape = ModelShape.from_hf(config)
+    shape = read_shape(config)
     assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.tied_embeddings == tied
     names = dict(model.named_parameters())
@@ -56,20 +76,20 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     assert shape.n_active_parameters == shape.n_parameters - unused
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_saved_configurations_of_this_transformers_give_the_same_shape(family: str, tmp_path: Path) -> None:
     config = raw(family, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, norm_topk_prob=True)
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "rope_theta" not in saved, "this transformers nests theta in rope_parameters"
-    assert load_shape(tmp_path) == ModelShape.from_hf(config)
+    assert read_shape(saved) == read_shape(config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None:
     config = raw(family)
     hf_config = AutoConfig.for_model(**config)
-    shape = ModelShape.from_hf(config)
+    shape = read_shape(config)
     assert shape.rms_norm_eps == hf_config.rms_norm_eps
     assert shape.rope_theta == hf_config.rope_parameters["rope_theta"]
     assert shape.tied_embeddings == hf_config.tie_word_embeddings
@@ -77,30 +97,16 @@ def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None
         assert shape.norm_topk_prob == (family == "mixtral" or hf_config.norm_topk_prob)
 
 
-def test_published_sizes() -> None:
-    """Qwen3-30B-A3B: its model card says 30.5B parameters, 3.3B of them active."""
-    shape = ModelShape.from_hf(
-        {
-            "model_type": "qwen3_moe",
-            "num_hidden_layers": 48,
-            "hidden_size": 2048,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "norm_topk_prob": True,
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "use_sliding_window": False,
-        }
-    )
-    assert round(shape.n_parameters / 1e9, 1) == 30.5
-    assert abs(shape.n_active_parameters / 1e9 - 3.3) < 0.1
+def test_latent_attention_has_the_parameters_of_the_transformers_model() -> None:
+    shape = read_shape(LATENT)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LATENT))
+    # The offsets of the experts' scores are parameters of Megatron-Core's router, and buffers of transformers'.
+    offsets = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + offsets
+    assert shape.moe_layers == (False, True, True, True)
+    # The latent and the positional key that all heads share, for each of four layers.
+    assert shape.kv_cache_elements == 4 * (12 + 8)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
@@ -122,24 +128,31 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000}}, None),
     ],
 )
-def test_rope_in_both_spellings(changes: dict[str, Any], expected: RopeScaling | None) -> None:
-    shape = ModelShape.from_hf(raw("llama", **changes))
+def test_rotary_positions_are_read_in_both_spellings(changes: dict[str, Any], expected: RopeScaling | None) -> None:
+    shape = read_shape(raw("llama", **changes))
     assert shape.rope_theta == 5e5
     assert shape.rope_scaling == expected
 
 
 def test_null_kv_heads_mean_one_for_each_query_head() -> None:
-    assert ModelShape.from_hf(raw("qwen2", num_key_value_heads=None)).n_kv_heads == 6
+    assert read_shape(raw("qwen2", num_key_value_heads=None)).n_kv_heads == 6
     old = raw("llama")
     del old["num_key_value_heads"]
-    assert ModelShape.from_hf(old).n_kv_heads == 6
+    assert read_shape(old).n_kv_heads == 6
 
 
-def test_unused_sliding_windows_are_ignored() -> None:
-    unused = {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 2}
-    assert ModelShape.from_hf(raw("qwen2", **unused)) == ModelShape.from_hf(raw("qwen2"))
-    above_all = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 4}
-    assert ModelShape.from_hf(raw("qwen3", **above_all)) == ModelShape.from_hf(raw("qwen3"))
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"use_sliding_window": False, "max_window_layers": 2},
+        {"use_sliding_window": True, "max_window_layers": 4},
+        {"use_sliding_window": True, "max_window_layers": 4, "layer_types": ["full_attention"] * 4},
+    ],
+)
+def test_sliding_windows_that_no_layer_uses_are_ignored(unused: dict[str, Any]) -> None:
+    config = raw("qwen2", sliding_window=32, **unused)
+    assert set(AutoConfig.for_model(**config).layer_types) == {"full_attention"}
+    assert read_shape(config) == read_shape(raw("qwen2"))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +160,7 @@ def test_unused_sliding_windows_are_ignored() -> None:
     [
         (raw("llama", model_type="gpt2"), "model_type is 'gpt2'"),
         ({}, "model_type is None"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         (raw("mixtral", sliding_window=64), "sliding_window=64"),
         (raw("qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=2), "sliding_window=64"),
         (raw("qwen2", sliding_window=64, layer_types=["full_attention", "sliding_attention"] * 2), "sliding_window=64"),
@@ -168,29 +182,18 @@ def test_unused_sliding_windows_are_ignored() -> None:
         (raw("llama", num_hidden_layers=0), "num_hidden_layers=0"),
         (raw("llama", rms_norm_eps="tiny"), "rms_norm_eps='tiny'"),
         (raw("llama", tie_word_embeddings=1), "tie_word_embeddings=1"),
-        (raw("qwen3_moe", mlp_only_layers=3), "mlp_only_layers=3; it must be a list of whole numbers"),
         (raw("qwen3_moe", mlp_only_layers=[[1]]), "it must be a list of whole numbers"),
         (raw("llama", rope_scaling="a"), "rope_scaling='a'; it must be an object or null"),
-        (raw("llama", rope_parameters=[1]), "it must be an object or null"),
         (raw("qwen3", layer_types=1), "layer_types=1; it must be a list of texts"),
         ({key: value for key, value in raw("qwen2").items() if key != "hidden_size"}, "has no hidden_size"),
         (
             {key: value for key, value in raw("qwen3").items() if key != "num_key_value_heads"},
             "has no num_key_value_heads",
         ),
+        ({**LATENT, "kv_lora_rank": None}, "kv_lora_rank=None"),
+        ({**LATENT, "rms_norm_eps": [1]}, r"rms_norm_eps=\[1\]; it must be a number"),
     ],
 )
-def test_what_is_not_supported_is_named(config: dict[str, Any], message: str) -> None:
+def test_an_error_names_what_is_not_supported(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelShape.from_hf(config)
-
-
-def test_folders_without_a_usable_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        load_shape(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        load_shape(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds a list"):
-        load_shape(tmp_path)
+        read_shape(config)

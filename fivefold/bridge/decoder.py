@@ -1,0 +1,97 @@
+"""Which mapping each Megatron parameter has: a family's tensor names and a model's shape, as a list of mappings.
+
+family    names in Hugging Face files    ┐
+shape     sizes, layers with experts     ┴──mappings──>  one mapping a parameter, in the model's order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.bridge.mapping import (
+    QKV,
+    ExpertGatedMLP,
+    ExpertRow,
+    GatedMLP,
+    Replicated,
+    Row,
+    TiedOutput,
+    VocabParallel,
+    WeightMapping,
+)
+from fivefold.families.family import Family, MLPNames
+from fivefold.families.registry import trained_family
+from fivefold.families.shape import ModelShape
+
+EMBEDDING = "model.embed_tokens.weight"
+"""Hugging Face name of the embedding."""
+OUTPUT = "lm_head.weight"
+"""Hugging Face name of the output layer's weight."""
+
+
+def mappings(shape: ModelShape) -> tuple[WeightMapping, ...]:
+    """Return one mapping for each Megatron parameter of the whole model, in the model's order.
+
+    Raises:
+        ValueError: a family that is not trained, or one that names no experts where the shape has them.
+    """
+    return tuple(_model(shape, trained_family(shape.family)))
+
+
+def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
+    table = (shape.vocab, shape.hidden)
+    yield VocabParallel("embedding.word_embeddings.weight", EMBEDDING, table)
+    for layer, is_moe in enumerate(shape.moe_layers):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        yield from _attention(shape, ours, theirs)
+        if is_moe:
+            yield from _moe(shape, family, f"{ours}.mlp", theirs)
+        else:
+            yield from _mlp(f"{ours}.mlp", theirs, family.mlp, shape.hidden, shape.ffn_hidden)
+    yield Replicated("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,))
+    if shape.tied_embeddings:
+        yield TiedOutput("output_layer.weight", EMBEDDING, table)
+    else:
+        yield VocabParallel("output_layer.weight", OUTPUT, table)
+
+
+def _attention(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    """Yield the attention of a layer, with the norms before and behind it."""
+    attention, hf_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
+    yield Replicated(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", (shape.hidden,))
+    heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
+    features_of: dict[str, tuple[int, ...]] = {"weight": (shape.hidden,)}
+    if shape.qkv_bias:
+        features_of["bias"] = ()
+    for kind, features in features_of.items():
+        q, k, v = (f"{hf_attention}.{letter}_proj.{kind}" for letter in "qkv")
+        yield QKV(f"{attention}.linear_qkv.{kind}", q, k, v, *heads, features)
+    if shape.qk_norm:
+        for letter in "qk":
+            name, hf = f"{attention}.{letter}_layernorm.weight", f"{hf_attention}.{letter}_norm.weight"
+            yield Replicated(name, hf, (shape.head_dim,))
+    yield Row(f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", (shape.hidden, shape.output_width))
+    hf_norm = f"{theirs}.post_attention_layernorm.weight"
+    yield Replicated(f"{ours}.pre_mlp_layernorm.weight", hf_norm, (shape.hidden,))
+
+
+def _moe(shape: ModelShape, family: Family, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    """Yield the router, the experts and the shared expert of a layer."""
+    names = family.moe
+    if names is None:
+        raise ValueError(f"{theirs} has experts, but the model family {family.model_type!r} names none")
+    n, ffn, hidden = shape.n_experts, shape.expert_ffn_hidden, shape.hidden
+    yield Replicated(f"{ours}.router.weight", f"{theirs}.{names.router}", (n, hidden))
+    gate, up = f"{theirs}.{names.expert.gate}", f"{theirs}.{names.expert.up}"
+    yield ExpertGatedMLP(f"{ours}.experts.weight1", gate, up, n, (ffn, hidden))
+    yield ExpertRow(f"{ours}.experts.weight2", f"{theirs}.{names.expert.down}", n, (hidden, ffn))
+    if names.shared is not None:
+        yield from _mlp(f"{ours}.shared_experts", theirs, names.shared, hidden, shape.shared_expert_ffn_hidden)
+    if names.shared_gate is not None:
+        yield Replicated(f"{ours}.shared_experts.gate_weight", f"{theirs}.{names.shared_gate}", (1, hidden))
+
+
+def _mlp(ours: str, theirs: str, names: MLPNames, hidden: int, ffn: int) -> Iterator[WeightMapping]:
+    """Yield the two parameters of a gated MLP: dense, or a shared expert."""
+    yield GatedMLP(f"{ours}.linear_fc1.weight", f"{theirs}.{names.gate}", f"{theirs}.{names.up}", (ffn, hidden))
+    yield Row(f"{ours}.linear_fc2.weight", f"{theirs}.{names.down}", (hidden, ffn))

@@ -1,0 +1,185 @@
+"""The skeleton that the families share, as a `config.json` describes it.
+
+read_dense    sizes, heads, rotary positions; refuses what would change the outputs and is not implemented
+add_experts   a dense decoder with a mixture of experts in some of its layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.rope import read_rope
+from fivefold.families.shape import ModelShape
+
+
+def read_dense(
+    config: HFConfig,
+    *,
+    has_window: bool = False,
+    knows_attention_bias: bool = True,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelShape:
+    """Return the shape of a decoder whose layers all have a dense MLP.
+
+    Args:
+        config: the model's config.json.
+        has_window: whether a layer attends to a sliding window; `layer_types` is looked at besides.
+        knows_attention_bias: whether the family's models have the bias that `attention_bias` speaks of.
+        qkv_bias: whether Q, K and V have biases (and the output projection none).
+        qk_norm: whether there is a norm on each query and key head.
+
+    Raises:
+        ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
+    """
+    _refuse_unsupported(config, has_window, knows_attention_bias)
+    n_layers, hidden, n_heads = (
+        config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    theta, scaling = read_rope(config)
+    return ModelShape(
+        family=config.family,
+        n_layers=n_layers,
+        hidden=hidden,
+        n_heads=n_heads,
+        n_kv_heads=_kv_heads(config, n_heads),
+        head_dim=_head_dim(config, hidden, n_heads),
+        ffn_hidden=config.integer("intermediate_size"),
+        vocab=config.integer("vocab_size"),
+        max_positions=config.integer("max_position_embeddings"),
+        n_experts=0,
+        top_k=0,
+        expert_ffn_hidden=0,
+        shared_expert_ffn_hidden=0,
+        moe_layers=(False,) * n_layers,
+        norm_topk_prob=False,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        rms_norm_eps=config.number("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+
+
+def add_experts(
+    dense: ModelShape,
+    config: HFConfig,
+    *,
+    moe_layers: Sequence[bool],
+    width_key: str,
+    norm_topk_prob: bool,
+    gated_shared_key: str | None = None,
+) -> ModelShape:
+    """Return `dense` with a mixture of experts in `moe_layers`.
+
+    Args:
+        dense: what the config says apart from experts.
+        config: the model's config.json.
+        moe_layers: which layers have experts, one entry a layer.
+        width_key: the key with the width of a routed expert.
+        norm_topk_prob: whether the weights of the chosen experts are scaled to sum to 1.
+        gated_shared_key: the key with the width of a shared expert that a sigmoid gate scales; None without one.
+
+    Raises:
+        ValueError: a key that is missing or inconsistent.
+    """
+    shape = replace(dense, norm_topk_prob=norm_topk_prob)
+    if not any(moe_layers):
+        return shape
+    shared = config.integer(gated_shared_key, least=0) if gated_shared_key else 0
+    return replace(
+        shape,
+        moe_layers=tuple(moe_layers),
+        n_experts=_n_experts(config),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_ffn_hidden=config.integer(width_key),
+        shared_expert_ffn_hidden=shared,
+        shared_expert_gate=shared > 0,
+    )
+
+
+def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
+    """Return which layers have experts by `decoder_sparse_step` and `mlp_only_layers`; none if there are 0 experts.
+
+    Raises:
+        ValueError: a key that is missing or inconsistent.
+    """
+    n_layers, step = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step")
+    dense = config.items("mlp_only_layers", int)
+    has_experts = _n_experts(config, least=0) > 0
+    return tuple(has_experts and layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
+
+
+def uses_window(config: HFConfig) -> bool:
+    """Return whether `sliding_window` is set and `use_sliding_window` turns it on."""
+    return bool(config.get("sliding_window")) and config.flag("use_sliding_window")
+
+
+def has_window_above(config: HFConfig) -> bool:
+    """Return whether the layers from `max_window_layers` on attend to a sliding window, and there are any.
+
+    A file that lists the kind of each layer in `layer_types`, which `read_dense` looks at, says it there.
+    """
+    if not uses_window(config) or config.items("layer_types", str):
+        return False
+    return config.integer("num_hidden_layers") > config.integer("max_window_layers", least=0)
+
+
+def _refuse_unsupported(config: HFConfig, has_window: bool, knows_attention_bias: bool) -> None:
+    if (activation := config.get("hidden_act")) != "silu":
+        raise config.error(f"hidden_act={activation!r} is not supported; the MLPs are SwiGLU (silu)")
+    if knows_attention_bias and config.flag("attention_bias"):
+        raise config.error("attention_bias=true (a bias on the output projection as well) is not supported")
+    if config.flag("mlp_bias"):
+        raise config.error("mlp_bias=true is not supported")
+    if has_window or "sliding_attention" in config.items("layer_types", str):
+        raise config.error(
+            f"attention over sliding_window={config.get('sliding_window')} tokens is in use; it is not supported: "
+            "every layer attends to the whole sequence"
+        )
+
+
+def _kv_heads(config: HFConfig, n_heads: int) -> int:
+    """Return the key/value heads; null means as many as query heads."""
+    if config.get("num_key_value_heads") is None:
+        return n_heads
+    n_kv_heads = config.integer("num_key_value_heads")
+    if n_heads % n_kv_heads:
+        raise config.error(
+            f"num_attention_heads={n_heads} is not a multiple of num_key_value_heads={n_kv_heads}, so the query heads "
+            "cannot be grouped"
+        )
+    return n_kv_heads
+
+
+def _head_dim(config: HFConfig, hidden: int, n_heads: int) -> int:
+    """Return the width of a head: hidden / n_heads unless the file or the family says otherwise."""
+    if config.get("head_dim") is not None:
+        head_dim = config.integer("head_dim")
+    elif hidden % n_heads:
+        raise config.error(
+            f"without head_dim, hidden_size={hidden} must be a multiple of num_attention_heads={n_heads}"
+        )
+    else:
+        head_dim = hidden // n_heads
+    if head_dim % 2:
+        raise config.error(f"the head width is {head_dim}; rotary positions turn pairs, so it must be even")
+    return head_dim
+
+
+def _n_experts(config: HFConfig, least: int = 1) -> int:
+    """Return the routed experts of a layer, under either of the two keys in use."""
+    keys = [key for key in ("num_experts", "num_local_experts") if config.states(key)]
+    counts = {config.integer(key, least) for key in keys}
+    if len(counts) > 1:
+        stated = " and ".join(f"{key}={config.get(key)}" for key in keys)
+        raise config.error(f"{stated} differ; both are the number of experts of a layer")
+    if not counts:
+        raise config.error("config.json has neither num_experts nor num_local_experts")
+    n_experts = counts.pop()
+    if n_experts and (top_k := config.integer("num_experts_per_tok")) > n_experts:
+        raise config.error(f"num_experts_per_tok={top_k} exceeds the {n_experts} experts of a layer")
+    return n_experts

@@ -1,0 +1,84 @@
+"""What a model family is: one object that says everything that is special to it.
+
+    config.json ──Family.read──> ModelShape          planning, engines
+    tensor names of Hugging Face files                bridge, rollout
+    names of the GGUF architecture                    convert
+
+A new family is a file beside this one that makes a `Family`, and a line in `registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class MLPNames:
+    """Names of a gated MLP's weights, relative to the layer."""
+
+    gate: str = "mlp.gate_proj.weight"
+    up: str = "mlp.up_proj.weight"
+    down: str = "mlp.down_proj.weight"
+
+
+@dataclass(frozen=True)
+class MoENames:
+    """Names of a mixture-of-experts layer's weights, relative to the layer; the experts' have an `{expert}` field."""
+
+    router: str = "mlp.gate.weight"
+    expert: MLPNames = MLPNames(
+        gate="mlp.experts.{expert}.gate_proj.weight",
+        up="mlp.experts.{expert}.up_proj.weight",
+        down="mlp.experts.{expert}.down_proj.weight",
+    )
+    shared: MLPNames | None = None
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """How GGUF files hold a family's models."""
+
+    name: str
+    """`general.architecture`, which is also the prefix of the architecture's metadata keys."""
+    class_name: str
+    """The class of transformers that a config names under `architectures`."""
+    rotates_neighbours: bool = False
+    """Whether the rows of Q and K are stored for rotating neighbouring rows, instead of rows half a head apart."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Metadata keys without their prefix, besides those of all architectures -> the keys of config.json they fill."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that GGUF has no word for."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. The defaults of the names are Llama's, which most others kept."""
+
+    model_type: str
+    """`model_type` of the config.json."""
+    read: Callable[[HFConfig], ModelShape]
+    """Reads the shape; raises ValueError for a feature that Fivefold does not implement."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json keys that may be left out, where they are not those of most families."""
+    mlp: MLPNames = MLPNames()
+    moe: MoENames | None = None
+    """None where no layer has experts, or where nothing loads the weights."""
+    ignored: tuple[tuple[str, str], ...] = (
+        (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary frequencies are computed from the config"),
+    )
+    """Tensors that files may hold and loading need not use: (regular expression of the whole name, reason)."""
+    gguf: GGUFArchitecture | None = None
+    """None where GGUF files are not converted."""
+    untrained: str | None = None
+    """Why no engine trains the family, which can still be planned; None where engines train it."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether an engine trains the family."""
+        return self.untrained is None

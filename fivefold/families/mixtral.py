@@ -1,0 +1,34 @@
+"""Mixtral: experts in every layer; w1 is the gate, w3 the up and w2 the down projection."""
+
+from __future__ import annotations
+
+from fivefold.families.decoder import add_experts, read_dense
+from fivefold.families.family import Family, MLPNames, MoENames
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.shape import ModelShape
+
+
+def _read(config: HFConfig) -> ModelShape:
+    dense = read_dense(config, has_window=bool(config.get("sliding_window")))
+    return add_experts(
+        dense,
+        config,
+        moe_layers=(True,) * dense.n_layers,
+        width_key="intermediate_size",
+        norm_topk_prob=True,
+    )
+
+
+MIXTRAL = Family(
+    "mixtral",
+    read=_read,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    moe=MoENames(
+        router="block_sparse_moe.gate.weight",
+        expert=MLPNames(
+            gate="block_sparse_moe.experts.{expert}.w1.weight",
+            up="block_sparse_moe.experts.{expert}.w3.weight",
+            down="block_sparse_moe.experts.{expert}.w2.weight",
+        ),
+    ),
+)

@@ -1,0 +1,34 @@
+"""Qwen1.5-MoE and Qwen2-MoE: experts beside a shared expert, which a sigmoid gate scales."""
+
+from __future__ import annotations
+
+from fivefold.families.decoder import add_experts, read_dense, sparse_layers, uses_window
+from fivefold.families.family import Family, MLPNames, MoENames
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.shape import ModelShape
+
+
+def _read(config: HFConfig) -> ModelShape:
+    return add_experts(
+        read_dense(config, has_window=uses_window(config), qkv_bias=config.flag("qkv_bias")),
+        config,
+        moe_layers=sparse_layers(config),
+        width_key="moe_intermediate_size",
+        norm_topk_prob=config.flag("norm_topk_prob"),
+        gated_shared_key="shared_expert_intermediate_size",
+    )
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    read=_read,
+    defaults={"qkv_bias": True},
+    moe=MoENames(
+        shared=MLPNames(
+            gate="mlp.shared_expert.gate_proj.weight",
+            up="mlp.shared_expert.up_proj.weight",
+            down="mlp.shared_expert.down_proj.weight",
+        ),
+        shared_gate="mlp.shared_expert_gate.weight",
+    ),
+)

@@ -1,0 +1,95 @@
+"""Model shapes from config.json files: `load_shape` for engines, `find_shape` for plans.
+
+`load_shape` refuses what the engines cannot train. A plan needs sizes only, so `find_shape` also takes families that
+are not trained, and models whose sizes ship with Fivefold, by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.paths import PACKAGE_PREFIX, resolve_model_path
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.registry import find_family, trained_family
+from fivefold.families.shape import ModelShape
+
+SHAPES = Path(__file__).parent / "shapes"
+_VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
+"""What is added to a model's name where it was trained further, such as `-Instruct-2507`."""
+
+
+def read_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
+    """Return the shape that a parsed `config.json` describes, in the spelling of transformers 4 or 5.
+
+    Args:
+        config: the parsed file.
+        name: what tables call the model.
+
+    Raises:
+        ValueError: a family or feature that is not implemented, or a key that is missing or inconsistent.
+    """
+    family = find_family(config.get("model_type"))
+    return replace(family.read(HFConfig(config, family.defaults)), name=name)
+
+
+def load_shape(path: str | Path) -> ModelShape:
+    """Return the shape of the model in a Hugging Face folder, for an engine.
+
+    Raises:
+        ValueError: no `config.json` there, one that is not JSON, or a model that no engine trains.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: a model folder in Hugging Face format holds a config.json")
+    config = _parse(file)
+    trained_family(config.get("model_type"))
+    return read_shape(config, Path(path).name)
+
+
+def find_shape(model: str) -> ModelShape:
+    """Return the shape of `model`, for a plan.
+
+    Args:
+        model: a name that ships (`Qwen3-8B`, `Qwen/Qwen3-8B`), a model folder, `package:<name>`, or a `config.json`. A
+            variant that was trained further (`Qwen3-8B-Base`, `Qwen2.5-7B-Instruct`) has the shape of its model.
+
+    Raises:
+        ValueError: nothing of that name, or a model whose sizes cannot be read.
+    """
+    file = Path(resolve_model_path(model) if model.startswith(PACKAGE_PREFIX) else model).expanduser()
+    if file.is_dir():
+        file /= "config.json"
+    if file.is_file():
+        return read_shape(_parse(file), file.parent.name if file.name == "config.json" else file.stem)
+    file = _shipped(model)
+    return read_shape(_parse(file), file.stem)
+
+
+def _shipped(model: str) -> Path:
+    """Return the file with the sizes of a model that ships."""
+    name = _VARIANT.sub("", model.rsplit("/", 1)[-1].removeprefix("Meta-")).lower()
+    files = {path.stem.lower(): path for path in sorted(SHAPES.glob("*.json"))}
+    if name in files:
+        return files[name]
+    near = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
+    hint = f"did you mean {files[near[0]].stem}? " if near else ""
+    raise ValueError(
+        f"no shape is known for the model {model!r}: {hint}Give a model folder, its config.json, "
+        f"or one of {', '.join(path.stem for path in files.values())}"
+    )
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}; a model's configuration is an object")
+    return config

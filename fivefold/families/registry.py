@@ -1,0 +1,50 @@
+"""Every model family, by the `model_type` of its Hugging Face config. This is the only place that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.families.deepseek_v3 import DEEPSEEK_V3
+from fivefold.families.family import Family
+from fivefold.families.llama import LLAMA
+from fivefold.families.mixtral import MIXTRAL
+from fivefold.families.qwen2 import QWEN2
+from fivefold.families.qwen2_moe import QWEN2_MOE
+from fivefold.families.qwen3 import QWEN3
+from fivefold.families.qwen3_moe import QWEN3_MOE
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+}
+
+
+def find_family(model_type: Any) -> Family:
+    """Return the family that a config.json names as its `model_type`.
+
+    Raises:
+        ValueError: no family of that name.
+    """
+    family = _known(model_type)
+    if family is None:
+        raise ValueError(f"model_type is {model_type!r}; the families that can be planned are {', '.join(FAMILIES)}")
+    return family
+
+
+def trained_family(model_type: Any) -> Family:
+    """Return the same, if engines train it.
+
+    Raises:
+        ValueError: no family of that name, or one that can only be planned.
+    """
+    family = _known(model_type)
+    if family is not None and family.is_trainable:
+        return family
+    why = f", which can be planned but not trained: {family.untrained}" if family is not None else ""
+    trained = ", ".join(name for name, family in FAMILIES.items() if family.is_trainable)
+    raise ValueError(f"model_type is {model_type!r}{why}; the families that train are {trained}")
+
+
+def _known(model_type: Any) -> Family | None:
+    # A config.json may hold anything, lists included, which no mapping takes as a key.
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -1,0 +1,55 @@
+"""Rotary positions in a `config.json`: under `rope_parameters`, or under the older `rope_theta` and `rope_scaling`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.shape import RopeScaling
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Fields that each supported type must state."""
+
+
+def read_rope(config: HFConfig) -> tuple[float, RopeScaling | None]:
+    """Return theta and the scaling; None where the frequencies are not scaled.
+
+    Raises:
+        ValueError: a type or feature that is not supported, or a field that is missing or not a number.
+    """
+    rope = config.fields("rope_scaling") or config.fields("rope_parameters")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise config.error(f"rotary positions that differ by layer type ({', '.join(rope)}) are not supported")
+    stated = rope.get("rope_theta", config.get("rope_theta"))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise config.error(f"partial_rotary_factor={partial} is not supported; it must be 1")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in _NEEDED:
+        raise config.error(f"rope type {rope_type!r} is not supported; use one of {', '.join(_NEEDED)}")
+    return config.as_number("rope_theta", stated), _scaling(config, rope_type, rope)
+
+
+def _scaling(config: HFConfig, rope_type: str, rope: Mapping[str, Any]) -> RopeScaling | None:
+    if rope_type == "default":
+        return None
+    needed = _NEEDED[rope_type]
+    if missing := [name for name in needed if rope.get(name) is None]:
+        raise config.error(f"rope type {rope_type} needs {', '.join(missing)} in config.json")
+    factors = {name: config.as_number(name, rope[name]) for name in needed}
+    if rope_type != "llama3":
+        return RopeScaling(rope_type, **factors)
+    return RopeScaling(rope_type, **factors, original_max_position_embeddings=_trained_positions(config, rope))
+
+
+def _trained_positions(config: HFConfig, rope: Mapping[str, Any]) -> int:
+    """Return the context length before scaling, which files state at the top, inside, or not at all."""
+    key = "original_max_position_embeddings"
+    if config.states(key):
+        return config.integer(key)
+    return config.as_integer(key, rope.get(key, config.get("max_position_embeddings")))

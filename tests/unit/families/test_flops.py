@@ -1,0 +1,31 @@
+"""Floating-point operations against rules of thumb: six for each weight and token, and attention counted by pairs."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.families.flops import training_flops, training_parts
+from fivefold.families.read import find_shape
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-7B", "Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"])
+def test_matmuls_are_six_flops_for_each_weight_that_multiplies_a_token(name: str) -> None:
+    shape = find_shape(name)
+    parts = training_parts(shape, 3, 1000)
+    look_up = 0 if shape.tied_embeddings else shape.vocab * shape.hidden
+    # Norms and biases are no matrices.
+    assert parts.total - parts.attention == pytest.approx(6 * 3000 * (shape.n_active_parameters - look_up), rel=1e-3)
+
+
+def test_attention_is_two_matmuls_over_half_of_all_pairs() -> None:
+    """Qwen3-8B has 36 layers of 32 query heads that are 128 wide."""
+    pairs = 3 * 1000 * 1000 / 2
+    assert training_parts(find_shape("Qwen3-8B"), 3, 1000).attention == 3 * 36 * 32 * 2 * (2 * 128) * pairs
+
+
+def test_ragged_sequences_pay_for_their_own_pairs_and_for_the_logits_that_they_get() -> None:
+    shape = find_shape("Qwen3-30B-A3B")
+    alone = [training_parts(shape, 1, length) for length in (500, 20)]
+    unpredicted = 3 * 2 * 100 * shape.hidden * shape.vocab
+    whole = sum(parts.total for parts in alone)
+    assert training_flops(shape, [500, 20], 420) == pytest.approx(whole - unpredicted)

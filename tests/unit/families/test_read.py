@@ -1,0 +1,96 @@
+"""Shapes from files and names: published sizes, names that people write, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fivefold.families.read import SHAPES, find_shape, load_shape
+from fivefold.families.shape import ModelShape
+
+# Billions of parameters, and of those that a token visits, from the model cards and papers.
+PUBLISHED = {
+    "Qwen2.5-0.5B": (0.49, 0.49),
+    "Qwen2.5-1.5B": (1.54, 1.54),
+    "Qwen2.5-3B": (3.09, 3.09),
+    "Qwen2.5-7B": (7.61, 7.61),
+    "Qwen2.5-14B": (14.7, 14.7),
+    "Qwen2.5-32B": (32.5, 32.5),
+    "Qwen2.5-72B": (72.7, 72.7),
+    "Qwen3-0.6B": (0.6, 0.6),
+    "Qwen3-1.7B": (1.7, 1.7),
+    "Qwen3-4B": (4.0, 4.0),
+    "Qwen3-8B": (8.2, 8.2),
+    "Qwen3-14B": (14.8, 14.8),
+    "Qwen3-32B": (32.8, 32.8),
+    "Qwen3-30B-A3B": (30.5, 3.3),
+    "Qwen3-235B-A22B": (235, 22),
+    "Llama-3.1-8B": (8.03, 8.03),
+    "Llama-3.1-70B": (70.6, 70.6),
+    "Llama-3.1-405B": (405, 405),
+    "Mixtral-8x7B": (46.7, 12.9),
+    "Mixtral-8x22B": (141, 39),
+    "DeepSeek-V3": (671, 37),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHAPES.glob("*.json")))
+def test_shipped_shapes_have_the_published_sizes(name: str) -> None:
+    shape = find_shape(name)
+    total, active = PUBLISHED[name]
+    assert shape.n_parameters / 1e9 == pytest.approx(total, rel=0.015)
+    assert shape.n_active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("qwen3-8b", "Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
+        ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3"),
+    ],
+)
+def test_names_and_variants_are_found_as_people_write_them(written: str, name: str) -> None:
+    shape = find_shape(written)
+    assert (shape, shape.name) == (find_shape(name), name)
+
+
+def test_files_and_folders_are_read_and_named(tmp_path: Path) -> None:
+    file = SHAPES / "Qwen3-8B.json"
+    assert (find_shape(str(file)), find_shape(str(file)).name) == (find_shape("Qwen3-8B"), "Qwen3-8B")
+    (tmp_path / "config.json").write_text(file.read_text())
+    assert find_shape(str(tmp_path)) == load_shape(tmp_path) == find_shape("Qwen3-8B")
+    assert find_shape(str(tmp_path / "config.json")).name == tmp_path.name
+    assert find_shape("package:tiny-moe").name == "tiny-moe"
+
+
+def test_unknown_names_get_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match="did you mean Qwen3-30B-A3B") as error:
+        find_shape("Qwen3-30B-A3")
+    assert "DeepSeek-V3" in str(error.value)
+
+
+def test_engines_refuse_a_family_that_can_only_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((SHAPES / "DeepSeek-V3.json").read_text())
+    assert find_shape(str(tmp_path)).latent is not None
+    with pytest.raises(ValueError, match=r"'deepseek_v3', which can be planned but not trained: .*latent attention"):
+        load_shape(tmp_path)
+
+
+@pytest.mark.parametrize("read", [load_shape, lambda folder: find_shape(str(folder))], ids=["engine", "plan"])
+def test_folders_without_a_usable_file_are_an_error(read: Callable[[Path], ModelShape], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read(tmp_path)
+    for text, problem in (("{", "is not JSON"), ("[]", "holds a list"), (json.dumps({}), "model_type is None")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            read(tmp_path)
