@@ -1,4 +1,4 @@
-"""Whether a model can be split as a layout asks, and whether a recipe fits its model and its cluster."""
+"""Checks that a model can be split as a layout asks, and that a recipe fits its models and its cluster."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fivefold.layout.recipe import recipe_allocation
 
 
 def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuses a layout that the model's sizes cannot be divided by; lists every problem.
+    """Refuse a layout whose degrees do not divide the model's sizes.
 
-    The vocabulary may have any size: its rows are padded to a multiple of the tensor parallel degree.
+    The vocabulary may have any size, because its rows are padded to a multiple of the tensor parallel degree.
 
     Raises:
-        ValueError: naming each size, the degree that does not divide it, and what to change.
+        ValueError: a line for each problem, with the size, the degree that does not divide it, and what to change.
     """
     problems = list(layout_problems(layout, shape))
     if problems:
@@ -29,12 +29,15 @@ def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
 
 
 def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None) -> None:
-    """Refuses a recipe whose layouts do not fit the cluster, one another, or the models.
+    """Refuse a recipe whose layouts do not fit the cluster, one another, or the models.
 
-    `shape` is that of `actor.path`; `ref_shape` that of `ref.path`, None where it is the actor's.
+    Args:
+        recipe: the recipe.
+        shape: shape of the model at `actor.path`.
+        ref_shape: shape of the model at `ref.path`; None: the reference is the actor's model.
 
     Raises:
-        RecipeError: listing every problem, each with its role.
+        RecipeError: a line for each problem, with its role.
     """
     placement = place(recipe)
     layouts = {placed.role: placed.layout for placed in placement.roles}
@@ -50,14 +53,14 @@ def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None
 
 
 def describe(layout: ParallelLayout) -> str:
-    """The degrees that are not 1: `megatron tp2 ep4 (8 ranks)`."""
+    """Return the backend, the degrees that are not 1, and the number of ranks: `megatron tp2 ep4 (8 ranks)`."""
     names = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")
     degrees = [f"{name}{value}" for name in names if (value := getattr(layout, name)) > 1]
     return f"{' '.join([layout.backend, *degrees])} ({layout.world_size} ranks)"
 
 
 def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
-    """One line for each rule that the layout breaks."""
+    """Yield a line for each rule that the layout breaks."""
     yield from _tensor_problems(layout, shape)
     yield from _pipeline_problems(layout, shape)
     if BACKENDS[layout.backend].folds_experts:
@@ -65,7 +68,7 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
 
 
 def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """One line for each key of the recipe that is about a router, where the model has none."""
+    """Yield a line for each key of the recipe that is about a router, if the model has none."""
     if shape.is_moe:
         return
     fields = recipe.actor.megatron.transformer
@@ -75,7 +78,7 @@ def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def replica_problems(placed: RolePlacement) -> Iterator[str]:
-    """A line for the first replica of an inference server that would not lie on one node."""
+    """Yield a line for the first replica of a server that would span several nodes."""
     layout = placed.layout
     if layout.is_server and (straddling := placed.straddling_groups("tp", "pp")):
         nodes = sorted({placed.devices[rank].node for rank in straddling[0]})
@@ -86,9 +89,9 @@ def replica_problems(placed: RolePlacement) -> Iterator[str]:
 
 
 def server_problems(recipe: Recipe) -> Iterator[str]:
-    """One line for each key of the recipe that the rollout's backend cannot take.
+    """Yield a line for each key of the recipe that the rollout's backend cannot take.
 
-    Those are keys for servers where the rollout is none, and temperatures that the engine does not sample with.
+    These are keys for servers, if the rollout is none, and temperatures that the engine does not sample with.
     """
     if not isinstance(recipe, TrainRecipe):
         return
@@ -115,7 +118,7 @@ def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
     if shape.n_heads % tp:
         yield _indivisible("attention heads", shape.n_heads, "t", tp)
     if shape.n_kv_heads % tp:
-        # Inference engines copy key/value heads where there are fewer than ranks.
+        # Engines that generate copy key/value heads if there are fewer heads than ranks.
         is_copied = not layout.is_training and tp % shape.n_kv_heads == 0
         if not is_copied:
             yield _indivisible("key/value heads", shape.n_kv_heads, "t", tp)
@@ -159,7 +162,7 @@ def _indivisible(what: str, size: int, letter: str, degree: int) -> str:
 
 
 def _divisors(size: int) -> str:
-    """The first divisors of `size`, as far as they are plausible degrees."""
+    """Return the first divisors of `size`, as far as they are plausible degrees."""
     divisors = [degree for degree in range(1, min(size, 256) + 1) if size % degree == 0]
     shown = ", ".join(map(str, divisors[:8]))
     return shown + ", ..." if len(divisors) > 8 else shown

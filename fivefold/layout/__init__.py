@@ -1,1 +1,1 @@
-"""Allocation strings, degrees of parallelism, the grid of ranks, and the devices of roles. No module here imports torch."""
+"""Allocation strings, degrees of parallelism, the grid of ranks, the devices of roles. No module here imports torch."""

@@ -192,7 +192,7 @@ class AllocationParser:
         return self._degrees(part, letters, part)
 
     def _folded(self, backend: str, attn: Degrees, ffn: Degrees) -> RoleAllocation:
-        """Join the two parts, which share p and v and fill the same ranks, so that one part's d follows from the other's."""
+        """Join the two parts: they share p and v and fill the same ranks, so one part's d follows from the other's."""
         for letter in "pv":
             if ffn.says(letter) and ffn.get(letter) != attn.get(letter):
                 raise RuleError(
