@@ -20,8 +20,8 @@ from tests.e2e.conftest import ROOT, Fivefold
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 README = ROOT / "README.md"
-# What makes a run of the README's short enough for a test.
 SHORT = ("total_train_steps=2", "valid_dataset.limit=32")
+"""Keys that make a training run of the README short enough for a test."""
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -33,7 +33,7 @@ def test_every_recipe_loads_and_fits_its_model(path: Path) -> None:
 
 
 def commands(document: Path) -> list[list[str]]:
-    """The `fivefold ...` lines of a document's bash blocks."""
+    """The arguments of each `fivefold ...` line in a document's bash blocks."""
     blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.DOTALL)
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fivefold ")]
@@ -50,7 +50,7 @@ def test_the_commands_of_the_readme_work(fivefold: Fivefold, tmp_path: Path) -> 
     outputs = []
     for command in (
         [*train, f"cluster.fileroot={here}", *SHORT],
-        # An evaluation has no use for the actor's layout, which could not train here.
+        # An evaluation ignores the actor's layout, so one that could not train here does not matter.
         [*evaluate, "valid_dataset.limit=32", "actor.backend=megatron:d64t3"],
         generate,
         plan,
@@ -71,11 +71,11 @@ FILES = {
     "run.yaml": "trinity_ppo_megatron.yaml",
     "train.yaml": "trinity_ppo_megatron.yaml",
 }
-"""What stands for the files that the documents name; `recipe.yaml` is what an import before it wrote."""
+"""Fixtures that stand for the files that the documents name. Their `recipe.yaml` is what an import before it wrote."""
 
 
 def planning_commands(document: Path) -> list[tuple[dict[str, str], list[str]]]:
-    """The `fivefold ...` lines of a document's indented blocks, each with the variables before it."""
+    """The environment variables and the arguments of each `fivefold ...` line in a document's indented blocks."""
     text = document.read_text().replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in re.findall(r"^    ((?:\w+=\w+ )?fivefold .*)$", text, re.M)]
     return [
@@ -88,7 +88,7 @@ def planning_commands(document: Path) -> list[tuple[dict[str, str], list[str]]]:
 def test_the_commands_of_the_documents_work(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example_recipe: str
 ) -> None:
-    fixtures = ROOT / "tests/unit/config/dialects/fixtures"
+    fixtures = ROOT / "tests/unit/importing/fixtures"
     for name, fixture in FILES.items():
         (tmp_path / name).write_text((fixtures / fixture).read_text())
     (tmp_path / "recipe.yaml").write_text(example_recipe)
@@ -104,7 +104,7 @@ def test_the_commands_of_the_documents_work(
                 Path("recipe.yaml").unlink(missing_ok=True)
             model = ["actor.path=Qwen3-30B-A3B"] if command[:2] == ["plan", "recipe.yaml"] else []
             result = CliRunner().invoke(app, [*command, *model])
-        # 1: planned, and it does not fit
+        # Exit code 1 says that the plan does not fit.
         assert result.exit_code in (0, 1), (command, result.output)
         assert "Traceback" not in result.output
         assert result.exception is None or isinstance(result.exception, SystemExit), command
