@@ -16,7 +16,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
-from fivefold.experience.samples import accuracy, make_samples, sample_metrics
+from fivefold.experience.samples import accuracy, judge, sample_metrics
 from fivefold.families.check import layout_problems, replica_problems, server_problems
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
@@ -26,7 +26,8 @@ from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
-from fivefold.roles.launch import Rollout, replica_spec, rollout_role
+from fivefold.roles.launch import replica_spec, rollout_role
+from fivefold.roles.rollout import Rollout
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
@@ -50,12 +51,9 @@ class Evaluation:
 class Evaluator:
     """Held-out prompts, and how they are sampled and judged."""
 
-    def __init__(
-        self, recipe: TrainRecipe, data: PromptDataset, tokenizer: PreTrainedTokenizerBase, reward: NamedReward
-    ) -> None:
+    def __init__(self, recipe: TrainRecipe, data: PromptDataset, reward: NamedReward) -> None:
         self.data = data
         self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
-        self._tokenizer = tokenizer
         self._reward = reward
         self._n_samples = recipe.evaluator.n_samples
         self._seed = recipe.seed
@@ -67,13 +65,13 @@ class Evaluator:
             return None
         data = load_prompts(recipe.valid_dataset, tokenizer)
         check_ground_truths(reward, data.prompts)
-        return cls(recipe, data, tokenizer, reward)
+        return cls(recipe, data, reward)
 
     def run(self, rollout: Rollout) -> Evaluation:
         """Sample every held-out prompt with the weights of now. Random choices are the same at every evaluation."""
         prompts = self.data.prompts
-        completions = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
-        samples = make_samples(prompts, completions, self._tokenizer, self._reward)
+        generated = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
+        samples = judge(generated.samples, self._reward)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),

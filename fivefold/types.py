@@ -1,17 +1,25 @@
-"""What travels between the rooms: prompts, completions, samples and ragged batches.
+"""What travels between the rooms: prompts, trajectories, samples and ragged batches.
 
-Prompt ──rollout──> Completion ──reward──> Sample ──pack──> Batch ──> engine
+                      ┌─> Sample      what the driver knows: text, rewards, lengths
+Prompt ──rollout──> Trajectory
+                      └─> Columns     tokens, log-probs, versions: by reference to the trainer's processes, where
+                                      each data-parallel replica makes a Batch of the sequences that are its own
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 FinishReason = Literal["stop", "length"]
+
+NOT_SAMPLED = -1
+"""Weight version of a token that no weights sampled: a prompt's, or a tool's."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer to one prompt."""
+    """What a rollout engine answers to one request."""
 
     token_ids: tuple[int, ...]
     """Sampled tokens, the end-of-sequence token included where one was sampled."""
@@ -46,20 +54,133 @@ class Completion:
     """Version of the weights that sampled it: the training steps they had seen."""
 
 
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One sequence of T tokens: a prompt, and what the policy and its surroundings made of it, in one turn or several.
+
+    tokens     p p p  r r r  t t  r r        prompt, response, a tool's answer, response
+    mask       0 0 0  1 1 1  0 0  1 1
+    logprobs   0 0 0  x x x  0 0  x x
+    versions  -1-1-1  7 7 7 -1-1  8 8
+    """
+
+    group: int
+    """Index of the prompt: trajectories of one group are compared with each other."""
+    data_source: str
+    finish_reason: FinishReason
+    """How the last turn ended."""
+    tokens_T: npt.NDArray[np.int32]
+    mask_T: npt.NDArray[np.bool_]
+    """True on tokens that the policy sampled, which are those to train on."""
+    logprobs_T: npt.NDArray[np.float32]
+    """Log-probs of the distribution that was sampled from; 0 where nothing was sampled."""
+    versions_T: npt.NDArray[np.int32]
+    """Version of the weights that sampled each token; `NOT_SAMPLED` elsewhere."""
+    routes_TLK: npt.NDArray[np.int16] | None = None
+    """Experts that each token visited, by MoE layer; -1 where they are not known. None: the engine does not tell."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by name, where the surroundings of the policy give any."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in ("tokens_T", "mask_T", "logprobs_T", "versions_T")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the arrays of a trajectory must have one length; these have {lengths}")
+
+    @staticmethod
+    def single_turn(prompt: Prompt, completion: Completion) -> Trajectory:
+        """A prompt and the one completion that answers it.
+
+        Raises:
+            ValueError: a prompt without tokens, or log-probs that do not match the completion's tokens.
+        """
+        n_prompt, n_sampled = len(prompt.token_ids), len(completion.token_ids)
+        if n_prompt == 0:
+            raise ValueError(
+                f"prompt {prompt.index} has no tokens, so nothing predicts the first token of its completion"
+            )
+        if n_sampled != len(completion.logprobs):
+            raise ValueError(
+                f"a completion of prompt {prompt.index} has {n_sampled} tokens, "
+                f"but {len(completion.logprobs)} log-probs"
+            )
+        return Trajectory(
+            group=prompt.index,
+            data_source=prompt.data_source,
+            finish_reason=completion.finish_reason,
+            tokens_T=np.array((*prompt.token_ids, *completion.token_ids), dtype=np.int32),
+            mask_T=np.repeat((False, True), (n_prompt, n_sampled)),
+            logprobs_T=np.concatenate((np.zeros(n_prompt, np.float32), np.array(completion.logprobs, np.float32))),
+            versions_T=np.repeat(np.array((NOT_SAMPLED, completion.weight_version), np.int32), (n_prompt, n_sampled)),
+        )
+
+
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with one completion and its reward."""
+    """What the driver knows of a trajectory. Its tokens and log-probs lie in the object store (see `Columns`)."""
 
     prompt: Prompt
-    completion: Completion
     response_text: str
-    """The completion, decoded without special tokens."""
-    reward: float
+    """What the policy sampled, decoded without special tokens."""
+    finish_reason: FinishReason
+    n_tokens: int
+    """Tokens of the whole trajectory."""
+    n_sampled: int
+    """Tokens that the policy sampled."""
+    versions: tuple[int, int]
+    """Oldest and newest version of the weights that sampled them."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by name."""
 
     @property
-    def length(self) -> int:
-        """Tokens of prompt and response together."""
-        return len(self.prompt.token_ids) + len(self.completion.token_ids)
+    def reward(self) -> float:
+        """The sum of all rewards."""
+        return sum(self.rewards.values())
+
+    def rewarded(self, rewards: Mapping[str, float]) -> Sample:
+        """A copy with further rewards."""
+        return replace(self, rewards={**self.rewards, **rewards})
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Per-token values of N sequences laid end to end, T tokens together. Arrays travel without being copied."""
+
+    lengths_N: npt.NDArray[np.int32]
+    """Tokens of each sequence; they sum to T."""
+    values: Mapping[str, npt.NDArray[Any]]
+    """[T, ...] each, by name."""
+
+    @staticmethod
+    def of(trajectories: Sequence[Trajectory]) -> Columns:
+        """The columns `tokens`, `mask`, `rollout_logprobs`, `versions`, and `routes` where every trajectory has them.
+
+        Raises:
+            ValueError: no trajectory.
+        """
+        if not trajectories:
+            raise ValueError("there are no trajectories to lay end to end: give at least one")
+        values: dict[str, npt.NDArray[Any]] = {
+            "tokens": np.concatenate([t.tokens_T for t in trajectories]),
+            "mask": np.concatenate([t.mask_T for t in trajectories]),
+            "rollout_logprobs": np.concatenate([t.logprobs_T for t in trajectories]),
+            "versions": np.concatenate([t.versions_T for t in trajectories]),
+        }
+        routes = [t.routes_TLK for t in trajectories if t.routes_TLK is not None]
+        if len(routes) == len(trajectories):
+            values["routes"] = np.concatenate(routes)
+        return Columns(np.array([len(t.tokens_T) for t in trajectories], dtype=np.int32), values)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sizes of a whole mini-batch, over all data-parallel replicas: what losses are divided by."""
+
+    n_sequences: int
+    n_tokens: int
+    """All tokens, prompts included."""
+    n_trained_tokens: int
+    n_trained_sequences: int
+    """Sequences with at least one trained token."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +202,17 @@ class Batch:
     mask_T: torch.Tensor
     """float32 [T]: 1 on tokens that are trained (the response), else 0."""
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """float32 [T] each, by name: `advantages`, `old_logprobs`, `rollout_logprobs`, `ref_logprobs`, ..."""
+    """[T, ...] each, by name: `advantages`, `old_logprobs`, `rollout_logprobs`, `ref_logprobs`, `versions`, ..."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
-        for name, tensor in {"tokens_T": self.tokens_T, "mask_T": self.mask_T, **self.fields}.items():
-            if tensor.shape != (total,):
+        tensors = {"tokens_T": self.tokens_T, "mask_T": self.mask_T, **self.fields}
+        for name, tensor in tensors.items():
+            flat = name in ("tokens_T", "mask_T")
+            if tensor.shape[:1] != (total,) or (flat and tensor.ndim != 1):
+                wanted = f"({total},)" if flat else f"({total}, ...)"
                 raise ValueError(
-                    f"Batch.{name} has shape {tuple(tensor.shape)}; "
-                    f"the lengths sum to {total}, so it must be ({total},)"
+                    f"Batch.{name} has shape {tuple(tensor.shape)}; the lengths sum to {total}, so it must be {wanted}"
                 )
 
     def __len__(self) -> int:
@@ -99,6 +222,11 @@ class Batch:
     def n_tokens(self) -> int:
         """All tokens, prompts included."""
         return self.tokens_T.numel()
+
+    def totals(self) -> Totals:
+        """Its sizes, which are those of a mini-batch if it is a whole one."""
+        trained = [int(mask.sum()) for mask in self.split(self.mask_T)]
+        return Totals(len(self), self.n_tokens, sum(trained), sum(count > 0 for count in trained))
 
     def offsets(self) -> list[int]:
         """Start of each sequence, and T at the end: len(self) + 1 entries."""
@@ -134,7 +262,7 @@ class Batch:
         return Batch(self.lengths, self.tokens_T, self.mask_T, {**self.fields, **fields})
 
     def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
-        """A per-token tensor [T] as one tensor a sequence."""
+        """A per-token tensor [T, ...] as one tensor a sequence."""
         return list(values_T.split(list(self.lengths)))
 
 
@@ -145,8 +273,8 @@ class StepResult:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     learning_rate: float
-    """Rate of this step."""
+    """Learning rate of this step."""
     skipped: bool
     """The gradient was not finite, and no weight was changed."""
     non_finite: tuple[str, ...] = ()
-    """Of a skipped step: parameters whose gradient is not finite, the first few."""
+    """The first few parameters whose gradient is not finite, if the step was skipped."""

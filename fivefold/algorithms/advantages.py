@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fivefold.algorithms.kl import KLEstimator, kl_estimate
 from fivefold.config.schema import ActorConfig, NormConfig
 from fivefold.types import Batch
 
@@ -50,12 +51,12 @@ def compute_advantages(rewards: Sequence[float], group_ids: Sequence[int], confi
     raw_N = torch.tensor(rewards, dtype=torch.float64)
     if not raw_N.isfinite().all():
         bad = int((~raw_N.isfinite()).nonzero()[0])
-        raise ValueError(f"reward {bad} is {rewards[bad]}: rewards must be finite numbers; mend the reward function")
+        raise ValueError(f"reward {bad} is {rewards[bad]}: rewards must be finite numbers; correct the reward function")
     numbers = {group: number for number, group in enumerate(dict.fromkeys(group_ids))}
     groups_N = torch.tensor([numbers[group] for group in group_ids])
     shaped_N = _shape(raw_N, config)
     advantages_N = normalize(shaped_N, groups_N, config.reward_norm)
-    constant_G = [_is_constant(shaped_N[groups_N == group]) for group in range(len(numbers))]
+    constant_G = _Sets(shaped_N, groups_N).is_constant_S
     return Advantages(
         advantages_N.float(),
         {
@@ -66,7 +67,7 @@ def compute_advantages(rewards: Sequence[float], group_ids: Sequence[int], confi
             "advantage/mean": advantages_N.mean().item(),
             "advantage/std": advantages_N.std(correction=0).item(),
             "groups": float(len(constant_G)),
-            "zero_variance_groups": sum(constant_G) / len(constant_G),
+            "zero_variance_groups": constant_G.double().mean().item(),
         },
     )
 
@@ -85,34 +86,53 @@ def normalize(values_N: torch.Tensor, groups_N: torch.Tensor, norm: NormConfig) 
     Returns:
         [N], in the dtype of `values_N`.
     """
-    result_N = values_N.clone()
-    sets = {
-        "group": [groups_N == group for group in range(int(groups_N.max()) + 1)],
-        "batch": [torch.ones_like(groups_N, dtype=torch.bool)],
-        "none": [],
-    }
-    for members_N in sets[norm.mean_level]:
-        result_N[members_N] -= values_N[members_N].mean()
-    for members_N in sets[norm.std_level]:
-        if not _is_constant(values_N[members_N]):
-            result_N[members_N] /= values_N[members_N].std() + norm.eps
-    for members_N in sets[norm.mean_level] + sets[norm.std_level]:
-        if _is_constant(values_N[members_N]):
-            result_N[members_N] = 0.0
-    return result_N
+    everything_N = torch.zeros_like(groups_N)
+    sets = {"group": _Sets(values_N, groups_N), "batch": _Sets(values_N, everything_N)}
+    result_N = values_N
+    is_constant_N = torch.zeros_like(groups_N, dtype=torch.bool)
+    if norm.mean_level != "none":
+        result_N = result_N - sets[norm.mean_level].mean_N
+        is_constant_N |= sets[norm.mean_level].is_constant_N
+    if norm.std_level != "none":
+        result_N = result_N / (sets[norm.std_level].std_N + norm.eps)
+        is_constant_N |= sets[norm.std_level].is_constant_N
+    return torch.where(is_constant_N, torch.zeros_like(result_N), result_N)
 
 
-def token_advantages(batch: Batch, advantages_N: torch.Tensor) -> torch.Tensor:
-    """Each sequence's advantage on all of its tokens.
+class _Sets:
+    """Statistics of the set that each value belongs to."""
 
-    Args:
-        batch: N sequences of T tokens together.
-        advantages_N: [N].
+    def __init__(self, values_N: torch.Tensor, sets_N: torch.Tensor) -> None:
+        """`sets_N`: int64, the set of each value, numbered from 0."""
+        n_sets = int(sets_N.max()) + 1
+        count_S = values_N.new_zeros(n_sets).index_add_(0, sets_N, torch.ones_like(values_N))
+        self.mean_N = (values_N.new_zeros(n_sets).index_add_(0, sets_N, values_N) / count_S)[sets_N]
+        square_S = values_N.new_zeros(n_sets).index_add_(0, sets_N, (values_N - self.mean_N).square())
+        # A set of one value is constant, and its standard deviation is not used.
+        self.std_N = (square_S / (count_S - 1).clamp(min=1)).sqrt()[sets_N]
+        least_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amin", include_self=False)
+        most_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amax", include_self=False)
+        self.is_constant_S = least_S == most_S
+        self.is_constant_N = self.is_constant_S[sets_N]
 
-    Returns:
-        float32 [T]: the batch's `advantages` field.
-    """
-    return torch.repeat_interleave(advantages_N.float(), torch.tensor(batch.lengths), output_size=batch.n_tokens)
+
+@dataclass(frozen=True)
+class KLInReward:
+    """A KL penalty that is part of the reward instead of the loss (`kl_in=reward`)."""
+
+    kl_ctl: float
+    """Weight of the penalty, in advantage per nat."""
+    estimator: KLEstimator
+
+    def subtracted(self, batch: Batch) -> Batch:
+        """`batch` with the penalty in its `advantages`.
+
+        The KL is taken at the policy that sampled, as the trainer sees it: of `old_logprobs` where there are any, else
+        of `rollout_logprobs`, to `ref_logprobs`.
+        """
+        sampled_T = batch.fields.get("old_logprobs", batch.fields["rollout_logprobs"])
+        kl_T = kl_estimate(sampled_T, batch.fields["ref_logprobs"], self.estimator)
+        return batch.with_fields(advantages=subtract_kl_to_go(batch.fields["advantages"], kl_T, batch, self.kl_ctl))
 
 
 def subtract_kl_to_go(advantages_T: torch.Tensor, kl_T: torch.Tensor, batch: Batch, kl_ctl: float) -> torch.Tensor:
@@ -142,7 +162,3 @@ def subtract_kl_to_go(advantages_T: torch.Tensor, kl_T: torch.Tensor, batch: Bat
 def _shape(rewards_N: torch.Tensor, config: ActorConfig) -> torch.Tensor:
     shaped_N = (rewards_N + config.reward_bias) * config.reward_scaling
     return shaped_N if config.reward_clip is None else shaped_N.clamp(-config.reward_clip, config.reward_clip)
-
-
-def _is_constant(values: torch.Tensor) -> bool:
-    return bool((values == values[0]).all())

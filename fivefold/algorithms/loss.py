@@ -16,26 +16,30 @@ import torch
 
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.config.schema import ActorConfig
-from fivefold.types import Batch
+from fivefold.types import Totals
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Metrics = dict[str, torch.Tensor]
+
+_POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"})
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """One micro-batch of whole sequences, laid end to end; T tokens, 0 where there was no sequence left."""
 
-    logprobs_T: torch.Tensor
-    """float32 [T], with gradient: log p(token) under the current policy at the loss's temperature."""
-    entropy_T: torch.Tensor
-    """float32 [T]: entropy of the distribution that predicts the token; has a gradient if the loss asks for one."""
+    predictions: Mapping[str, torch.Tensor]
+    """float32 [T] each, by name: what the model's head makes of the tokens under the current weights.
+
+    A policy's are `logprobs`, with gradient, log p(token) at the loss's temperature; and `entropy` of the distribution
+    that predicts the token, which has a gradient if the loss asks for one.
+    """
     mask_T: torch.Tensor
     """float32 [T]: 1 on trained tokens, else 0. Whatever stands in other fields under a 0 is ignored, NaN included."""
     lengths: tuple[int, ...]
     """Tokens of each sequence; they sum to T."""
     fields: Mapping[str, torch.Tensor]
-    """float32 [T] each: the batch's per-token fields."""
+    """[T, ...] each: the batch's per-token fields."""
 
 
 class Loss(Protocol):
@@ -49,8 +53,8 @@ class Loss(Protocol):
     def entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient."""
 
-    def normalizer(self, batch: Batch) -> float:
-        """What the sum over a whole (global) mini-batch is divided by; at least 1."""
+    def normalizer(self, totals: Totals) -> float:
+        """What the sum over a whole mini-batch of these sizes is divided by; at least 1."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """The loss's sum (scalar, with gradient) and the metrics' sums over trained tokens (scalars, without).
@@ -113,17 +117,18 @@ class PolicyLoss:
     def entropy_gradient(self) -> bool:
         return self.entropy_coeff != 0.0
 
-    def normalizer(self, batch: Batch) -> float:
+    def normalizer(self, totals: Totals) -> float:
         if self.aggregation == "token_mean":
-            return max(1.0, batch.mask_T.sum().item())
-        return float(max(1, sum(bool(mask.any()) for mask in batch.split(batch.mask_T))))
+            return float(max(1, totals.n_trained_tokens))
+        return float(max(1, totals.n_trained_sequences))
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         trained_T = inputs.mask_T.bool()
         # What stands under the mask may be -inf or NaN, and 0 * NaN is NaN: in the sum and in the gradient.
-        logprobs_T = _zero_unless(trained_T, inputs.logprobs_T)
-        entropy_T = _zero_unless(trained_T, inputs.entropy_T)
-        fields = {name: _zero_unless(trained_T, value) for name, value in inputs.fields.items()}
+        logprobs_T = _zero_unless(trained_T, inputs.predictions["logprobs"])
+        entropy_T = _zero_unless(trained_T, inputs.predictions["entropy"])
+        present = inputs.fields.keys() & _POLICY_FIELDS
+        fields = {name: _zero_unless(trained_T, inputs.fields[name]) for name in present}
         old_logprobs_T = fields.get("old_logprobs", logprobs_T.detach())
 
         log_ratio_T = logprobs_T - old_logprobs_T
@@ -182,13 +187,14 @@ class SFTLoss:
     temperature: float = 1.0
     entropy_gradient: bool = False
 
-    def normalizer(self, batch: Batch) -> float:
-        return max(1.0, batch.mask_T.sum().item())
+    def normalizer(self, totals: Totals) -> float:
+        return float(max(1, totals.n_trained_tokens))
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         trained_T = inputs.mask_T.bool()
-        nll = -_zero_unless(trained_T, inputs.logprobs_T).sum()
-        return nll, {"nll": nll.detach(), "entropy": _zero_unless(trained_T, inputs.entropy_T.detach()).sum()}
+        nll = -_zero_unless(trained_T, inputs.predictions["logprobs"]).sum()
+        entropy = _zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
+        return nll, {"nll": nll.detach(), "entropy": entropy}
 
 
 def token_weights(mask_T: torch.Tensor, lengths: tuple[int, ...], aggregation: Aggregation) -> torch.Tensor:

@@ -3,18 +3,21 @@
     call         every rank, the same arguments        -> results of all ranks
     call_first   every rank, the same arguments        -> rank 0's result; the others' stay where they are
     call_each    every rank, arguments of its own      -> results of all ranks
+    keep_each    every rank, arguments of its own      -> summaries, and references to what stays in the object store
+    control      every rank, beside whatever it does   -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
 
-`start*` are the same without waiting. Any failure of any worker of the session, waited for or not, ends a wait with
-a `WorkerError` and all workers with it.
+A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
+types and go-to-definition pass through. `start` is `call` without waiting. Any failure of any worker of the session
+ends every wait with a `WorkerError`, and all workers with it. A session's groups may be called from several threads.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import ray
 from ray import cloudpickle
@@ -26,6 +29,10 @@ from fivefold.cluster.worker import SIDES, Worker
 
 if TYPE_CHECKING:
     from fivefold.cluster.session import Role, Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Payload = TypeVar("Payload")
 
 STREAM_AHEAD = 2
 """Items of a stream that rank 0 may be ahead of the reader: the memory a stream needs in the object store."""
@@ -45,18 +52,19 @@ _OPTIONS: dict[str, Any] = {
     "concurrency_groups": SIDES,
 }
 _FEED = {"concurrency_group": "feed"}
+_CONTROL = {"concurrency_group": "control"}
 _Actor = ray.remote(**_OPTIONS)(Worker)
 
 
-class Pending:
+class Pending(Generic[R]):
     """Calls under way; `wait` for their results once."""
 
-    def __init__(self, session: Session, refs: Sequence[ray.ObjectRef[Any]], phase: str) -> None:
+    def __init__(self, session: Session, refs: Sequence[ray.ObjectRef[R]], phase: str) -> None:
         self._session = session
         self._refs = refs
         self._phase = phase
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> list[R]:
         """Results by rank.
 
         Raises:
@@ -82,8 +90,8 @@ class WorkerGroup:
         ]
         self._master = master_host(session.nodes, self._nodes[0])
         self._workers: list[Any] = []
-        self._built: Pending | None = None
-        self._ports: Pending | None = None
+        self._built: Pending[None] | None = None
+        self._ports: Pending[int] | None = None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -114,64 +122,92 @@ class WorkerGroup:
         if self._built is not None:
             self._built.wait()
 
-    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+    def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """`call` without waiting."""
         shared = _put(args)
-        return self._pend([worker.call.remote(method, True, kwargs, *shared) for worker in self._workers])
+        return self._pend([worker.call.remote(method.__name__, True, kwargs, *shared) for worker in self._workers])
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`method(*args, **kwargs)` on every rank; arguments travel once. Results by rank."""
         return self.start(method, *args, **kwargs).wait()
 
-    def start_first(self, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """`call_first` without waiting; rank 0's result is the first of the list, the others are None."""
-        shared = _put(args)
-        return self._pend(
-            [worker.call.remote(method, rank == 0, kwargs, *shared) for rank, worker in enumerate(self._workers)]
-        )
-
-    def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call_first(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`call` for methods that give every rank the same result: only rank 0 sends it."""
-        return self.start_first(method, *args, **kwargs).wait()[0]
+        shared = _put(args)
+        calls = [
+            worker.call.remote(method.__name__, rank == 0, kwargs, *shared) for rank, worker in enumerate(self._workers)
+        ]
+        return self._pend(calls).wait()[0]
 
-    def start_each(self, method: str, items: Sequence[Any], **kwargs: Any) -> Pending:
-        """`call_each` without waiting."""
-        if len(items) != len(self):
-            raise ValueError(
-                f"call_each on role {self.name!r} got {len(items)} items for {len(self)} ranks; give one for each"
-            )
-        calls = zip(self._workers, items, strict=True)
-        return self._pend([worker.call.remote(method, True, kwargs, item) for worker, item in calls])
+    def call_each(self, method: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
+        """`method(*arguments[rank])` on every rank. Results by rank.
 
-    def call_each(self, method: str, items: Sequence[Any], **kwargs: Any) -> list[Any]:
-        """`method(items[rank], **kwargs)` on every rank. Results by rank."""
-        return self.start_each(method, items, **kwargs).wait()
+        An argument that is a `Remote` arrives as the thing itself, read from the object store by the worker.
+        """
+        self._check_one_each(arguments)
+        calls = zip(self._workers, arguments, strict=True)
+        return self._pend([worker.call.remote(method.__name__, True, {}, *args) for worker, args in calls]).wait()
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Remote]:
+    def keep_each(
+        self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[R, Remote]]:
+        """`method(*arguments[rank])`, which returns a pair (summary, payload), on every rank. The pairs by rank.
+
+        The payload stays in the object store for as long as its reference is held; only the summary comes here.
+        """
+        self._check_one_each(arguments)
+        pairs = [
+            worker.keep.options(num_returns=2).remote(method.__name__, {}, *args)
+            for worker, args in zip(self._workers, arguments, strict=True)
+        ]
+        summaries = self._pend([summary for summary, _ in pairs]).wait()
+        return list(zip(summaries, [payload for _, payload in pairs], strict=True))
+
+    def control(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """`method(*args, **kwargs)` on every rank at once, in a second thread of the worker. Results by rank.
+
+        The method runs beside the one under way, so it must be one that the held object expects then.
+        """
+        shared = _put(args)
+        calls = [
+            worker.control.options(**_CONTROL).remote(method.__name__, kwargs, *shared) for worker in self._workers
+        ]
+        return self._pend(calls).wait()
+
+    def stream(
+        self, method: Callable[Concatenate[Any, P], Iterator[Any]], *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[Remote]:
         """The generator `method(*args, **kwargs)` on every rank: references to rank 0's items, the others drain theirs.
 
         Rank 0 stays at most `STREAM_AHEAD` items ahead of the reader, and so do the others where the generator holds
         collectives. The reader has to read to the end.
         """
         shared = _put(args)
+        name = method.__name__
         first, *others = self._workers
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2 * STREAM_AHEAD}
-        items = first.stream.options(**options).remote(method, kwargs, *shared)
-        drained = self._pend([worker.drain.remote(method, kwargs, *shared) for worker in others], range(1, len(self)))
+        items = first.stream.options(**options).remote(name, kwargs, *shared)
+        drained = self._pend([worker.drain.remote(name, kwargs, *shared) for worker in others], range(1, len(self)))
         call = Call(self._members[0], self._session.timers.current, first)
         while (item := self._session.watch.next(items, call, self._session.timeout_s)) is not None:
             yield item
         drained.wait()
 
-    def feed(self, method: str, items: Iterable[Remote], *args: Any, **kwargs: Any) -> list[Any]:
+    def feed(
+        self,
+        method: Callable[Concatenate[Any, Iterator[Any], P], R],
+        items: Iterable[Remote],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
         """`method(iterator, *args, **kwargs)` on every rank, the iterator giving what `items` refer to, one by one.
 
         An item is let go once every rank has taken it. Results by rank.
         """
         feed_id = next(_feed_ids)
         shared = _put(args)
-        running = self._pend(
-            [worker.consume.remote(feed_id, method, True, kwargs, *shared) for worker in self._workers]
+        running: Pending[R] = self._pend(
+            [worker.consume.remote(feed_id, method.__name__, True, kwargs, *shared) for worker in self._workers]
         )
         for item in items:
             self._pend([worker.push.options(**_FEED).remote(feed_id, item) for worker in self._workers]).wait()
@@ -184,11 +220,23 @@ class WorkerGroup:
             ray.kill(worker)
         self._workers = []
 
-    def _pend(self, refs: Sequence[ray.ObjectRef[Any]], ranks: Iterable[int] | None = None) -> Pending:
+    def _check_one_each(self, arguments: Sequence[tuple[Any, ...]]) -> None:
+        if len(arguments) != len(self):
+            raise ValueError(
+                f"role {self.name!r} got arguments for {len(arguments)} ranks, but has {len(self)}: "
+                "give a tuple for each rank"
+            )
+
+    def _pend(self, refs: Sequence[ray.ObjectRef[Any]], ranks: Iterable[int] | None = None) -> Pending[Any]:
         phase = self._session.timers.current
         for rank, ref in zip(range(len(self)) if ranks is None else ranks, refs, strict=True):
             self._session.watch.add(ref, Call(self._members[rank], phase, self._workers[rank]))
         return Pending(self._session, refs, phase)
+
+
+def put(value: Any) -> Remote:
+    """`value` in the object store, for arguments of calls."""
+    return ray.put(value)
 
 
 def _put(args: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@
             Role("rollout", placement["rollout"].devices, "package.module:build_rollout", args=(recipe,)),
         )
         with timers.phase("rollout"):
-            completions = groups["rollout"].call("generate", requests)
+            completions = groups["rollout"].call(RolloutWorker.generate, requests)
 
 However the block is left, no process of the run is left behind.
 """
@@ -103,6 +103,7 @@ class Session:
 
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Starts the processes of all roles side by side and builds what they hold; by role name."""
+        self.watch.reopen()
         groups = [WorkerGroup(self, role) for role in roles]
         self._groups.update({group.name: group for group in groups})
         for group in groups:

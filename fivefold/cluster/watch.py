@@ -1,4 +1,4 @@
-"""Waiting for workers: the first failure anywhere ends the wait, whoever was waited for.
+"""Waiting for workers: the first failure anywhere ends every wait, whichever worker was waited for.
 
 open references:   actor.call rank 0..n     wanted
                    rollout.call rank 0      started earlier, not wanted yet
@@ -9,6 +9,7 @@ open references:   actor.call rank 0..n     wanted
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError, tail
 from fivefold.cluster.worker import HeldError
+from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 
 SETTLE_S = (0.2, 0.5, 2.0)
@@ -78,17 +80,31 @@ class Failure:
 
 
 class Watch:
-    """All outstanding calls of a session."""
+    """All outstanding calls of a session, for one thread that waits or for several.
+
+    Every thread waits on all open references, so that each of them hears of a failure. What one thread finds ready it
+    takes for all: the value lies in `_values` until the thread that wants it asks.
+    """
 
     def __init__(self, timers: PhaseTimers, on_failure: Callable[[], None]) -> None:
         self._timers = timers
         self._open: dict[ray.ObjectRef[Any], Call] = {}
         self._values: dict[ray.ObjectRef[Any], Any] = {}
+        self._lock = threading.RLock()
+        """Guards the two above and what follows."""
+        self._ended_by: RunFailed | None = None
+        """The failure that ended the workers: every thread raises it."""
         self._on_failure = on_failure
+
+    def reopen(self) -> None:
+        """New workers are about to start: an earlier failure has ended those of before."""
+        with self._lock:
+            self._ended_by = None
 
     def add(self, ref: ray.ObjectRef[Any], call: Call) -> None:
         """From now on, a failure of `ref` ends any wait."""
-        self._open[ref] = call
+        with self._lock:
+            self._open[ref] = call
 
     def wait(self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float) -> list[Any]:
         """Values of `wanted`, in order; each can be waited for once.
@@ -98,12 +114,13 @@ class Watch:
             PhaseTimeout: `timeout_s` passed first.
         """
         deadline = time.monotonic() + timeout_s
-        while missing := [ref for ref in wanted if ref not in self._values]:
-            ready, _ = ray.wait(list(self._open), timeout=max(0.0, deadline - time.monotonic()))
+        while missing := self._missing(wanted):
+            ready, _ = ray.wait(self._open_refs(), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._give_up(phase, timeout_s, [self._open[ref] for ref in missing])
+                self._give_up(phase, timeout_s, missing)
             self._take(ready)
-        return [self._values.pop(ref) for ref in wanted]
+        with self._lock:
+            return [self._values.pop(ref) for ref in wanted]
 
     def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
         """Reference to the next item of a `Worker.stream`, None at its end. Raises as `wait` does."""
@@ -123,33 +140,61 @@ class Watch:
         while stream not in ready:
             self._take([ref for ref in ready if ref is not stream])
             left = max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait([stream, *self._open], timeout=left, fetch_local=False)
+            ready, _ = ray.wait([stream, *self._open_refs()], timeout=left, fetch_local=False)
             if not ready:
                 self._give_up(phase, timeout_s, [call])
         return next(stream, None)
 
     def forget(self) -> None:
         """Drops every reference: the workers are gone."""
-        self._open.clear()
-        self._values.clear()
+        with self._lock:
+            self._open.clear()
+            self._values.clear()
+
+    def _open_refs(self) -> list[ray.ObjectRef[Any]]:
+        with self._lock:
+            self._raise_if_ended()
+            return list(self._open)
+
+    def _missing(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[Call]:
+        """The calls behind those of `wanted` whose values are not here yet."""
+        with self._lock:
+            self._raise_if_ended()
+            return [self._open[ref] for ref in wanted if ref not in self._values]
+
+    def _raise_if_ended(self) -> None:
+        if self._ended_by is not None:
+            raise self._ended_by
 
     def _take(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Moves what is ready from the open references to the values; raises for the first failure."""
-        for ref in ready:
-            call = self._open.pop(ref)
-            try:
-                self._values[ref] = ray.get(ref)
-            except RayError as error:
-                self._fail(Failure(call, error))
+        """Moves what is ready from the open references to the values; raises for the first failure.
+
+        Another thread may have taken some of them already.
+        """
+        with self._lock:
+            self._raise_if_ended()
+            for ref in ready:
+                call = self._open.pop(ref, None)
+                if call is None:
+                    continue
+                try:
+                    self._values[ref] = ray.get(ref)
+                except RayError as error:
+                    self._fail(Failure(call, error))
 
     def _fail(self, first: Failure) -> None:
         failures = [first, *self._settle(SETTLE_S[first.distance])]
         cause = min(failures, key=lambda failure: failure.distance)
         others = {failure.call.member for failure in failures} - {cause.call.member}
-        text = cause.text
-        self._on_failure()
         also = sorted(others, key=lambda member: (member.role, member.rank))
-        raise WorkerError(cause.call.member, cause.call.phase or self._timers.current, text, also) from None
+        phase = cause.call.phase or self._timers.current
+        self._end(WorkerError(cause.call.member, phase, cause.text, also))
+
+    def _end(self, failure: RunFailed) -> None:
+        """Ends all workers, and every wait with `failure`."""
+        self._ended_by = failure
+        self._on_failure()
+        raise failure from None
 
     def _settle(self, seconds: float) -> list[Failure]:
         """Failures that follow within `seconds`."""
@@ -166,9 +211,10 @@ class Watch:
         return failures
 
     def _give_up(self, phase: str, seconds: float, calls: Sequence[Call]) -> None:
-        stacks = _stacks(calls[:MAX_STACKS])
-        self._on_failure()
-        raise PhaseTimeout(phase, seconds, [call.member for call in calls], stacks)
+        with self._lock:
+            self._raise_if_ended()
+            stacks = _stacks(calls[:MAX_STACKS])
+            self._end(PhaseTimeout(phase, seconds, [call.member for call in calls], stacks))
 
 
 def _stacks(calls: Sequence[Call]) -> str:

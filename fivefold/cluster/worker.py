@@ -1,9 +1,11 @@
 """The shell of a worker process: holds one object and calls its methods for the driver.
 
-    driver ──build──> Worker ──makes──> engine          once, inside the process
-           ──call───>        ──runs───> engine.method(*args)
-           ──stream─>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
-           ──feed───>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
+    driver ──build───> Worker ──makes──> engine          once, inside the process
+           ──call────>        ──runs───> engine.method(*args)
+           ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
+           ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
+           ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
+           ──control─>        ──runs───> engine.method(*args) in a second thread, beside whatever else runs
 
 Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
 """
@@ -25,7 +27,7 @@ from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
 
-SIDES = {"feed": 1, "where": 1, "hold": 1}
+SIDES = {"feed": 1, "control": 1, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, a thread each: methods that are called beside the one under way."""
 
 Build = str | Callable[..., Any]
@@ -73,9 +75,9 @@ class Feed:
 
 
 class Worker:
-    """One process of a role. `build`, `call`, `stream`, `drain` and `consume` run one after another in one thread.
+    """One process of a role. `build`, `call`, `keep`, `stream`, `drain` and `consume` run one by one in one thread.
 
-    `push`, `push_end`, `where` and `hold` are called in the groups of `SIDES`: they serve the driver meanwhile.
+    `push`, `push_end`, `control`, `where` and `hold` run in the groups of `SIDES`: they serve the driver meanwhile.
     """
 
     def __init__(self, environment: Mapping[str, str], log: str) -> None:
@@ -117,6 +119,17 @@ class Worker:
         with _Reported():
             result = getattr(self._held, method)(*args, **kwargs)
         return result if reply else None
+
+    def keep(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
+        """The pair (summary, payload) that `held.method(*args, **kwargs)` returns, as two objects of the store."""
+        with _Reported():
+            summary, payload = getattr(self._held, method)(*args, **kwargs)
+        return summary, payload
+
+    def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
+        """`held.method(*args, **kwargs)`, at once: the held object sees to it that the two threads agree."""
+        with _Reported():
+            return getattr(self._held, method)(*args, **kwargs)
 
     def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[Any]:
         """What the generator `held.method` yields, each item behind a None.

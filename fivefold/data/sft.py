@@ -1,4 +1,4 @@
-"""Prompts with the responses to learn: rows in, tokenized examples and batches out.
+"""Prompts with the responses to learn: rows in, tokenized examples and columns out.
 
 {"prompt": "17 + 25 =", "response": " 42"}
 tokens   17 + 25 =  42 <eos>
@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fivefold.config.schema import BatchesConfig, SFTRowsConfig
-from fivefold.data.batches import ragged_batch
 from fivefold.data.prompts import render
 from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
-from fivefold.types import Batch
+from fivefold.types import Columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ class SFTDataset:
         return usage(len(self), self.n_rows, self.n_too_long)
 
     def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[SFTExample]:
-        """Lists of `config.batch_size` examples; `sft_batch` makes a batch of one."""
+        """Lists of `config.batch_size` examples; `sft_columns` lays one end to end."""
         return EpochSampler(
             self.examples,
             batch_size=config.batch_size,
@@ -106,6 +107,12 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDa
     return SFTDataset(tuple(examples), n_rows=len(rows), n_too_long=len(rows) - len(examples))
 
 
-def sft_batch(examples: Sequence[SFTExample]) -> Batch:
-    """Examples as one batch; the mask is 1 on responses and their end tokens."""
-    return ragged_batch([e.prompt_ids for e in examples], [e.response_ids for e in examples])
+def sft_columns(examples: Sequence[SFTExample]) -> Columns:
+    """Examples laid end to end, as the columns `tokens` and `mask`, which is true on responses and their end tokens."""
+    lengths = [(len(example.prompt_ids), len(example.response_ids)) for example in examples]
+    tokens = [token for example in examples for token in (*example.prompt_ids, *example.response_ids)]
+    mask_T = np.repeat([False, True] * len(examples), [n for pair in lengths for n in pair])
+    return Columns(
+        np.array([sum(pair) for pair in lengths], dtype=np.int32),
+        {"tokens": np.array(tokens, dtype=np.int32), "mask": mask_T},
+    )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
 
-def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_trained: float) -> dict[str, float]:
+def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_trained: int) -> dict[str, float]:
     """Reduce over micro-batches and data-parallel ranks; collective over all processes.
 
     Names that end in /max, /min or /sum are reduced so; all others are sums that are divided by `n_trained`, the
@@ -25,9 +25,7 @@ def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_t
     gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, _local(kept) if counts else {})
     totals = {name: _reduce(name, [rank[name] for rank in gathered if name in rank]) for name in _names(gathered)}
-    return {
-        name: value if _kind(name) in _REDUCTIONS else value / max(1.0, n_trained) for name, value in totals.items()
-    }
+    return {name: value if _kind(name) in _REDUCTIONS else value / max(1, n_trained) for name, value in totals.items()}
 
 
 def _local(kept: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ in the ragged batch (`LocalSequences.places_N`) and are summed over the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ class LocalSequences:
     """int64 [N]: where these tokens stand in the ragged batch."""
 
 
-def padded_tokens(lengths: Sequence[int], *, cp_size: int, tp_size: int) -> int:
+def padded_tokens(lengths: Iterable[int], *, cp_size: int, tp_size: int) -> int:
     """Tokens of a micro-batch over its context-parallel group, filler included. Never 0."""
     unit = _chunk_unit(cp_size)
     total = sum(_round_up(length, unit) for length in lengths)

@@ -1,19 +1,17 @@
 """The Megatron engine: a few verbs over a model that is spread over processes.
 
-Every process of the model calls every verb together, with the same whole batch. Each takes its own share by Megatron's
-own groups, and what is returned is global and the same everywhere.
-
-    batch ─> micro-batches of every data-parallel rank ─> this rank's tokens of them ─> Megatron's schedule over chunks
-          ─> log-probs from the last hidden state ─> whole sequences again ─> loss ─> gradients, summed over all ranks
+share of this replica ─> micro-batches ─> this rank's tokens of them ─> Megatron's schedule over chunks
+      ─> predictions from the last hidden state ─> whole sequences again ─> loss ─> gradients, summed over all ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,13 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema import EngineConfig, OptimizerConfig
-from fivefold.engine.logprobs import linear_logprobs
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead
 from fivefold.engine.metrics import reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchPlanner, attention_equals_rest_at
+from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
+from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.families.check import check_layout
 from fivefold.families.read import load_shape
 from fivefold.layout.parallel import ParallelLayout
@@ -41,13 +41,10 @@ from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_groups
 from fivefold.mcore.random_weights import RandomWeights
-from fivefold.types import Batch, StepResult
+from fivefold.types import StepResult
 
-Offloadable = Literal["params", "grads", "optimizer"]
-OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
-
-LossStep = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, log-probs [T], entropies [T]) on the last stage -> (scalar to differentiate, what to hand back)."""
+LossStep = Callable[[MicroBatch, dict[str, torch.Tensor]], tuple[torch.Tensor, Any]]
+"""(micro-batch, predictions [T] by name) on the last stage -> (scalar to differentiate, what to hand back)."""
 
 
 class MegatronEngine:
@@ -104,12 +101,11 @@ class MegatronEngine:
             megatron_optimizer = settings.optimizer_config(config, optimizer)
             self.optimizer = Optimizer(optimizer, megatron_optimizer, self._chunks, self.parameters, total_steps)
         self._frequencies = inverse_frequencies(self.shape, self._device)
-        self._planner = MicroBatchPlanner(
-            config=config.mb_spec,
+        self.planner = BatchPlanner.of(config, layout, self.shape)
+        self.head: Head = LogprobHead(self.shape.vocab, config.megatron.logprob_chunk_size, self.groups.tp)
+        self._builder = MicroBatchBuilder(
             layout=layout,
-            dp_rank=self.groups.dp.rank(),
             cp_rank=self.groups.cp.rank(),
-            quadratic_at=attention_equals_rest_at(self.shape),
             same_length=config.megatron.token_dispatcher == "allgather",
             flash=self._device.type == "cuda" and config.dtype == "bfloat16",
             device=self._device,
@@ -123,26 +119,25 @@ class MegatronEngine:
         with HFWeights(self._folder) as weights:
             self._bridge.load(self.parameters, weights, self._shards)
 
-    def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
-        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(batch)`, whatever the layout,
+        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing. Only the router's auxiliary loss, if a recipe asks for it, is by
         its nature one of each micro-batch.
         """
         self._trained("train")
         for chunk in self._chunks:
             chunk.train()
+        totals = share.totals
         # Auxiliary losses are sums over tokens; Megatron's scale, shared by both kinds, makes them a mean.
-        scale = 1.0 / max(1, batch.n_tokens)
+        scale = 1.0 / max(1, totals.n_tokens)
         self._megatron_config.grad_scale_func = lambda value: value * scale
-        step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(batch) * scale))
-        kept = self._run(
-            batch, step, temperature=loss.temperature, entropy_gradient=loss.entropy_gradient, backward=True
-        )
+        step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
+        kept = self._run(share, step, loss, backward=True)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        metrics = reduce_metrics(kept, counts=counts, n_trained=float(batch.mask_T.sum()))
-        metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(batch)
+        metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
+        metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
         return metrics
 
     def optim_step(self) -> StepResult:
@@ -150,17 +145,19 @@ class MegatronEngine:
         return self._trained("train").step()
 
     @torch.no_grad()
-    def compute_logprobs(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the trained tokens and the entropies they were drawn at: float32 [T] on the CPU, 0 elsewhere."""
+    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the share's trained tokens and the entropies of their distributions.
+
+        Returns:
+            float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
         for chunk in self._chunks:
             chunk.eval()
-        kept = self._run(batch, _keep_predictions, temperature=temperature, entropy_gradient=False, backward=False)
-        total = torch.zeros(2, batch.n_tokens, device=self._device)
+        kept = self._run(share, _keep_predictions, _Forward(temperature), backward=False)
+        total = torch.zeros(2, share.batch.n_tokens, device=self._device)
         for rows_T, predictions_2T in kept:
             total[:, rows_T.to(self._device)] = predictions_2T
-        # Only the last stage has anything; each data-parallel rank has its own sequences.
-        dist.all_reduce(total, group=self.groups.dp)
-        dist.all_reduce(total, group=self.groups.pp)
+        dist.all_reduce(total, group=self.groups.pp)  # only the last stage has anything
         logprobs, entropy = total.cpu()
         return logprobs, entropy
 
@@ -228,18 +225,15 @@ class MegatronEngine:
             )
         return self.optimizer
 
-    def _run(
-        self, batch: Batch, step: LossStep, *, temperature: float, entropy_gradient: bool, backward: bool
-    ) -> list[Any]:
-        """Put the batch through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
-        micro_batches = self._planner.split(batch)
+    def _run(self, share: Share, step: LossStep, options: HeadOptions, *, backward: bool) -> list[Any]:
+        """Put the share through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
+        micro_batches = self._builder.build(share)
         steps = [(micro_batch, self._packed(micro_batch.local)) for micro_batch in micro_batches]
 
         def predict_and_lose(
             micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
         ) -> tuple[Any, torch.Tensor, Any]:
-            logprobs, entropy = self._predict(micro_batch, decoder, hidden, temperature, entropy_gradient)
-            loss, kept = step(micro_batch, logprobs, entropy)
+            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, options))
             return loss, torch.zeros((), dtype=torch.int), kept
 
         def forward(
@@ -267,34 +261,23 @@ class MegatronEngine:
         return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
 
     def _predict(
-        self,
-        micro_batch: MicroBatch,
-        decoder: Decoder,
-        hidden: torch.Tensor,
-        temperature: float,
-        entropy_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32 [T] each, of a micro-batch's whole sequences; 0 on tokens not trained."""
+        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, options: HeadOptions
+    ) -> dict[str, torch.Tensor]:
+        """The head's predictions, float32 [T] each, of a micro-batch's whole sequences; 0 on tokens not trained."""
         hidden = hidden.squeeze(1)
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
-        pair = linear_logprobs(
-            hidden[local.rows_N],
-            decoder.output_weight(),
-            local.targets_N,
-            temperature=temperature,
-            entropy_gradient=entropy_gradient,
-            chunk_size=self.config.megatron.logprob_chunk_size,
-            vocab=self.shape.vocab,
-            group=self.groups.tp,
-        )
-        whole = hidden.new_zeros(2, micro_batch.batch.n_tokens, dtype=torch.float32)
-        whole = whole.index_copy(1, local.places_N, torch.stack(pair))
-        if self.layout.cp > 1 and whole.numel() > 0:
-            whole = SumOverGroup.apply(whole, self.groups.cp)
-        logprobs, entropy = whole.unbind(0)
-        return logprobs, entropy if entropy_gradient else entropy.detach()
+        own = self.head.predict(hidden[local.rows_N], decoder.output_weight(), local.targets_N, options)
+        whole_PT = hidden.new_zeros(len(own), micro_batch.batch.n_tokens, dtype=torch.float32)
+        whole_PT = whole_PT.index_copy(1, local.places_N, torch.stack(list(own.values())))
+        if self.layout.cp > 1 and whole_PT.numel() > 0:
+            whole_PT = SumOverGroup.apply(whole_PT, self.groups.cp)
+        # Stacking gives all of them a gradient, also those that the head gives none.
+        return {
+            name: whole_T if own[name].requires_grad else whole_T.detach()
+            for name, whole_T in zip(own, whole_PT, strict=True)
+        }
 
     @contextmanager
     def _gradient_functions(self) -> Iterator[None]:
@@ -316,15 +299,24 @@ class MegatronEngine:
         finalize_model_grads(chunks, None, **options)
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """The head's options where nothing is trained."""
+
+    temperature: float
+    entropy_gradient: bool = False
+
+
 def _apply_loss(
-    loss: Loss, scale: float, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    loss: Loss, scale: float, micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     batch = micro_batch.batch
-    total, metrics = loss(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, batch.fields))
+    total, metrics = loss(LossInputs(predictions, batch.mask_T, batch.lengths, batch.fields))
     return total * scale, {**metrics, "loss/sum": total.detach()}
 
 
 def _keep_predictions(
-    micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    return logprobs.sum(), (micro_batch.rows_T, torch.stack((logprobs, entropy)))
+    logprobs_T = predictions["logprobs"]
+    return logprobs_T.sum(), (micro_batch.rows_T, torch.stack((logprobs_T, predictions["entropy"])))

@@ -1,12 +1,22 @@
-"""How long each phase of a step took, and which phase the driver is in."""
+"""How long each phase of a step took, and which phases the driver is in."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 SETUP = "setup"
+
+
+@dataclass
+class _Lane(threading.local):
+    """The phases of one thread: the open ones, the innermost last, and the seconds spent inside the current one."""
+
+    stack: list[str] = field(default_factory=lambda: [SETUP])
+    inner: float = 0.0
 
 
 class PhaseTimers:
@@ -14,45 +24,58 @@ class PhaseTimers:
 
         timers = PhaseTimers()
         with timers.phase("rollout"):
-            completions = rollout.call("generate", requests)
+            samples = rollout.generate(prompts, ...)
         timers.take()                       # {"rollout": 3.21}, and the next step starts at nothing
 
     `current` names the phase in worker errors and on the console. Phases may nest; the time of an inner one is its own
-    and not the outer's, so that the seconds of all phases add up to what a clock on the wall would say.
+    and not the outer's, so that the seconds of all phases of one thread add up to the time that passed. Several threads
+    may each be in phases of their own (generation beside training): their seconds are added up by name.
     """
 
     def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
+        """`on_change` is called, in the thread that enters or leaves a phase, with all phases under way."""
         self._seconds: dict[str, float] = {}
-        self._stack: list[str] = [SETUP]
-        self._inner = 0.0
-        """Seconds spent in phases inside the current one."""
+        self._lane = _Lane()
+        self._innermost: dict[int, str] = {}
+        """The current phase of each thread that is in one, by thread."""
+        self._lock = threading.Lock()
         self._on_change = on_change
 
     @property
     def current(self) -> str:
-        """Innermost open phase; `setup` outside of any."""
-        return self._stack[-1]
+        """Innermost open phase of this thread; `setup` outside of any."""
+        return self._lane.stack[-1]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Everything inside belongs to phase `name`; a phase entered twice in a step adds up."""
-        self._stack.append(name)
+        lane = self._lane
+        lane.stack.append(name)
         self._tell()
-        start, inner_before = time.perf_counter(), self._inner
-        self._inner = 0.0
+        start, inner_before = time.perf_counter(), lane.inner
+        lane.inner = 0.0
         yield
-        # Not reached by a failure: whoever reports it asks which phase it was in.
+        # Not reached by a failure: its message names the phase that it happened in.
         elapsed = time.perf_counter() - start
-        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._inner
-        self._inner = inner_before + elapsed
-        self._stack.pop()
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - lane.inner
+        lane.inner = inner_before + elapsed
+        lane.stack.pop()
         self._tell()
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase finished since the last `take`, in the order in which they ended."""
-        seconds, self._seconds = self._seconds, {}
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
         return seconds
 
     def _tell(self) -> None:
+        with self._lock:
+            thread = threading.get_ident()
+            if len(self._lane.stack) > 1:
+                self._innermost[thread] = self.current
+            else:
+                self._innermost.pop(thread, None)
+            under_way = " + ".join(self._innermost.values()) or self.current
         if self._on_change is not None:
-            self._on_change(self.current)
+            self._on_change(under_way)

@@ -1,134 +1,28 @@
-"""The two sides of the loop as the driver sees them: verbs over groups of worker processes."""
+"""From a recipe and its placement to the running roles."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import uuid4
 
-import torch
-
-from fivefold.algorithms.loss import Loss
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.session import Role, Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import EngineConfig, TrainRecipe
+from fivefold.config.schema import EngineConfig, Recipe, TrainRecipe
+from fivefold.engine.sharing import BatchPlanner
+from fivefold.families.read import load_shape
 from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
-from fivefold.planning.blueprint import draw_up
-from fivefold.planning.question_sources import Changes, question_of_recipe
-from fivefold.roles.rollout import RolloutWorker
-from fivefold.roles.trainer import TrainerSpec, TrainerWorker
-from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.planning.beside_rollout import bytes_kept_beside_rollout
+from fivefold.roles.actor import Actor
+from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
+from fivefold.roles.rollout import Rollout, RolloutWorker
+from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.types import Batch, Completion, Prompt
-
-ANY_GPU = "h100-80g"
-"""What a role keeps on its GPU does not depend on the GPU."""
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one optimizer step did, and the metrics of its loss."""
-
-    metrics: dict[str, float]
-    skipped: bool
-    non_finite: tuple[str, ...]
-    """Of a skipped step: parameters whose gradient was not finite."""
-
-
-class Actor:
-    """The model that is trained."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """float32 [T]: log-probs of the trained tokens."""
-        result: torch.Tensor = self._group.call_first("compute_logprobs", batch, temperature)
-        return result
-
-    def update(self, batch: Batch, loss: Loss) -> UpdateResult:
-        """One optimizer step on a mini-batch."""
-        result = self._group.call_first("update", batch, loss)
-        step = result["step"]
-        metrics = {**result["metrics"], "grad_norm": step.grad_norm, "lr": step.learning_rate}
-        return UpdateResult(metrics, step.skipped, step.non_finite)
-
-    def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        self._group.call_first("save", folder)
-
-    def release(self) -> None:
-        """Give unused device memory back, for an engine that shares the devices."""
-        self._group.call("release_cache")
-
-    def send_weights(self, rollout: Rollout, version: int) -> None:
-        """Bring every rollout replica to the weights of now."""
-        rollout.receive_weights(self._group, version)
-
-
-class Reference:
-    """The frozen model that the KL divergence is measured against, in the actor's processes or in its own."""
-
-    def __init__(self, group: WorkerGroup, *, beside_actor: bool, actor_on_devices: Actor | None = None) -> None:
-        """`actor_on_devices`: the actor, if it has processes of its own on devices of the reference."""
-        self._group = group
-        self._beside_actor = beside_actor
-        self._actor_on_devices = actor_on_devices
-
-    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """float32 [T]: log-probs of the trained tokens."""
-        if self._beside_actor:
-            return self._call("compute_reference_logprobs", batch, temperature)
-        if self._actor_on_devices is not None:
-            self._actor_on_devices.release()
-        result = self._call("compute_logprobs", batch, temperature)
-        self._group.call("release_cache")  # for whoever else is on its devices
-        return result
-
-    def _call(self, method: str, batch: Batch, temperature: float) -> torch.Tensor:
-        result: torch.Tensor = self._group.call_first(method, batch, temperature)
-        return result
-
-
-class Rollout:
-    """The replicas that generate."""
-
-    def __init__(self, group: WorkerGroup, shares_devices: bool) -> None:
-        self._group = group
-        self.shares_devices = shares_devices
-
-    def generate(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
-    ) -> list[Completion]:
-        """`n_samples` completions of each prompt, the group of a prompt side by side.
-
-        Args:
-            key: decides the random choices, together with a prompt's place and the sample's place in its group.
-        """
-        requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key)
-        share = math.ceil(len(requests) / len(self._group))
-        shares = [requests[start : start + share] for start in range(0, share * len(self._group), share)]
-        answers = self._group.call_each("generate", shares, sampling=sampling)
-        return [completion for answer in answers for completion in answer]
-
-    def receive_weights(self, source: WorkerGroup, version: int) -> None:
-        """Take over the weights that the ranks of `source` export, piece by piece."""
-        self._group.feed("update_weights", source.stream("weight_buckets"), version)
-
-    def sleep(self) -> None:
-        """Forget the weights and leave the devices to the actor."""
-        self._group.call("sleep")
-
-    def wake(self) -> None:
-        """Take the devices back; the next thing must be new weights."""
-        self._group.call("wake")
 
 
 @dataclass(frozen=True)
@@ -155,11 +49,36 @@ class Roles:
 
 def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int) -> Roles:
     """Start the processes of all roles of `recipe`; `path` is the actor's model, folder or hub name."""
+    spec = actor_spec(recipe, placement, path, total_steps)
+    roles = [_trainer_role("actor", placement, spec)]
+    reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
+    alone = None
+    if reference is not None and "ref" in placement:
+        alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
+        roles.append(_trainer_role("ref", placement, alone))
+    groups = _launch(session, rollout_role(recipe, placement, path, load_weights=False), roles, placement)
+    trainer = _trainer(groups["actor"], spec)
+    actor = Actor(trainer)
+    return Roles(
+        actor=actor,
+        rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
+        reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
+    )
+
+
+def launch_actor(session: Session, recipe: Recipe, placement: Placement, path: str, total_steps: int) -> Actor:
+    """Start the processes of the actor alone."""
+    spec = actor_spec(recipe, placement, path, total_steps)
+    return Actor(_trainer(session.launch(_trainer_role("actor", placement, spec))["actor"], spec))
+
+
+def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int) -> TrainerSpec:
+    """What each process of the actor is made of: its model, and the reference where that is in the same processes."""
     model = engine_config(recipe.actor, path)
-    needs_reference = recipe.actor.kl_ctl > 0
-    reference = _reference_config(recipe, model) if needs_reference else None
-    beside_actor = "ref" not in placement
-    spec = TrainerSpec(
+    reference = None
+    if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0 and "ref" not in placement:
+        reference = _reference_config(recipe, model)
+    return TrainerSpec(
         model=model,
         layout=placement["actor"].layout,
         seed=recipe.seed,
@@ -167,19 +86,17 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         tokenizer=resolve_model_path(recipe.tokenizer_path) if recipe.tokenizer_path else None,
         optimizer=recipe.actor.optimizer,
         total_steps=total_steps,
-        reference=reference if beside_actor else None,
+        reference=reference,
     )
-    trainers = [Role("actor", placement["actor"].devices, TrainerWorker, (spec,), distributed=True)]
-    if reference is not None and not beside_actor:
-        own = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
-        trainers.append(Role("ref", placement["ref"].devices, TrainerWorker, (own,), distributed=True))
-    groups = _launch(session, rollout_role(recipe, placement, path, load_weights=False), trainers, placement)
-    actor = Actor(groups["actor"])
-    return Roles(
-        actor=actor,
-        rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
-        reference=_reference(groups, actor, placement) if needs_reference else None,
-    )
+
+
+def _trainer_role(name: str, placement: Placement, spec: TrainerSpec) -> Role:
+    return Role(name, placement[name].devices, TrainerWorker, (spec,), distributed=True)
+
+
+def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
+    shape = load_shape(resolve_model_folder(spec.model.path))
+    return Trainer(group, BatchPlanner.of(spec.model, spec.layout, shape))
 
 
 def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement: Placement) -> dict[str, WorkerGroup]:
@@ -187,18 +104,20 @@ def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement
     if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
         return session.launch(rollout, *trainers)
     groups = session.launch(rollout)
-    groups["rollout"].call("sleep")
+    groups["rollout"].call(RolloutWorker.sleep)
     groups |= session.launch(*trainers)
-    groups["actor"].call("release_cache")
-    groups["rollout"].call("wake")
+    groups["actor"].call(TrainerWorker.release_cache)
+    groups["rollout"].call(RolloutWorker.wake)
     return groups
 
 
-def _reference(groups: Mapping[str, WorkerGroup], actor: Actor, placement: Placement) -> Reference:
-    if "ref" not in placement:
-        return Reference(groups["actor"], beside_actor=True)
+def _reference(
+    groups: Mapping[str, WorkerGroup], actors: Trainer, alone: TrainerSpec | None, placement: Placement
+) -> Reference:
+    if alone is None:
+        return ReferenceBesideActor(actors)
     shares = "actor" in placement.sharers("ref")
-    return Reference(groups["ref"], beside_actor=False, actor_on_devices=actor if shares else None)
+    return ReferenceAlone(_trainer(groups["ref"], alone), Actor(actors) if shares else None)
 
 
 def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:
@@ -256,13 +175,10 @@ def check_engines(placement: Placement) -> None:
 
 
 def _kept_beside_rollout(recipe: TrainRecipe, path: str) -> int:
-    """Bytes of each device that other roles keep while the rollout is awake, as `fivefold plan` counts them."""
-    actor = recipe.actor.model_copy(update={"path": str(resolve_model_folder(path))})
-    ref = recipe.ref
-    if ref.path is not None:
-        ref = ref.model_copy(update={"path": str(resolve_model_folder(ref.path))})
-    local = recipe.model_copy(update={"actor": actor, "ref": ref})
-    return draw_up(question_of_recipe(local, ANY_GPU, Changes())).rollouts[0].beside
+    reference = recipe.ref.path
+    return bytes_kept_beside_rollout(
+        recipe, resolve_model_folder(path), None if reference is None else resolve_model_folder(reference)
+    )
 
 
 def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:

@@ -16,7 +16,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.evaluate import evaluate
 from fivefold.rollout.servers import command
-from fivefold.train import plan_run
+from fivefold.train import set_up
 from tests.e2e.conftest import ROOT, Fivefold
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -123,7 +123,7 @@ def test_a_second_run_of_the_same_name_is_refused(run: Path, fivefold: Fivefold)
 )
 def test_what_cannot_work_is_refused_before_anything_starts(override: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        plan_run(load_recipe(QUICKSTART, [override], TrainRecipe))
+        set_up(load_recipe(QUICKSTART, [override], TrainRecipe))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def no_package(name: str) -> None:
     """In place of `find_spec`: neither vLLM nor SGLang is installed."""
 
 
-@pytest.mark.parametrize("run", [plan_run, evaluate])
+@pytest.mark.parametrize("run", [set_up, evaluate])
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("overrides", "expected"),
@@ -174,11 +174,11 @@ def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(ValueError, match="no rows"):
-        plan_run(load_recipe(QUICKSTART, [f"train_dataset.path={empty}"], TrainRecipe))
+        set_up(load_recipe(QUICKSTART, [f"train_dataset.path={empty}"], TrainRecipe))
 
 
 def test_prompts_above_the_limit_are_dropped_and_counted() -> None:
-    plan = plan_run(load_recipe(QUICKSTART, ["train_dataset.max_length=9"], TrainRecipe))
-    assert plan.data.n_too_long > 0
-    assert len(plan.data) + plan.data.n_too_long == plan.data.n_rows
-    assert all(len(prompt.token_ids) <= 9 for prompt in plan.data.prompts)
+    setup = set_up(load_recipe(QUICKSTART, ["train_dataset.max_length=9"], TrainRecipe))
+    assert setup.data.n_too_long > 0
+    assert len(setup.data) + setup.data.n_too_long == setup.data.n_rows
+    assert all(len(prompt.token_ids) <= 9 for prompt in setup.data.prompts)

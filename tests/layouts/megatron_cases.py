@@ -15,6 +15,7 @@ from worker_pool import rejoin
 
 from fivefold.algorithms.loss import Loss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.engine.sharing import Share
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
@@ -46,6 +47,28 @@ class OpenEngine(MegatronEngine):
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         super()._finalize_gradients(chunks, num_tokens, **{**options, "force_all_reduce": True})
+
+    def forward_backward_of(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """`forward_backward` on this replica's share of a whole mini-batch."""
+        return self.forward_backward(self.share(batch), loss)
+
+    def logprobs_of(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`compute_logprobs` of a whole mini-batch, put together from the shares of all replicas."""
+        plan = self.planner.plan(batch.lengths)
+        whole = torch.zeros(2, batch.n_tokens)
+        own = torch.stack(self.compute_logprobs(self.share(batch), temperature=temperature))
+        starts, place = batch.offsets(), 0
+        for index in plan.sequences(self.groups.dp.rank()):
+            length = batch.lengths[index]
+            whole[:, starts[index] : starts[index + 1]] = own[:, place : place + length]
+            place += length
+        torch.distributed.all_reduce(whole, group=self.groups.dp)
+        logprobs, entropies = whole
+        return logprobs, entropies
+
+    def share(self, batch: Batch) -> Share:
+        """This replica's share of a whole mini-batch."""
+        return self.planner.plan(batch.lengths).share(batch, self.groups.dp.rank())
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The accumulated gradient under Hugging Face names."""
@@ -102,8 +125,8 @@ class Gradients:
 def gradients(case: Case, folder: Path, batch: Batch, loss: Loss) -> Gradients:
     """Predictions, loss and gradient of one batch."""
     engine = case.engine(folder, OptimizerConfig())
-    logprobs, entropy = engine.compute_logprobs(batch, temperature=loss.temperature)
-    metrics = engine.forward_backward(batch, loss)
+    logprobs, entropy = engine.logprobs_of(batch, temperature=loss.temperature)
+    metrics = engine.forward_backward_of(batch, loss)
     return Gradients(logprobs, entropy, metrics["loss"], whole(engine.gradients()))
 
 
@@ -119,7 +142,7 @@ def train(case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: Optimiz
     engine = case.engine(folder, optimizer)
     steps, metrics = [], []
     for _ in range(n_steps):
-        metrics.append(engine.forward_backward(batch, loss))
+        metrics.append(engine.forward_backward_of(batch, loss))
         result = engine.optim_step()
         assert not result.skipped
         steps.append(Step(metrics[-1]["loss"], result.grad_norm))
@@ -131,7 +154,7 @@ def train_and_save(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step, the model written to `saved`; the log-probs and entropies of the model that was written."""
     engine = case.engine(folder, optimizer)
-    engine.forward_backward(batch, loss)
+    engine.forward_backward_of(batch, loss)
     engine.optim_step()
     engine.save_hf(saved)
-    return engine.compute_logprobs(batch, temperature=1.0)
+    return engine.logprobs_of(batch, temperature=1.0)

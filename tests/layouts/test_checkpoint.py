@@ -26,7 +26,7 @@ def train_saving(case: Case, model: Path, folder: Path, skipped: int | None = No
     """
     engine = case.engine(model, OPTIMIZER)
     for step in range(4):
-        engine.forward_backward(uneven_batch(), SFTLoss())
+        engine.forward_backward_of(uneven_batch(), SFTLoss())
         if step == skipped:
             next(iter(engine.parameters.values())).main_grad.fill_(torch.nan)
         rate = engine.optim_step().learning_rate
@@ -40,7 +40,7 @@ def go_on(case: Case, model: Path, folder: Path) -> tuple[Tensors, float]:
     engine = case.engine(model, OPTIMIZER)
     engine.load(folder)
     for _ in range(2):
-        engine.forward_backward(uneven_batch(), SFTLoss())
+        engine.forward_backward_of(uneven_batch(), SFTLoss())
         rate = engine.optim_step().learning_rate
     return whole(engine.export_weights()), rate
 

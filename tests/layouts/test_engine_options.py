@@ -55,7 +55,7 @@ def routings(case: Case, folder: Path, batch: Batch) -> list[Routing]:
 
     for router in engine.modules_of(TopKRouter):
         router.register_forward_hook(note)
-    engine.compute_logprobs(batch, temperature=1.0)
+    engine.logprobs_of(batch, temperature=1.0)
     return found
 
 
@@ -145,7 +145,7 @@ def message_of(call: Callable[..., Any], *args: Any) -> str:
 
 
 def train_without_optimizer(case: Case, folder: Path) -> None:
-    case.engine(folder).forward_backward(uneven_batch(), SFTLoss())
+    case.engine(folder).forward_backward_of(uneven_batch(), SFTLoss())
 
 
 def step_without_optimizer(case: Case, folder: Path) -> None:
@@ -209,11 +209,11 @@ def two_engines(case: Case, folder: Path, batch: Batch) -> tuple[torch.Tensor, t
     """In a worker: log-probs of an untrained model, before and after another one of the same layout was trained."""
     reference = case.engine(folder)
     actor = case.engine(folder, OptimizerConfig(lr=0.1))
-    before, _ = reference.compute_logprobs(batch, temperature=1.0)
-    actor.forward_backward(batch, SFTLoss())
+    before, _ = reference.logprobs_of(batch, temperature=1.0)
+    actor.forward_backward_of(batch, SFTLoss())
     actor.optim_step()
-    after, _ = reference.compute_logprobs(batch, temperature=1.0)
-    trained, _ = actor.compute_logprobs(batch, temperature=1.0)
+    after, _ = reference.logprobs_of(batch, temperature=1.0)
+    trained, _ = actor.logprobs_of(batch, temperature=1.0)
     assert not trained.equal(after)
     return before, after
 
@@ -242,8 +242,8 @@ def accumulated(case: Case, folder: Path, batches: list[Batch]) -> Tensors:
     """In a worker: the gradient after several mini-batches without a step in between."""
     engine = case.engine(folder, OptimizerConfig())
     for batch in batches:
-        engine.forward_backward(batch, SFTLoss())
-        engine.compute_logprobs(batch, temperature=1.0)
+        engine.forward_backward_of(batch, SFTLoss())
+        engine.logprobs_of(batch, temperature=1.0)
     return {name: tensor.clone() for name, tensor in engine.gradients()}
 
 
@@ -276,7 +276,7 @@ def test_the_vocabulary_is_padded_out_of_sight(workers: Workers, models: Path) -
 def remains_after_training(case: Case, folder: Path) -> bool:
     """In a worker: whether an engine outlives the last use of its name."""
     engine = case.engine(folder, OptimizerConfig())
-    engine.forward_backward(uneven_batch(), SFTLoss())
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
     engine.optim_step()
     reference = weakref.ref(engine)
     del engine

@@ -198,8 +198,8 @@ def test_no_tensor_holds_more_logits_than_a_chunk(workers: Workers, n_ranks: int
 def largest_tensor_of_an_engine(case: Case, folder: Path, batch: Batch, loss: PolicyLoss) -> int:
     engine = case.engine(folder, OptimizerConfig())
     with LargestTensor() as largest:
-        engine.compute_logprobs(batch, temperature=loss.temperature)
-        engine.forward_backward(batch, loss)
+        engine.logprobs_of(batch, temperature=loss.temperature)
+        engine.forward_backward_of(batch, loss)
     return largest.elements
 
 

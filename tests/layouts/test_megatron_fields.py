@@ -58,7 +58,7 @@ def decayed(case: Case, folder: Path) -> Tensors:
     """In a worker: the weights after a step that does nothing but decay them."""
     engine = case.engine(folder, OptimizerConfig(lr=0.1, weight_decay=0.5))
     batch = uneven_batch()
-    engine.forward_backward(Batch(batch.lengths, batch.tokens_T, torch.zeros_like(batch.mask_T)), SFTLoss())
+    engine.forward_backward_of(Batch(batch.lengths, batch.tokens_T, torch.zeros_like(batch.mask_T)), SFTLoss())
     engine.optim_step()
     return whole(engine.export_weights())
 

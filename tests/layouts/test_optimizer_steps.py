@@ -58,7 +58,7 @@ def rates(case: Case, folder: Path, config: OptimizerConfig, n_steps: int) -> li
     engine, batch = case.engine(folder, config, total_steps=n_steps), uneven_batch()
     found = []
     for _ in range(n_steps):
-        engine.forward_backward(batch, SFTLoss())
+        engine.forward_backward_of(batch, SFTLoss())
         result = engine.optim_step()
         found.append((result.learning_rate, {group["lr"] for group in engine.optimizer.megatron.param_groups}))
     return found
@@ -81,7 +81,7 @@ def untrained(batch: Batch) -> Batch:
 def step_without_gradient(case: Case, folder: Path, config: OptimizerConfig) -> tuple[StepResult, Tensors]:
     """In a worker: one step on a batch that trains no token."""
     engine = case.engine(folder, config)
-    engine.forward_backward(untrained(uneven_batch()), SFTLoss())
+    engine.forward_backward_of(untrained(uneven_batch()), SFTLoss())
     return engine.optim_step(), whole(engine.export_weights())
 
 
@@ -110,7 +110,7 @@ class NormAndGradient:
 def gradient_norm(case: Case, folder: Path) -> NormAndGradient:
     """In a worker: the norm that a step reports, and the gradient that it is the norm of."""
     engine = case.engine(folder, OptimizerConfig())
-    engine.forward_backward(uneven_batch(), SFTLoss())
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
     gradients = whole(engine.gradients())
     return NormAndGradient(engine.optim_step().grad_norm, gradients)
 
@@ -131,7 +131,7 @@ def clipped_update(case: Case, folder: Path, config: OptimizerConfig) -> tuple[f
     """In a worker: one step whose update is nearly proportional to the clipped gradient, for epsilon dwarfs it."""
     engine = case.engine(folder, config)
     before = {name: tensor.double().clone() for name, tensor in engine.export_weights()}
-    engine.forward_backward(uneven_batch(), SFTLoss())
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
     norm = engine.optim_step().grad_norm
     after = whole(engine.export_weights())
     return norm, {name: after[name].double() - before[name] for name in after}
@@ -166,19 +166,19 @@ def bad_step(case: Case, folder: Path, poisoned: tuple[str, ...], value: float) 
     """In a worker: a step with one element of each of some parameters' gradients overwritten, then a good one."""
     engine, batch = case.engine(folder, OptimizerConfig(lr=0.1)), uneven_batch()
     before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
-    engine.forward_backward(batch, SFTLoss())
+    engine.forward_backward_of(batch, SFTLoss())
     for name in poisoned:
         if name in engine.parameters:
             engine.parameters[name].main_grad.flatten()[-1] = value
     result = engine.optim_step()
     is_unchanged = all(parameter.equal(before[name]) for name, parameter in engine.parameters.items())
-    engine.forward_backward(batch, SFTLoss())
+    engine.forward_backward_of(batch, SFTLoss())
     return BadStep(result, is_unchanged, engine.optim_step(), whole(engine.export_weights()))
 
 
 def good_step(case: Case, folder: Path) -> Tensors:
     engine = case.engine(folder, OptimizerConfig(lr=0.1))
-    engine.forward_backward(uneven_batch(), SFTLoss())
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
     engine.optim_step()
     return whole(engine.export_weights())
 
@@ -213,7 +213,7 @@ class ExplodingLoss(SFTLoss):
 
 def exploding_step(case: Case, folder: Path) -> StepResult:
     engine = case.engine(folder, OptimizerConfig())
-    engine.forward_backward(uneven_batch(), ExplodingLoss())
+    engine.forward_backward_of(uneven_batch(), ExplodingLoss())
     return engine.optim_step()
 
 

@@ -14,8 +14,8 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import LossInputs
 from fivefold.config.schema import MicroBatchConfig, OptimizerConfig
 from fivefold.data.sampler import EpochSampler
-from fivefold.data.sft import SFTExample, sft_batch
-from fivefold.types import Batch
+from fivefold.data.sft import SFTExample, sft_columns
+from fivefold.types import Batch, Totals
 
 N_SAMPLES, BATCH_SIZE = 12, 6
 LAYOUTS = (
@@ -43,8 +43,8 @@ class Recorder:
     entropy_gradient: bool = False
     seen: list[int] = field(default_factory=list)
 
-    def normalizer(self, batch: Batch) -> float:
-        return float(len(batch))
+    def normalizer(self, totals: Totals) -> float:
+        return float(totals.n_sequences)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         samples = inputs.fields["sample"].split(list(inputs.lengths)) if inputs.lengths else ()
@@ -52,7 +52,7 @@ class Recorder:
             assert sample_L.unique().numel() == 1, "a sequence was torn, or mixed with another"
             self.seen.append(int(sample_L[0]))
         counts = {"sequences/sum": torch.tensor(float(len(inputs.lengths))), "tokens/sum": inputs.mask_T.sum()}
-        return -(inputs.logprobs_T * inputs.mask_T).sum(), counts
+        return -(inputs.predictions["logprobs"] * inputs.mask_T).sum(), counts
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,12 @@ def examples() -> list[SFTExample]:
     return [SFTExample(ids[:2], ids[2:]) for ids in tokens]
 
 
+def as_batch(chosen: list[SFTExample]) -> Batch:
+    columns = sft_columns(chosen)
+    tokens_T, mask_T = (torch.from_numpy(columns.values[name]) for name in ("tokens", "mask"))
+    return Batch(tuple(columns.lengths_N.tolist()), tokens_T.long(), mask_T.float())
+
+
 def train_an_epoch(case: Case, folder: Path) -> Seen:
     """In a worker: one epoch over the examples, in shuffled batches."""
     engine, recorder = case.engine(folder, OptimizerConfig()), Recorder()
@@ -83,10 +89,10 @@ def train_an_epoch(case: Case, folder: Path) -> Seen:
     counts, expected_counts = [], []
     while sampler.epoch == 0:
         chosen = sampler.next_batch()
-        batch = sft_batch([example for _, example in chosen])
+        batch = as_batch([example for _, example in chosen])
         numbers = torch.tensor([float(number) for number, _ in chosen])
         batch = batch.with_fields(sample=numbers.repeat_interleave(torch.tensor(batch.lengths)))
-        metrics = engine.forward_backward(batch, recorder)
+        metrics = engine.forward_backward_of(batch, recorder)
         engine.optim_step()
         counts.append((metrics["sequences/sum"], metrics["tokens/sum"]))
         expected_counts.append((float(BATCH_SIZE), float(batch.mask_T.sum())))

@@ -38,6 +38,16 @@ VARIANTS = [
 ]
 
 
+def raw_inputs(
+    logprobs_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    lengths: tuple[int, ...],
+    fields: dict[str, torch.Tensor],
+) -> LossInputs:
+    return LossInputs({"logprobs": logprobs_T, "entropy": entropy_T}, mask_T, lengths, fields)
+
+
 def make_batch(seed: int = 0) -> tuple[Batch, torch.Tensor, torch.Tensor]:
     """A batch in float64 with ratios on both sides of the clips, current log-probs, and entropies."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +69,7 @@ def make_batch(seed: int = 0) -> tuple[Batch, torch.Tensor, torch.Tensor]:
 
 
 def inputs_of(batch: Batch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -> LossInputs:
-    return LossInputs(logprobs_T, entropy_T, batch.mask_T, batch.lengths, batch.fields)
+    return raw_inputs(logprobs_T, entropy_T, batch.mask_T, batch.lengths, batch.fields)
 
 
 def reference_cost(loss: PolicyLoss, logprob: float, entropy: float, fields: dict[str, float]) -> float:
@@ -100,7 +110,7 @@ def test_value_equals_a_loop_over_tokens(loss: PolicyLoss) -> None:
     batch, logprobs, entropy = make_batch()
     total, _ = loss(inputs_of(batch, logprobs, entropy))
     expected = reference_loss(loss, batch, logprobs.tolist(), entropy.tolist())
-    assert total.item() / loss.normalizer(batch) == pytest.approx(expected, rel=1e-12)
+    assert total.item() / loss.normalizer(batch.totals()) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("loss", VARIANTS)
@@ -109,7 +119,7 @@ def test_gradient_equals_finite_differences(loss: PolicyLoss) -> None:
     logprobs.requires_grad_()
     entropy.requires_grad_()
     total, _ = loss(inputs_of(batch, logprobs, entropy))
-    (total / loss.normalizer(batch)).backward()
+    (total / loss.normalizer(batch.totals())).backward()
     step = 1e-6
     for tensor in (logprobs, entropy):
         got = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -141,18 +151,18 @@ def test_sequence_mean_gives_each_sequence_the_same_weight() -> None:
     batch, logprobs, entropy = make_batch()
     fields = {"advantages": torch.ones_like(logprobs)}
     logprobs.requires_grad_()
-    total, _ = loss(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+    total, _ = loss(raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
     total.backward()
     assert logprobs.grad is not None
     assert [grad.sum().item() for grad in batch.split(logprobs.grad)] == pytest.approx([-1, -1, 0, -1, -1])
-    assert loss.normalizer(batch) == 4
+    assert loss.normalizer(batch.totals()) == 4
 
 
 def test_without_old_logprobs_the_gradient_is_the_policy_gradient() -> None:
     batch, logprobs, entropy = make_batch()
     logprobs.requires_grad_()
     fields = {"advantages": batch.fields["advantages"]}
-    total, metrics = BASE(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+    total, metrics = BASE(raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
     total.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, -batch.fields["advantages"] * batch.mask_T, rtol=0, atol=0)
@@ -171,7 +181,9 @@ def test_values_under_the_mask_reach_neither_loss_nor_gradient() -> None:
     fields = {name: poison(value, math.nan) for name, value in batch.fields.items()}
     bad_logprobs = poison(logprobs, -math.inf).requires_grad_()
     bad_entropy = poison(entropy, math.nan).requires_grad_()
-    total, metrics = loss(LossInputs(bad_logprobs, bad_entropy, batch.mask_T, batch.lengths, fields))
+    total, metrics = loss(
+        LossInputs({"logprobs": bad_logprobs, "entropy": bad_entropy}, batch.mask_T, batch.lengths, fields)
+    )
     total.backward()
     assert total.item() == clean.item()
     assert {name: value.item() for name, value in metrics.items()} == {n: v.item() for n, v in clean_metrics.items()}
@@ -186,7 +198,9 @@ def test_a_far_ratio_stays_finite() -> None:
     fields = {"advantages": torch.tensor([0.0, -1.0, -1.0]), "old_logprobs": torch.tensor([0.0, -1.0, -900.0])}
     fields["ref_logprobs"] = torch.tensor([0.0, -1.0, -900.0])
     loss = replace(BASE, kl_coeff=0.1)
-    total, metrics = loss(LossInputs(logprobs, torch.zeros(3), torch.tensor([0.0, 1.0, 1.0]), (3,), fields))
+    total, metrics = loss(
+        LossInputs({"logprobs": logprobs, "entropy": torch.zeros(3)}, torch.tensor([0.0, 1.0, 1.0]), (3,), fields)
+    )
     total.backward()
     assert logprobs.grad is not None
     assert all(value.isfinite() for value in [total, *logprobs.grad, *metrics.values()])
@@ -201,7 +215,9 @@ def test_metrics_against_hand_counts() -> None:
         "rollout_logprobs": torch.tensor([7.0, 0.1, 0.0, -0.3, 0.0], dtype=torch.float64),
     }
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    _, metrics = replace(BASE, dual_clip=1.5)(LossInputs(logprobs, zeros + 2, mask, (5,), fields))
+    _, metrics = replace(BASE, dual_clip=1.5)(
+        LossInputs({"logprobs": logprobs, "entropy": zeros + 2}, mask, (5,), fields)
+    )
     values = {name: value.item() for name, value in metrics.items()}
     # Per token: 0.5 clipped below to 0.8; 0.5 and its advantage stand; 2 clipped to 1.3; 2 dual-clipped to 1.5.
     assert values["policy_loss"] == pytest.approx(0.8 - 0.5 - 1.3 + 1.5)
@@ -222,7 +238,9 @@ def test_a_kl_penalty_without_reference_is_an_error() -> None:
     batch, logprobs, entropy = make_batch()
     fields = {"advantages": batch.fields["advantages"]}
     with pytest.raises(ValueError, match=r"kl_ctl=0.1.*no `ref_logprobs`"):
-        replace(BASE, kl_coeff=0.1)(LossInputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+        replace(BASE, kl_coeff=0.1)(
+            LossInputs({"logprobs": logprobs, "entropy": entropy}, batch.mask_T, batch.lengths, fields)
+        )
 
 
 def test_from_config_reads_every_option() -> None:
@@ -247,7 +265,7 @@ def test_sft_loss_is_the_negative_log_likelihood_of_the_response() -> None:
     loss = SFTLoss()
     total, metrics = loss(inputs_of(batch, logprobs, entropy))
     trained = [t for t in range(batch.n_tokens) if batch.mask_T[t]]
-    assert total.item() / loss.normalizer(batch) == pytest.approx(
+    assert total.item() / loss.normalizer(batch.totals()) == pytest.approx(
         -sum(logprobs[t].item() for t in trained) / len(trained)
     )
     assert metrics["nll"].item() == total.item()
@@ -269,4 +287,4 @@ def test_a_batch_without_trained_tokens_costs_nothing(lengths: tuple[int, ...]) 
         assert {value.item() for name, value in metrics.items() if name.endswith("/max")} <= {-math.inf}
         assert total.item() == 0
         assert total.requires_grad
-        assert loss.normalizer(batch) == 1
+        assert loss.normalizer(batch.totals()) == 1

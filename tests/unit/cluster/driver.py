@@ -33,10 +33,10 @@ def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
         group = session.launch(Role("actor", [Device(0, 0)] * 2, engines.Engine))["actor"]
         run.started()
         run.metrics.write_text('{"step": 1}\n')
-        pids = [*group.call("pid"), *group.call("spawn_child")]
+        pids = [*group.call(engines.Engine.pid), *group.call(engines.Engine.spawn_child)]
         print("READY", *pids, flush=True)
         with timers.phase("train"):
-            group.call("hang_here")
+            group.call(engines.Engine.hang_here)
 
 
 if __name__ == "__main__":

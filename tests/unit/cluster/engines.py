@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -36,6 +37,8 @@ class Engine:
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         self.n_yielded = 0
+        self.told = threading.Event()
+        self.word = ""
 
     def echo(self, value: object, suffix: str = "") -> str:
         return f"{self.rank}:{value}{suffix}"
@@ -57,6 +60,22 @@ class Engine:
             for index in range(n):
                 record.write(b".")
                 yield index
+
+    def make_bytes(self, n: int) -> tuple[str, bytes]:
+        """A pair of a summary and a payload."""
+        return f"{self.rank} made {n}", bytes(n)
+
+    def total_length(self, *payloads: bytes) -> int:
+        return sum(map(len, payloads))
+
+    def run_until_told(self) -> str:
+        self.told.wait(HANG_S)
+        return self.word
+
+    def tell_to_stop(self, word: str) -> str:
+        self.word = word
+        self.told.set()
+        return f"{self.rank} heard {word}"
 
     def yielded(self) -> int:
         return self.n_yielded

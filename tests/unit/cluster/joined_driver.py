@@ -28,5 +28,5 @@ if __name__ == "__main__":
     devices = [Device(0, 0), Device(0, 1)]
     with Session.open(scheduler, ClusterConfig(n_gpus_per_node=3), Path(logs), PhaseTimers()) as session:
         groups = session.launch(Role("actor", devices, engines.Engine), Role("rollout", devices[::-1], engines.Engine))
-        seen = {name: group.call("environment", "CUDA_VISIBLE_DEVICES") for name, group in groups.items()}
+        seen = {name: group.call(engines.Engine.environment, "CUDA_VISIBLE_DEVICES") for name, group in groups.items()}
     print(json.dumps({"refused": refused, "seen": seen}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -25,21 +27,52 @@ def launch(session: Session, n: int, name: str = "actor") -> WorkerGroup:
 def test_calls_reach_the_ranks_they_name(session: Session) -> None:
     group = launch(session, 3)
     assert len(group) == 3
-    assert group.call("echo", [7], suffix="!") == ["0:[7]!", "1:[7]!", "2:[7]!"]
-    assert group.call_first("echo", "x") == "0:x"
-    assert group.call_each("echo", ["a", "b", "c"]) == ["0:a", "1:b", "2:c"]
-    with pytest.raises(ValueError, match="2 items for 3 ranks"):
-        group.call_each("echo", ["a", "b"])
+    assert group.call(Engine.echo, [7], suffix="!") == ["0:[7]!", "1:[7]!", "2:[7]!"]
+    assert group.call_first(Engine.echo, "x") == "0:x"
+    assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)]) == ["0:a", "1:b", "2:c"]
+    with pytest.raises(ValueError, match="arguments for 2 ranks, but has 3"):
+        group.call_each(Engine.echo, [("a",), ("b",)])
+
+
+def test_what_is_kept_goes_from_worker_to_worker_and_not_through_the_driver(session: Session) -> None:
+    group = launch(session, 2)
+    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)])
+    assert [summary for summary, _ in kept] == ["0 made 3", "1 made 5"]
+    (_, first), (_, second) = kept
+    # Each rank reads what both have made.
+    assert group.call_each(Engine.total_length, [(first, second), (second,)]) == [8, 5]
+
+
+def test_a_control_call_is_answered_while_a_method_runs(session: Session) -> None:
+    group = launch(session, 2)
+    running = group.start(Engine.run_until_told)
+    assert group.control(Engine.tell_to_stop, "enough") == ["0 heard enough", "1 heard enough"]
+    assert running.wait() == ["enough", "enough"]
+
+
+def test_several_threads_wait_for_calls_of_their_own(session: Session, timers: PhaseTimers) -> None:
+    devices = [Device(0, 0)]
+    groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
+    timers.take()
+
+    def call_often(name: str) -> list[str]:
+        with timers.phase(name):
+            return [groups[name].call_first(Engine.echo, number) for number in range(50)]
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(call_often, groups))
+    assert answers == [[f"0:{number}" for number in range(50)]] * 2
+    assert timers.take().keys() == groups.keys()
 
 
 def test_driver_and_workers_know_how_their_children_ended(session: Session) -> None:
-    assert launch(session, 1).call("status_of_a_child") == [3]
+    assert launch(session, 1).call(Engine.status_of_a_child) == [3]
     assert Engine.status_of_a_child(None) == 3  # type: ignore[arg-type]
 
 
 def test_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
     group, record = launch(session, 1), tmp_path / "yielded"
-    stream = group.stream("items_on_record", str(record), 40)
+    stream = group.stream(Engine.items_on_record, str(record), 40)
     next(stream)
     time.sleep(1.0)
     assert record.stat().st_size <= 1 + STREAM_AHEAD + 2
@@ -50,14 +83,14 @@ def test_feed_hands_the_stream_of_one_role_to_every_rank_of_another(session: Ses
     devices = [Device(0, 0), Device(0, 1)]
     groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
     actor, rollout = groups["actor"], groups["rollout"]
-    assert rollout.feed("total", actor.stream("items", 12), 1000) == [1000 + sum(range(12))] * 2
-    assert actor.call("yielded") == [12, 12]
+    assert rollout.feed(Engine.total, actor.stream(Engine.items, 12), 1000) == [1000 + sum(range(12))] * 2
+    assert actor.call(Engine.yielded) == [12, 12]
     # Each begins from nothing, also after one whose readers left early.
-    assert rollout.feed("take_one", actor.stream("items", 10)) == [0, 0]
-    assert rollout.feed("total", actor.stream("items", 3), 0) == [3, 3]
-    assert rollout.feed("total", actor.stream("items", 0), 5) == [5, 5]
+    assert rollout.feed(Engine.take_one, actor.stream(Engine.items, 10)) == [0, 0]
+    assert rollout.feed(Engine.total, actor.stream(Engine.items, 3), 0) == [3, 3]
+    assert rollout.feed(Engine.total, actor.stream(Engine.items, 0), 5) == [5, 5]
     # Roles work side by side.
-    first, second = actor.start("echo", 1), rollout.start("echo", 2)
+    first, second = actor.start(Engine.echo, 1), rollout.start(Engine.echo, 2)
     assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
 
 
@@ -69,9 +102,9 @@ def test_environment_of_cpu_workers(session: Session, monkeypatch: pytest.Monkey
     groups = session.launch(Role("actor", devices, Engine), chosen)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
     threads = str(max(1, min(16, len(os.sched_getaffinity(0)) // 2)))
-    found = groups["actor"].call("environment", *names)
+    found = groups["actor"].call(Engine.environment, *names)
     assert found == [["0", "2", "0", "", threads, "1"], ["1", "2", "0", "", threads, "1"]]
-    assert groups["chosen"].call_first("environment", "OMP_NUM_THREADS", "NCCL_DEBUG") == ["3", "INFO"]
+    assert groups["chosen"].call_first(Engine.environment, "OMP_NUM_THREADS", "NCCL_DEBUG") == ["3", "INFO"]
 
 
 def test_a_process_with_several_devices_sees_them_and_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +131,15 @@ def test_a_role_has_a_process_for_each_group_of_devices(session: Session) -> Non
     devices = [Device(0, rank) for rank in range(4)]
     group = session.launch(Role("rollout", devices, Engine, devices_per_process=2))["rollout"]
     assert len(group) == 2
-    assert group.call("environment", "RANK", PLACE_ON_NODE, PROCESSES_ON_NODE) == [["0", "0", "2"], ["1", "1", "2"]]
+    assert group.call(Engine.environment, "RANK", PLACE_ON_NODE, PROCESSES_ON_NODE) == [
+        ["0", "0", "2"],
+        ["1", "1", "2"],
+    ]
 
 
 def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
     group = launch(session, 2, "talker")
-    group.call("say", "hello")
+    group.call(Engine.say, "hello")
     for rank in range(2):
         assert (session.logs / f"talker-{rank}.log").read_text().count("hello") == 3
     captured = capfd.readouterr()
@@ -113,17 +149,17 @@ def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: p
 
 def test_ranks_meet_in_torch_distributed(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
-    assert group.call("sum_of_ranks") == [1.0, 1.0]
+    assert group.call(GlooEngine.sum_of_ranks) == [1.0, 1.0]
 
 
 def test_build_by_name(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)], "fractions:Fraction", args=(3, 4)))["actor"]
-    assert group.call_first("as_integer_ratio") == (3, 4)
+    assert group.call_first(Fraction.as_integer_ratio) == (3, 4)
 
 
 def test_kill_ends_workers_and_what_they_started(session: Session) -> None:
     group = launch(session, 2)
-    pids = [*group.call("pid"), *group.call("spawn_child")]
+    pids = [*group.call(Engine.pid), *group.call(Engine.spawn_child)]
     session.kill()
     assert gone(pids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engines import Engine, GlooEngine, broken_build, gone
@@ -21,10 +22,10 @@ def launch(session: Session, n: int, name: str = "actor") -> WorkerGroup:
 
 def test_a_rank_raises_while_the_others_block(session: Session) -> None:
     group = launch(session, 2)
-    pids = group.call("pid")
+    pids = group.call(Engine.pid)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught, PhaseTimers.phase(session.timers, "train"):
-        group.call("raise_on", 1, "no good")
+        group.call(Engine.raise_on, 1, "no good")
     assert time.monotonic() - began < 5
     error = caught.value
     assert (error.role, error.rank, error.phase) == ("actor", 1, "train")
@@ -40,23 +41,23 @@ def test_a_rank_raises_while_the_others_block(session: Session) -> None:
 
 def test_the_cause_is_told_from_what_followed(session: Session) -> None:
     with pytest.raises(WorkerError) as caught:
-        launch(session, 2).call("raise_both", 1)
+        launch(session, 2).call(Engine.raise_both, 1)
     assert caught.value.rank == 1
     assert "Failed with it: actor rank 0" in str(caught.value)
 
 
 def test_an_exception_that_cannot_be_pickled(session: Session) -> None:
     with pytest.raises(WorkerError, match="cannot travel"):
-        launch(session, 1).call("raise_unpicklable")
+        launch(session, 1).call(Engine.raise_unpicklable)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_process_dies_while_the_others_block(session: Session, number: signal.Signals) -> None:
     group = launch(session, 2)
-    pids = group.call("pid")
+    pids = group.call(Engine.pid)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        group.call("kill_itself", 1, number)
+        group.call(Engine.kill_itself, 1, number)
     assert time.monotonic() - began < 8
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
     assert "died without a traceback" in str(caught.value)
@@ -67,16 +68,35 @@ def test_a_process_dies_while_the_others_block(session: Session, number: signal.
 def test_a_peer_is_killed_in_a_collective(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
     with pytest.raises(WorkerError) as caught:
-        group.call("barrier_without", 1, signal.SIGKILL)
+        group.call(GlooEngine.barrier_without, 1, signal.SIGKILL)
     assert caught.value.rank == 1
 
 
 def test_another_role_dies_while_one_is_waited_for(session: Session) -> None:
     devices = [Device(0, 0)]
     groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
-    groups["rollout"].start("kill_itself", 0, signal.SIGKILL)
+    groups["rollout"].start(Engine.kill_itself, 0, signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
-        groups["actor"].call("hang_here")
+        groups["actor"].call(Engine.hang_here)
+    assert caught.value.role == "rollout"
+
+
+def test_a_failure_ends_the_waits_of_all_threads(session: Session) -> None:
+    devices = [Device(0, 0)]
+    groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
+
+    def hang(_: int) -> BaseException | None:
+        try:
+            groups["actor"].call(Engine.hang_here)
+        except WorkerError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(hang, 0), threads.submit(hang, 1)]
+        with pytest.raises(WorkerError) as caught:
+            groups["rollout"].call(Engine.raise_on, 0, "no good")
+        assert [thread.result(timeout=30) for thread in waiting] == [caught.value] * 2
     assert caught.value.role == "rollout"
 
 
@@ -84,10 +104,10 @@ def test_time_out_names_who_has_not_answered_and_where_they_are(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = launch(session, 2)
-    pids = group.call("pid")
+    pids = group.call(Engine.pid)
     monkeypatch.setattr(session, "timeout_s", 1.0)
     with pytest.raises(PhaseTimeout) as caught, PhaseTimers.phase(session.timers, "weight sync"):
-        group.call("raise_on", 5, "nobody has rank 5")
+        group.call(Engine.raise_on, 5, "nobody has rank 5")
     message = str(caught.value)
     assert caught.value.phase == "weight sync"
     assert "phase 'weight sync' took longer than" in message
@@ -105,7 +125,7 @@ def test_build_fails_on_one_rank(session: Session) -> None:
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_stream_breaks(session: Session, failing_rank: int) -> None:
-    stream = launch(session, 2).stream("items_then_raise", 4, failing_rank)
+    stream = launch(session, 2).stream(Engine.items_then_raise, 4, failing_rank)
     with pytest.raises(WorkerError, match="the generator broke") as caught:
         list(stream)
     assert caught.value.rank == failing_rank
@@ -114,5 +134,5 @@ def test_a_stream_breaks(session: Session, failing_rank: int) -> None:
 def test_the_reader_of_a_feed_breaks(session: Session) -> None:
     actor, rollout = launch(session, 2), launch(session, 2, "rollout")
     with pytest.raises(WorkerError, match="cannot digest it") as caught:
-        rollout.feed("raise_while_fed", actor.stream("items", 10))
+        rollout.feed(Engine.raise_while_fed, actor.stream(Engine.items, 10))
     assert caught.value.role == "rollout"

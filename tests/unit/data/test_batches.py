@@ -1,34 +1,10 @@
-"""From samples to a ragged batch and its mini-batches."""
+"""Mini-batches of whole groups."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from fivefold.data.batches import batch_of, group_ids, minibatches
-from fivefold.types import Completion, Prompt, Sample
-
-
-def sample(index: int, prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Sample:
-    return Sample(Prompt(index, "", prompt, ground_truth=None), Completion(tokens, logprobs, "stop", 0), "", 0.0)
-
-
-def test_prompts_and_completions_lie_end_to_end() -> None:
-    samples = [sample(4, (1, 2, 3), (7, 8), (-0.5, -0.25)), sample(4, (1,), (), ()), sample(2, (5,), (6,), (-1.0,))]
-    batch = batch_of(samples)
-    assert batch.lengths == (5, 1, 2)
-    assert batch.tokens_T.tolist() == [1, 2, 3, 7, 8, 1, 5, 6]
-    assert batch.mask_T.tolist() == [0, 0, 0, 1, 1, 0, 0, 1]
-    assert batch.fields["rollout_logprobs"].tolist() == [0, 0, 0, -0.5, -0.25, 0, 0, -1.0]
-    assert (batch.tokens_T.dtype, batch.mask_T.dtype) == (torch.int64, torch.float32)
-    assert group_ids(samples) == [4, 4, 2]
-
-
-def test_samples_that_cannot_be_trained_are_errors() -> None:
-    with pytest.raises(ValueError, match="prompt 3 has no tokens"):
-        batch_of([sample(3, (), (1,), (0.0,))])
-    with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 log-probs"):
-        batch_of([sample(3, (1,), (1, 2), (0.0,))])
+from fivefold.data.batches import minibatches
 
 
 def test_minibatches_hold_whole_groups_and_each_sample_once() -> None:

@@ -18,7 +18,7 @@ from fivefold.config.schema import DatasetConfig
 from fivefold.data.prompts import load_prompts
 from fivefold.experience.samples import as_record
 from fivefold.observe.jsonl import JsonLines
-from fivefold.types import Completion, Sample
+from fivefold.types import Sample
 
 Write = Callable[..., str]
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -61,7 +61,7 @@ def test_every_ground_truth_that_loads_is_written_with_its_sample(
     assert [prompt.ground_truth for prompt in data.prompts] == truths
     with JsonLines(tmp_path / "samples.jsonl") as file:
         for prompt in data.prompts:
-            file.write(as_record(Sample(prompt, Completion((1,), (0.0,), "stop", 0), "b", 1.0)))
+            file.write(as_record(Sample(prompt, "b", "stop", 2, 1, (0, 0), {"math": 1.0})))
     written = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["ground_truth"] for line in written] == truths
 

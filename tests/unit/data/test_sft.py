@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fivefold.config.schema import SFTDatasetConfig
-from fivefold.data.sft import load_sft, sft_batch
+from fivefold.data.sft import load_sft, sft_columns
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 
 Write = Callable[..., str]
@@ -22,11 +22,11 @@ def config(path: str, **options: Any) -> SFTDatasetConfig:
 
 def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
     dataset = load_sft(config(write_jsonl(ROWS)), tokenizer)
-    batch = sft_batch(dataset.sampler(config("unused"), seed=1).next_batch())
-    assert batch.lengths == (7, 7)
+    columns = sft_columns(dataset.sampler(config("unused"), seed=1).next_batch())
+    assert columns.lengths_N.tolist() == [7, 7]
     tokens = ["<s>", *"1+1=", "2", "</s>", "<|user|>", *"hi", "<|assistant|>", *"yo", "</s>"]
-    assert batch.tokens_T.tolist() == [VOCAB[token] for token in tokens]
-    assert batch.mask_T.tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert columns.values["tokens"].tolist() == [VOCAB[token] for token in tokens]
+    assert columns.values["mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_long_examples_are_dropped_with_their_response_counted(

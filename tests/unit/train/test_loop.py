@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from fivefold import evaluate, train
 from fivefold.config.load import load_recipe
@@ -19,8 +19,15 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.launch import Actor, Reference, Roles, Rollout, UpdateResult
-from fivefold.types import Batch, Completion, Prompt
+from fivefold.roles.actor import Actor
+from fivefold.roles.launch import Roles
+from fivefold.roles.opening import OpenRun
+from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
+from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.rollout import Generated, Rollout
+from fivefold.roles.trainer import Trainer, UpdateResult
+from fivefold.sync.offer import WeightOffer
+from fivefold.types import Prompt, Sample
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 
@@ -32,23 +39,29 @@ class FixedRollout(Rollout):
         self.shares_devices = False
         self._n_answers = n_answers
 
-    def generate(self, prompts: Sequence[Prompt], n_samples: int, *_: Any) -> list[Completion]:
+    def generate(self, prompts: Sequence[Prompt], n_samples: int, *_: Any) -> Generated:
         if self._n_answers == 0:
             raise OSError("the rollout is out of answers")
         self._n_answers -= 1
-        return [Completion((5, 6), (-1.0, -1.0), "length", 0)] * (len(prompts) * n_samples)
+        asked = [prompt for prompt in prompts for _ in range(n_samples)]
+        samples = [Sample(p, "56", "length", len(p.token_ids) + 2, 2, (0, 0)) for p in asked]
+        lengths = np.array([sample.n_tokens for sample in samples])
+        return Generated(samples, RemoteBatch(lengths, np.full(len(samples), 2), ()))
+
+    def take_weights(self, offer: WeightOffer) -> None: ...
 
 
 class FixedActor(Actor):
     def __init__(self, grad_norm: float) -> None:
         self._grad_norm = grad_norm
 
-    def send_weights(self, *_: Any, **__: Any) -> None: ...
+    def offer_weights(self, version: int) -> WeightOffer:
+        return WeightOffer(version, iter(()))
 
     def save(self, folder: Path) -> None: ...
 
-    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        return batch.fields["rollout_logprobs"]
+    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        return ()
 
     def update(self, *_: Any) -> UpdateResult:
         metrics = {"loss": 0.0, "grad_norm": self._grad_norm, "lr": 1e-6}
@@ -61,11 +74,12 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
         f"cluster.fileroot={root}", "total_train_steps=2", "train_dataset.limit=64", "valid_dataset.limit=4",
         "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1",
     ]  # fmt: skip
-    plan = train.plan_run(load_recipe(QUICKSTART, overrides, TrainRecipe))
-    with pytest.raises((RunFailed, OSError)), RunDir.create(plan.recipe, overwrite=False) as run:
-        train._loop(plan, Roles(actor, rollout, None), run, RunConsole(TRAIN_COLUMNS), PhaseTimers())
+    setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
+    with pytest.raises((RunFailed, OSError)), RunDir.create(setup.recipe, overwrite=False) as folder:
+        run = OpenRun(folder, RunConsole(TRAIN_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+        train._loop(setup, Roles(actor, rollout, None), run)
     return tuple(  # type: ignore[return-value]
-        [json.loads(line) for line in file.read_text().splitlines()] for file in (run.metrics, run.samples)
+        [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )
 
 
@@ -110,34 +124,29 @@ def test_an_evaluation_that_fails_under_way_is_a_failed_run(monkeypatch: pytest.
         evaluate.evaluate(load_recipe(QUICKSTART, [], TrainRecipe))
 
 
-class Calls:
-    """Stands for a group of processes: notes what is called."""
+class NotedTrainer(Trainer):
+    """A group of processes whose verbs are noted."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
 
-    def call(self, method: str, *_: Any) -> None:
-        self._log.append(f"{self._name}.{method}")
+    def logprobs(self, batch: RemoteBatch, model: str, temperature: float, column: str) -> tuple[Piece, ...]:
+        self._log.append(f"{self._name}: {column} of its {model} model")
+        return ()
 
-    def call_first(self, method: str, *_: Any) -> torch.Tensor:
-        self.call(method)
-        return torch.zeros(1)
+    def release(self) -> None:
+        self._log.append(f"{self._name}: release")
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"beside_actor": True}, ["ref.compute_reference_logprobs"]),
-        ({"beside_actor": False}, ["ref.compute_logprobs", "ref.release_cache"]),
-        (
-            {"beside_actor": False, "actor_on_devices": True},
-            ["actor.release_cache", "ref.compute_logprobs", "ref.release_cache"],
-        ),
-    ],
-)
-def test_roles_on_the_same_devices_give_their_memory_back(options: dict[str, Any], expected: list[str]) -> None:
+def test_roles_on_the_same_devices_give_their_memory_back() -> None:
     log: list[str] = []
-    if options.get("actor_on_devices"):
-        options = {**options, "actor_on_devices": Actor(Calls("actor", log))}
-    Reference(Calls("ref", log), **options).logprobs(None, 1.0)  # type: ignore[arg-type]
-    assert log == expected
+    actors, references = NotedTrainer("actor", log), NotedTrainer("ref", log)
+    batch = RemoteBatch(np.array([3]), np.array([1]), ())
+    ReferenceBesideActor(actors).logprobs(batch, 1.0)
+    assert log == ["actor: ref_logprobs of its reference model"]
+    log.clear()
+    ReferenceAlone(references, None).logprobs(batch, 1.0)
+    assert log == ["ref: ref_logprobs of its own model", "ref: release"]
+    log.clear()
+    ReferenceAlone(references, actor_on_devices=Actor(actors)).logprobs(batch, 1.0)
+    assert log == ["actor: release", "ref: ref_logprobs of its own model", "ref: release"]

@@ -1,0 +1,52 @@
+"""Samples of a step that come from the step itself: prompts are read, answered and judged when they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.config.schema import TrainRecipe
+from fivefold.data.sampler import EpochSampler
+from fivefold.experience.samples import judge
+from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards import NamedReward
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.rollout import Rollout
+from fivefold.rollout.protocol import SamplingParams
+from fivefold.types import Prompt, Sample
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """What a step trains on."""
+
+    samples: list[Sample]
+    """Rewarded, the group of a prompt side by side."""
+    batch: RemoteBatch
+    """The same sequences, in the same order."""
+
+    @property
+    def groups(self) -> list[int]:
+        """The prompt that each sample answers: samples with equal numbers are one group."""
+        return [sample.prompt.index for sample in self.samples]
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """Takes the next prompts of the data, and has the rollout answer them with the weights of now."""
+
+    recipe: TrainRecipe
+    sampler: EpochSampler[Prompt]
+    rollout: Rollout
+    sampling: SamplingParams
+    reward: NamedReward
+    timers: PhaseTimers
+
+    def take(self, step: int) -> Experience:
+        """The experience of training step `step`, counted from 1."""
+        prompts = self.sampler.next_batch()
+        with self.timers.phase("rollout"):
+            key = (self.recipe.seed, "train", step)
+            generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
+        with self.timers.phase("rewards"):
+            samples = judge(generated.samples, self.reward)
+        return Experience(samples, generated.batch)

@@ -1,0 +1,43 @@
+"""The model that is trained, as the driver sees it. Its processes hold a `TrainerWorker` each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.algorithms.advantages import KLInReward
+from fivefold.algorithms.loss import Loss
+from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult
+from fivefold.sync.offer import WeightOffer
+
+
+class Actor:
+    """Verbs over the trainer's processes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        """Log-probs of the trained tokens under the weights of now, as the column `old_logprobs`."""
+        return self._trainer.logprobs(batch, "own", temperature, "old_logprobs")
+
+    def sum_logprobs(self, batch: RemoteBatch) -> float:
+        """The sum of the log-probs of all trained tokens, at temperature 1."""
+        return self._trainer.sum_logprobs(batch)
+
+    def update(self, batch: RemoteBatch, loss: Loss, kl: KLInReward | None = None) -> UpdateResult:
+        """One optimizer step on a mini-batch; `kl` is subtracted from its advantages first."""
+        _, arguments = self._trainer.deal(batch, loss, kl)
+        return self._trainer.group.call_each(TrainerWorker.update, arguments)[0]
+
+    def offer_weights(self, version: int) -> WeightOffer:
+        """The weights of now, for a rollout to take; they are gathered while it does."""
+        return WeightOffer(version, self._trainer.group.stream(TrainerWorker.offer_weights))
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self._trainer.group.call_first(TrainerWorker.save, folder)
+
+    def release(self) -> None:
+        """Give unused device memory back, for a role that shares the devices."""
+        self._trainer.release()

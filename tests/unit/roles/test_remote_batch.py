@@ -1,0 +1,90 @@
+"""A batch by reference and the shares made from it hold what the same batch in one place holds."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.config.schema import MicroBatchConfig
+from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.layout.parser import parse_backend
+from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
+from fivefold.types import Batch, Columns
+
+N = 23
+
+
+def whole_batch(seed: int) -> Batch:
+    random.seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = tuple(random.randint(2, 30) for _ in range(N))
+    total = sum(lengths)
+    masks = [torch.arange(length) >= random.randint(1, length) for length in lengths]
+    return Batch(
+        lengths,
+        torch.randint(0, 1000, (total,), generator=generator),
+        torch.cat(masks).float(),
+        {
+            "rollout_logprobs": torch.randn(total, generator=generator),
+            "routes": torch.randint(0, 8, (total, 2, 2), generator=generator, dtype=torch.int16),
+            "old_logprobs": torch.randn(total, generator=generator),
+            "advantages": torch.cat([torch.full((length,), float(i)) for i, length in enumerate(lengths)]),
+        },
+    )
+
+
+def columns(batch: Batch, indices: list[int], names: list[str]) -> Columns:
+    own = batch.select(indices)
+    values = {"tokens": own.tokens_T.int(), "mask": own.mask_T.bool(), **own.fields}
+    return Columns(np.array(own.lengths, np.int32), {name: values[name].numpy() for name in names})
+
+
+def remote(batch: Batch) -> RemoteBatch:
+    """Tokens in pieces as rollout replicas leave them, log-probs in other pieces, in another order."""
+    orders = [list(range(0, 9)), list(range(9, N)), random.sample(range(N), 11)]
+    orders.append([i for i in range(N) if i not in orders[2]])
+    names = [["tokens", "mask", "rollout_logprobs", "routes"]] * 2 + [["old_logprobs"]] * 2
+    pieces = [
+        # What stands for a reference is the thing itself: nothing here looks into it.
+        Piece(columns(batch, order, wanted), np.array(order))
+        for order, wanted in zip(orders, names, strict=True)
+    ]
+    trained = np.array([int(mask.sum()) for mask in batch.split(batch.mask_T)])
+    return RemoteBatch(np.array(batch.lengths), trained, tuple(pieces)).with_scalars(
+        advantages=np.arange(N, dtype=np.float32)
+    )
+
+
+def same(got: Share, want: Share) -> bool:
+    assert (got.micro_batches, got.longest, got.totals) == (want.micro_batches, want.longest, want.totals)
+    assert got.batch.lengths == want.batch.lengths
+    assert got.batch.tokens_T.equal(want.batch.tokens_T)
+    assert got.batch.mask_T.equal(want.batch.mask_T)
+    assert got.batch.fields.keys() == want.batch.fields.keys()
+    return all(got.batch.fields[name].equal(value) for name, value in want.batch.fields.items())
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d3", "megatron:d2c2t2"])
+@pytest.mark.parametrize("chosen", [list(range(N)), [20, 3, 11, 12, 0], [7]])
+def test_shares_of_a_remote_batch_are_those_of_the_batch(layout: str, chosen: list[int]) -> None:
+    batch = whole_batch(seed=len(chosen))
+    by_reference, mini_batch = remote(batch).select(chosen), batch.select(chosen)
+    planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=64), parse_backend(layout), quadratic_at=100.0)
+    plan = planner.plan(by_reference.lengths_N.tolist())
+    seen: list[int] = []
+    for replica, (order, pieces) in enumerate(by_reference.orders(plan)):
+        assert same(assemble(pickle.loads(pickle.dumps(order)), pieces), plan.share(mini_batch, replica))
+        seen += plan.sequences(replica)
+    assert sorted(seen) == list(range(len(chosen)))
+    assert by_reference.totals() == mini_batch.totals()
+
+
+def test_a_replica_gets_only_pieces_that_it_needs() -> None:
+    batch = remote(whole_batch(seed=5)).select([0, 1])  # both in the first piece of tokens
+    planner = BatchPlanner(MicroBatchConfig(), parse_backend("megatron:d2"), quadratic_at=100.0)
+    for _, pieces in batch.orders(planner.plan(batch.lengths_N.tolist())):
+        assert len(pieces) == 2, "one with tokens, one with log-probs"

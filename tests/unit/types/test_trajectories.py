@@ -1,0 +1,65 @@
+"""Trajectories, and how several of them are laid end to end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.types import NOT_SAMPLED, Batch, Columns, Completion, Prompt, Sample, Totals, Trajectory
+
+
+def trajectory(prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Trajectory:
+    problem = Prompt(3, "", prompt, ground_truth=None, data_source="sums")
+    return Trajectory.single_turn(problem, Completion(tokens, logprobs, "stop", weight_version=7))
+
+
+def test_a_single_turn_is_the_prompt_with_its_completion() -> None:
+    made = trajectory((1, 2, 3), (7, 8), (-0.5, -0.25))
+    assert (made.group, made.data_source, made.finish_reason) == (3, "sums", "stop")
+    assert made.tokens_T.tolist() == [1, 2, 3, 7, 8]
+    assert made.mask_T.tolist() == [False, False, False, True, True]
+    assert made.logprobs_T.tolist() == [0, 0, 0, -0.5, -0.25]
+    assert made.versions_T.tolist() == [NOT_SAMPLED] * 3 + [7, 7]
+
+
+def test_what_cannot_be_trained_is_an_error() -> None:
+    with pytest.raises(ValueError, match="prompt 3 has no tokens"):
+        trajectory((), (1,), (0.0,))
+    with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 log-probs"):
+        trajectory((1,), (1, 2), (0.0,))
+    with pytest.raises(ValueError, match="must have one length"):
+        Trajectory(0, "", "stop", np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
+
+
+def test_trajectories_lie_end_to_end_whatever_their_turns() -> None:
+    mask = np.array([False, True, False, True])  # a prompt, an answer, a tool's word, an answer
+    routes = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
+    versions = np.array([-1, 4, -1, 5], np.int32)
+    turns = Trajectory(8, "", "length", np.arange(4, dtype=np.int32), mask, -mask.astype(np.float32), versions, routes)
+    columns = Columns.of([trajectory((5,), (6,), (-1.0,)), turns])
+    assert columns.lengths_N.tolist() == [2, 4]
+    assert columns.values["tokens"].tolist() == [5, 6, 0, 1, 2, 3]
+    assert columns.values["mask"].tolist() == [False, True, *mask]
+    assert columns.values["rollout_logprobs"].tolist() == [0, -1, 0, -1, 0, -1]
+    assert columns.values["versions"].tolist() == [-1, 7, *versions]
+    assert "routes" not in columns.values, "the first trajectory has none"
+    assert Columns.of([turns, turns]).values["routes"].shape == (8, 2, 3)
+
+
+def test_a_sample_adds_its_rewards_up() -> None:
+    sample = Sample(Prompt(0, "", (1,), None), "two", "stop", n_tokens=2, n_sampled=1, versions=(0, 0))
+    assert sample.reward == 0
+    judged = sample.rewarded({"math": 1.0}).rewarded({"format": -0.25})
+    assert (judged.reward, judged.rewards) == (0.75, {"math": 1.0, "format": -0.25})
+
+
+def test_a_batch_knows_its_totals_and_refuses_fields_of_another_length() -> None:
+    tokens, mask = torch.arange(5), torch.tensor([0.0, 1, 1, 0, 0])
+    batch = Batch((3, 2), tokens, mask, {"routes": torch.zeros(5, 2, 3)})
+    assert batch.totals() == Totals(n_sequences=2, n_tokens=5, n_trained_tokens=2, n_trained_sequences=1)
+    assert batch.select([1]).fields["routes"].shape == (2, 2, 3)
+    with pytest.raises(ValueError, match=r"Batch.values has shape \(4,\).*must be \(5, ...\)"):
+        batch.with_fields(values=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"Batch.mask_T has shape \(5, 1\)"):
+        Batch((3, 2), tokens, mask[:, None])
