@@ -1,1 +1,1 @@
-"""Other frameworks' configurations, read key by key and written as recipes: one folder a framework."""
+"""Recipes from other frameworks' configurations, converted key by key: one folder for each framework."""

@@ -1,4 +1,4 @@
-"""What a framework's module offers."""
+"""What a framework's folder offers to the import."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from fivefold.importing.source import Document
 
 
 def merged(documents: Sequence[Document]) -> Document:
-    """The keys of all documents, those of later ones over earlier."""
+    """Return the keys of all documents; those of later documents override those of earlier ones."""
     whole = Document("source")
     for document in documents:
         whole.update(document)
     return whole
 
 
-def no_more(draft: Draft) -> None:
-    """For dialects in which nothing depends on the layout."""
+def nothing_after_layout(draft: Draft) -> None:
+    """Do nothing: in most dialects, no key depends on the layout."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """A framework's way to say things."""
+    """How a framework's keys are converted."""
 
     title: str
-    """Its name, as its authors write it."""
+    """The framework's name, as its authors write it."""
     convert: Callable[[Draft], None]
-    """Gives every key that it knows an entry, or a place in a role's plan."""
+    """Gives each key that it knows an entry in the draft, or a place in a role's plan."""
     defaults: Mapping[str, Any]
-    """What holds for keys that are left out, where Fivefold's own default is another."""
-    after_layout: Callable[[Draft], None] = no_more
-    """Gives the keys in `Draft.awaiting` their entries, with the role plans' devices known."""
+    """The framework's values for keys that a source leaves out, where Fivefold's default is another."""
+    after_layout: Callable[[Draft], None] = nothing_after_layout
+    """Gives the keys in `Draft.awaiting` their entries, once the devices of the role plans are known."""
     merge: Callable[[Sequence[Document]], Document] = merged
-    """Brings the files and overrides together."""
+    """Merges the files and the overrides."""

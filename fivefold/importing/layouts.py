@@ -1,4 +1,7 @@
-"""From another framework's degrees and device lists to allocation strings, `d` following from the devices."""
+"""Layouts: another framework's degrees and lists of devices as allocation strings.
+
+The data-parallel degree `d` follows from the devices: their number over that of a replica.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 
 MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
+"""Names of mixture-of-experts models, for models whose shape is not known."""
 DEFAULT_GPUS_PER_NODE = 8
 ANY_ROLLOUT = "transformers:d*"
 
 
 def lay_out(draft: Draft) -> None:
-    """Turns the draft's role plans into `actor.backend`, `rollout.backend`, `ref.backend` and `rollout.colocate`.
+    """Convert the draft's role plans to `actor.backend`, `rollout.backend`, `ref.backend` and `rollout.colocate`.
 
-    A plan that its devices cannot hold makes its keys unsupported; the role then takes whatever devices there are.
+    The keys of a plan that does not fit its devices become unsupported; the role then takes all devices that there are.
     """
     _check_strings(draft)
     if not draft.recipe.get("actor.kl_ctl"):
@@ -42,6 +46,7 @@ def lay_out(draft: Draft) -> None:
 
 
 def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
+    """Convert one role's plan, and return its allocation; None if there is no plan, or it does not fit."""
     plan = draft.plans.get(role)
     if plan is None:
         return None
@@ -61,7 +66,7 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
 
 
 def _drop_reference(draft: Draft) -> None:
-    """Its layout and its devices count for nothing, where there is no KL term."""
+    """Remove the reference's layout and devices: without a KL term, it is not loaded."""
     plan = draft.plans.pop("ref", None)
     for key in plan.keys if plan else ():
         draft.implied(key, NO_REFERENCE)
@@ -75,7 +80,7 @@ def _drop_reference(draft: Draft) -> None:
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
-    """The reference lives in the actor's processes, unless it is laid out otherwise on the same devices."""
+    """Convert the reference's plan: it runs in the actor's processes, with its own layout only if that differs."""
     plan = draft.plans.get("ref")
     if plan is None:
         return
@@ -90,11 +95,14 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
         for key, note in plan.keys.items():
             draft.mapped(key, "ref.backend", str(own), note)
     for key in plan.keys:
-        draft.implied(key, "as the actor, in whose processes the reference runs")
+        draft.implied(key, "the reference runs in the actor's processes, laid out as the actor")
 
 
 def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
-    """Fewer stages, for a model whose layers do not divide into equal ones: elsewhere, stages may be unequal."""
+    """Reduce the number of stages if the model's layers do not divide into equal ones.
+
+    Other frameworks allow unequal stages; Fivefold does not.
+    """
     shape = _shape(draft)
     stages = plan.get("pp") * plan.get("vpp")
     if plan.backend != "megatron" or shape is None or shape.n_layers % stages == 0:
@@ -111,7 +119,11 @@ def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
 
 
 def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
-    """The plan on its devices; with whole experts, if it is only a degree that nobody has written that does not fit."""
+    """Return the plan's allocation; with whole experts, if an expert tensor degree that is not written does not fit.
+
+    Raises:
+        ValueError: the plan does not fit its devices.
+    """
     try:
         return _allocation(draft, plan)
     except RuleError as error:
@@ -125,10 +137,10 @@ def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
 
 
 def _allocation(draft: Draft, plan: RolePlan) -> RoleAllocation:
-    """The plan on its devices.
+    """Return the plan's allocation on its devices.
 
     Raises:
-        ValueError: whole replicas do not fill the devices, or experts do not fit a pipeline stage.
+        ValueError: the devices do not hold whole replicas, or the experts' degrees do not fit a pipeline stage.
     """
     replica = plan.get("tp") * plan.get("pp") * plan.get("cp")
     dp = None
@@ -150,7 +162,10 @@ def _allocation(draft: Draft, plan: RolePlan) -> RoleAllocation:
 
 
 def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
-    """What is written; else, where the framework hands none to Megatron-Core, the tensor degree, for an MoE model."""
+    """Return the expert tensor degree that the source writes; else 1, or the tensor degree if the framework says so.
+
+    It is 1 for dense models, which have no experts.
+    """
     if plan.backend != "megatron":
         return 1
     shape = _shape(draft)
@@ -164,7 +179,7 @@ def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
 
 
 def _shape(draft: Draft) -> ModelShape | None:
-    """The model's shape, if its name or folder tells it."""
+    """Return the model's shape; None if neither its name nor its folder tells it."""
     try:
         return find_shape(str(draft.recipe.get("actor.path", "")))
     except ValueError:
@@ -175,7 +190,7 @@ def _shape(draft: Draft) -> ModelShape | None:
 
 
 def _read_device_lists(draft: Draft) -> None:
-    """How many devices each role has, which roles share them, and how many nodes that takes."""
+    """Read how many devices each role has, which roles share them, and how many nodes that takes."""
     lists: dict[Role, tuple[int, ...]] = {}
     for role, plan in draft.plans.items():
         if plan.devices is None:
@@ -200,26 +215,28 @@ def _read_device_lists(draft: Draft) -> None:
 
 
 def _share(draft: Draft, actor: set[int], rollout: set[int]) -> None:
+    """Read whether rollout and actor share devices; they share all of them or none."""
     draft.is_shared = bool(actor & rollout)
     if draft.is_shared and actor != rollout:
         reason = "rollout and actor share all of their devices or none; the rollout is laid out on the actor's"
         _on_the_actors(draft, "rollout", reason)
     elif not draft.is_shared and min(actor) < min(rollout):
-        draft.notes.append("on the cluster, the rollout's devices come first, then the actor's")
+        draft.notes.append("Fivefold gives the cluster's first devices to the rollout, and the next ones to the actor")
 
 
 def _on_the_actors(draft: Draft, role: Role, reason: str) -> None:
+    """Lay `role` out on the actor's devices, because of `reason`."""
     plan, actor = draft.plans[role], draft.plans["actor"]
     plan.keys.pop(plan.devices_key)
     draft.unsupported(plan.devices_key, reason)
     plan.n_devices = actor.n_devices
 
 
-# Allocation strings that the source writes itself
+# Allocation strings that the source itself has
 
 
 def _check_strings(draft: Draft) -> None:
-    """Takes back what cannot be read as a layout."""
+    """Remove allocation strings that cannot be read as a layout; their keys become unsupported."""
     for key in ("allocation_mode", "actor.backend", "rollout.backend", "ref.backend"):
         value: Any = draft.recipe.get(key)
         if value is None:

@@ -1,4 +1,4 @@
-"""`fivefold import`: a recipe out of another framework's files, with an account of every key.
+"""What `fivefold import` does: it writes a recipe from another framework's files, and reports on each of their keys.
 
 files, a.b=c ──read──> flat keys ──dialect──> recipe values, role plans, entries
                                                      │
@@ -24,12 +24,14 @@ from fivefold.importing.framework import Framework, dialect_of
 from fivefold.importing.layouts import lay_out
 from fivefold.importing.reasons import NO_REFERENCE
 from fivefold.importing.report import Report
+from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold.importing.shell.script import OVERRIDE
 from fivefold.importing.source import Document, read_document, read_overrides, resolve
 from fivefold.importing.values import run_name
 from fivefold.layout.placement import place
 
 MISSING = "???"
+"""Stands in the recipe for a value that the user has to give."""
 NEEDED = ("actor.path", "train_dataset.path")
 YIELDING = (
     "actor.kl_estimator",
@@ -42,10 +44,10 @@ YIELDING = (
     "gconfig.min_new_tokens",
     "scheduler.address",
 )
-"""Of two keys that contradict each other, the one that is taken back."""
-LEFT_BY_OTHERS = "a server takes what the roles leave that share its devices: they are not offloaded"
-LEVELS = ("actor.reward_norm.mean_level", "actor.reward_norm.std_level")
+"""If two keys of the recipe contradict each other, the one that is listed here is taken back."""
+LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave, because they are not offloaded"
 SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
+"""Keys of held-out prompts that are those of the training prompts unless the source says otherwise."""
 
 
 def import_recipe(
@@ -62,17 +64,17 @@ def import_recipe(
     """Write a recipe to `output` that says what the framework's `files` and `overrides` say; return the report.
 
     Args:
-        framework: whose files they are.
-        files: YAML files and launch scripts; keys of later ones rule over those of earlier ones.
-        overrides: `a.b=c` in the framework's own keys, over all files.
+        framework: the framework that the files are written for.
+        files: YAML files and launch scripts; keys of later files override those of earlier ones.
+        overrides: `a.b=c` in the framework's own keys, which override all files.
         output: the recipe's file.
         strict: refuse to write if anything is unsupported.
         overwrite: replace `output` if it exists.
-        environment: variables that launch scripts and `${oc.env:...}` may ask for; None: this process's own.
+        environment: variables that launch scripts and `${oc.env:...}` may read; None: those of this process.
         on_report: called with the report before anything is written, and before `strict` refuses.
 
     Raises:
-        ValueError: files that cannot be read, `output` exists or cannot be written, or, with `strict`, keys that are
+        ValueError: a file cannot be read, `output` exists or cannot be written, or `strict` is set and keys are
             unsupported.
     """
     _check_output(output, overwrite=overwrite)
@@ -88,7 +90,7 @@ def import_recipe(
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    # To os.path, what it cannot look at is not there: `_write` then says why.
+    # os.path says that a path which it cannot read does not exist; `_write` then says why.
     if os.path.isdir(output):
         raise ValueError(f"-o {output} is a folder; name a file, such as {output / 'recipe.yaml'}")
     nearest = next(parent for parent in output.absolute().parents if os.path.exists(parent))
@@ -99,8 +101,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Files and overrides, told apart: what looks like `a.b=c` and is no file is an override."""
-    # Unlike Path's, this `exists` takes a word that is too long for a file's name.
+    """Split arguments into files and overrides: an override looks like `a.b=c` and is not the name of a file."""
+    # Path.exists would raise an error for a word that is too long for a file's name.
     overrides = [word for word in arguments if OVERRIDE.match(word) and not os.path.exists(word)]
     return [Path(word) for word in arguments if word not in overrides], overrides
 
@@ -108,10 +110,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 def convert(
     framework: Framework, files: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], Report]:
-    """The recipe as nested keys, `???` where a value must still be given, and the report.
+    """Return the recipe as nested keys, with `???` for values that the user has to give, and the report.
 
     Raises:
-        ValueError: files that cannot be read.
+        ValueError: a file cannot be read, or a value that other keys depend on cannot be converted.
     """
     if not files and not overrides:
         raise ValueError("there is nothing to import; give YAML files, launch scripts or overrides as a.b=c")
@@ -136,7 +138,7 @@ def convert(
 
 
 def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
-    """Fills in what follows from other keys; returns the keys that nothing tells."""
+    """Fill in what follows from other keys; return the keys that the user has to give."""
     recipe = draft.recipe
     if "experiment_name" not in recipe:
         recipe["experiment_name"] = run_name(Path(documents[0].name).stem if documents else "imported")
@@ -145,11 +147,11 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         for name in SAME_COLUMNS:
             if (value := recipe.get(f"train_dataset.{name}")) is not None:
                 recipe.setdefault(f"valid_dataset.{name}", value)
-    grouped = [key for key in LEVELS if recipe.get(key, "group") == "group"]
+    grouped = [key for key in (MEAN_LEVEL, STD_LEVEL) if recipe.get(key, "group") == "group"]
     if recipe.get("gconfig.n_samples") == 1 and grouped:
         recipe |= dict.fromkeys(grouped, "batch")
         draft.notes.append(
-            "one response a prompt leaves no signal within its group, so rewards are normalised over the batch"
+            "with one response to each prompt, a group has no differences, so rewards are normalised over the batch"
         )
     missing = [key for key in NEEDED if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
@@ -157,7 +159,7 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
 
 
 def _drop_what_has_no_effect(draft: Draft) -> None:
-    """Takes back what the recipe refuses beside a key that switches it off."""
+    """Remove keys that have no effect beside others, which the recipe would refuse."""
     recipe = draft.recipe
     if "valid_dataset.path" not in recipe:
         for key in [key for key in recipe if key.startswith(("evaluator.", "valid_dataset."))]:
@@ -165,17 +167,17 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if recipe.get("evaluator.greedy", True):
         draft.demote("evaluator.temperature", "evaluation is greedy", "implied")
     if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
-        draft.demote("actor.optimizer.min_lr_ratio", "the rate is constant", "implied")
+        draft.demote("actor.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
     if not recipe.get("actor.kl_ctl"):
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
     for section in ("train_dataset", "valid_dataset"):
         if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
-            draft.demote(f"{section}.split", "one file has no splits", "implied")
+            draft.demote(f"{section}.split", "a data set of one file has no splits", "implied")
 
 
 def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
-    """The recipe, nested. Values that the schema refuses are taken back, and their keys become unsupported."""
+    """Return the recipe, nested; values that the schema refuses are removed, and their keys become unsupported."""
     while True:
         _drop_what_has_no_effect(draft)
         recipe = _nested({key: "to-be-given" if key in to_give else value for key, value in draft.recipe.items()})
@@ -193,7 +195,7 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
 
 
 def _who_settles_memory(recipe: TrainRecipe) -> str | None:
-    """Why the rollout's share of the memory is not the recipe's to say, if it is not."""
+    """Return the reason why the recipe does not set the rollout's share of the memory; None if it does."""
     try:
         placement = place(recipe)
     except RecipeError:
@@ -204,21 +206,21 @@ def _who_settles_memory(recipe: TrainRecipe) -> str | None:
 
 
 def _layout_notes(recipe: TrainRecipe) -> list[str]:
-    """What is wrong with the layout, and what the rollout's server needs."""
+    """Return notes on what is wrong with the layout, and on what the rollout's server needs."""
     try:
         placement = place(recipe)
     except RecipeError as error:
         return [f"the layout does not fit: {problem}" for problem in error.problems]
     return [
-        f"{placed.layout.backend} has to be installed: where it wants other versions of torch or transformers, in an "
-        "environment of its own that rollout.server_python names"
+        f"{placed.layout.backend} has to be installed; if it needs other versions of torch or transformers, install it "
+        "in an environment of its own and name that in rollout.server_python"
         for placed in placement.roles
         if placed.layout.is_server
     ]
 
 
 def _take_back(draft: Draft, error: ValidationError) -> bool:
-    """Whether a value that the schema refuses was found and taken out of the recipe."""
+    """Remove values that the schema refuses; return whether there was one."""
     found = False
     for detail, problem in zip(error.errors(include_url=False), problems_of(error, TrainRecipe), strict=True):
         location = ".".join(str(part) for part in detail["loc"])
@@ -229,8 +231,8 @@ def _take_back(draft: Draft, error: ValidationError) -> bool:
 
 
 def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str) -> list[str]:
-    """The recipe's keys that an error at `location` is about."""
-    if kind == "missing":  # which makes its whole section useless
+    """Return the recipe's keys that an error at `location` is about."""
+    if kind == "missing":  # a section that lacks a key is of no use
         return [key for key in recipe if key.startswith(location.rpartition(".")[0] + ".")]
     # The location may be that of an item in a list.
     if keys := [key for key in recipe if f"{location}.".startswith(f"{key}.")]:
@@ -241,7 +243,7 @@ def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str)
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections and keys in the order of the schema."""
+    """Return flat keys as a tree, with sections and keys in the order of the schema."""
     order = {key: place_ for place_, key in enumerate(known_keys(TrainRecipe))}
     tree: dict[str, Any] = {}
     for key in sorted(flat, key=lambda key: order.get(key, order.get(key.rpartition(".")[0], len(order)))):
@@ -254,8 +256,8 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
-    """Report and recipe in one file, which is read back as `fivefold train` will."""
-    # By OmegaConf, which reads it back: texts that it would take for numbers, such as 1e-6, are quoted.
+    """Write report and recipe to one file, and read it back as `fivefold train` will."""
+    # OmegaConf quotes texts that it would otherwise read back as numbers, such as 1e-6.
     body = OmegaConf.to_yaml(OmegaConf.create(dict(recipe)))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

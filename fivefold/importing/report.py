@@ -1,4 +1,4 @@
-"""What became of every key, for people (a table, comments) and for programs (JSON)."""
+"""The report of an import: what became of each key, for people (a table, comments) and for programs (JSON)."""
 
 from __future__ import annotations
 
@@ -16,45 +16,48 @@ from fivefold.importing.draft import Entry, Outcome
 OUTCOMES: tuple[Outcome, ...] = ("unsupported", "mapped", "implied")
 COLOURS = {"unsupported": "red", "mapped": "green", "implied": "dim"}
 SECRET = re.compile(r"(api_?key|secret|password|(^|[._])token|(hub|hf|auth|access)_token)$", re.IGNORECASE)
+"""Keys whose values are not shown."""
 LONGEST_VALUE = 60
+"""Characters of a value that the table and the comments show."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The account of one import."""
+    """What became of each key in one import."""
 
     framework: str
     sources: tuple[str, ...]
-    """Files that were read."""
+    """The files that were read, and `overrides` if there were any."""
     entries: tuple[Entry, ...]
-    """One for each key of the sources, and one for each of the framework's defaults that was carried over."""
+    """One entry for each key of the sources, and one for each default of the framework that was converted."""
     to_give: tuple[str, ...]
-    """Keys of the recipe that it cannot do without and the sources do not say; written as `???`."""
+    """Keys that the recipe needs and the sources do not give; the recipe has `???` for them."""
     notes: tuple[str, ...]
+    """Notes that belong to no single key."""
 
     def of(self, outcome: Outcome) -> list[Entry]:
-        """The source's own keys with that outcome."""
+        """Return the entries of the source's own keys with an outcome."""
         return [entry for entry in self.entries if entry.outcome == outcome and not entry.is_default]
 
     @property
     def defaults(self) -> list[Entry]:
-        """What holds in the framework although the source does not write it, and would not hold in Fivefold."""
+        """The entries of the framework's defaults that differ from Fivefold's."""
         return [entry for entry in self.entries if entry.is_default and entry.outcome != "implied"]
 
     @property
     def unsupported(self) -> list[Entry]:
-        """Of the source's keys and the framework's defaults, what the recipe does not do."""
+        """The entries, of the source's keys and of the framework's defaults, that the recipe does not do."""
         return [entry for entry in self.entries if entry.outcome == "unsupported"]
 
     def summary(self) -> str:
-        """One line of counts."""
+        """Return one line of counts."""
         counts = ", ".join(f"{len(self.of(outcome))} {outcome}" for outcome in ("mapped", "implied", "unsupported"))
         total = sum(not entry.is_default for entry in self.entries)
         keys = "1 key" if total == 1 else f"{total} keys"
         return f"{keys}: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as an object for JSON."""
         return {
             "framework": self.framework,
             "sources": list(self.sources),
@@ -76,8 +79,8 @@ class Report:
         }
 
     def comments(self) -> str:
-        """The report as YAML comments."""
-        # A note may have several lines: a layout, and a caret under the character that is to blame.
+        """Return the report as YAML comments."""
+        # A note may have several lines: a layout, and a caret under the character where it is wrong.
         lines = "\n".join(self._lines()).splitlines()
         return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
@@ -91,7 +94,7 @@ class Report:
         yield from _section(f"Defaults of {self.framework}", [_line(entry) for entry in self.defaults])
 
     def table(self) -> Table:
-        """For the terminal: what is unsupported first."""
+        """Return the report as a table for the terminal, with unsupported keys first."""
         table = Table(title=self.summary(), title_justify="left", expand=False)
         for column in (self.framework, "recipe", "why"):
             table.add_column(column, overflow="fold")
@@ -107,7 +110,7 @@ class Report:
 
 
 def shown(entry: Entry, *, shorten: bool = True) -> str:
-    """The value as text; one that is a secret is not shown."""
+    """Return the entry's value as text, or `***` for a secret."""
     if SECRET.search(entry.key) and entry.value not in (None, ""):
         return "***"
     return _short(entry.value) if shorten else _words(entry.value)

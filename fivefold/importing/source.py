@@ -1,4 +1,4 @@
-"""Reading what another framework is configured by: YAML files, launch scripts and `a.b=c` overrides, as flat keys.
+"""Reading another framework's configuration, from YAML files, launch scripts and `a.b=c` overrides, as flat keys.
 
 actor:                          actor.lr      1e-06
   lr: 1e-6              ->      actor.path    "Qwen/Qwen3-8B"
@@ -22,11 +22,11 @@ SCRIPTS = (".sh", ".bash", ".txt", "")
 YAMLS = (".yaml", ".yml", ".json")
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 DEEPEST = 20
-"""Interpolations that lead to interpolations, at most."""
+"""The most interpolations that are followed for one value, so that a loop of them ends."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 with numbers as in YAML 1.2: `1e-6` is one, `0.99_1.01` is none."""
+    """Reads YAML 1.1 with the numbers of YAML 1.2: `1e-6` is a number, `0.99_1.01` is not."""
 
 
 Loader.add_implicit_resolver(
@@ -43,11 +43,12 @@ class Document:
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     caveats: dict[str, str] = field(default_factory=dict)
-    """By key: what its value depends on and the file does not say."""
+    """For some keys, what their value depends on that the file does not say."""
     notes: list[str] = field(default_factory=list)
+    """Notes on the file as a whole."""
 
     def update(self, other: Document) -> None:
-        """Takes over the keys of `other`, over its own; a value there replaces a whole section here."""
+        """Take over the keys of `other`, which override this document's; a value replaces a whole section."""
         sections = tuple(f"{key}." for key in other.values)
         self.values = {key: value for key, value in self.values.items() if not key.startswith(sections)} | other.values
         self.caveats = {key: note for key, note in self.caveats.items() if key not in other.values} | other.caveats
@@ -55,10 +56,14 @@ class Document:
 
 
 def read_document(path: Path, environment: Mapping[str, str]) -> Document:
-    """The keys of a YAML file, or of the command that a script launches.
+    """Return the keys of a YAML file, or of the command that a script launches.
+
+    Args:
+        path: the file; its suffix says what it is.
+        environment: variables that a script may read.
 
     Raises:
-        ValueError: no such file, or one that cannot be read as what its suffix says.
+        ValueError: there is no such file, or it cannot be read as what its suffix says.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give YAML files and launch scripts, then overrides as a.b=c")
@@ -72,7 +77,11 @@ def read_document(path: Path, environment: Mapping[str, str]) -> Document:
 
 
 def read_overrides(words: Sequence[str]) -> Document:
-    """The keys of `a.b=c`, `+a.b=c` and `++a.b=c`; `~a.b` is refused."""
+    """Return the keys of overrides `a.b=c`, `+a.b=c` and `++a.b=c`.
+
+    Raises:
+        ValueError: a word deletes a key (`~a.b`), or has no `=`.
+    """
     return _from_words("command line", [Text(word) for word in words])
 
 
@@ -87,7 +96,7 @@ def _read_yaml(name: str, text: str) -> Document:
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and the values under them; a list of mappings is numbered, a list of plain values is a value."""
+    """Yield dotted keys with their values; the items of a list of mappings are numbered, other lists are values."""
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if _is_list_of_sections(tree) else None
     if not children:
         yield prefix, tree
@@ -116,7 +125,7 @@ def _read_script(name: str, text: str, environment: Mapping[str, str]) -> Docume
 
 
 def _flags_joined(words: Sequence[Text]) -> Iterator[Text]:
-    """`--config FILE` as one word, `--config=FILE`; what is no key or flag is passed over."""
+    """Yield a program's keys and flags, `--config FILE` as the one word `--config=FILE`; other words are skipped."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -133,7 +142,7 @@ def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
         left, equals, right = word.text.partition("=")
         key = left if left.startswith("--") else left.lstrip("+")
         if left.startswith("~"):
-            raise ValueError(f"{word.text}: an override that deletes a key is not read; leave the key out of its file")
+            raise ValueError(f"{word.text}: an override cannot delete a key here; leave the key out of its file")
         if not equals and not left.startswith("--"):
             raise ValueError(f"{word.text}: there is no `=`; write key=value")
         for path, value in flatten(_typed(right) if equals else True, key):
@@ -145,6 +154,7 @@ def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
 
 
 def _typed(text: str) -> Any:
+    """Return the value that a text has in YAML; the text itself, if it is not YAML."""
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError:
@@ -152,7 +162,10 @@ def _typed(text: str) -> Any:
 
 
 def resolve(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """`values` with `${...}` filled in: other keys, `oc.env`, `oc.select`. What leads nowhere is left as it is."""
+    """Return `values` with interpolations filled in: of other keys, `oc.env` and `oc.select`.
+
+    An interpolation that leads nowhere stays as it is.
+    """
     return {key: _resolved(value, key, values, environment) for key, value in values.items()}
 
 
@@ -171,9 +184,11 @@ def _resolved(value: Any, key: str, values: Mapping[str, Any], environment: Mapp
 
 
 _NOTHING = object()
+"""Stands for a value that was not found; None is a value."""
 
 
 def _lookup(expression: str, key: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """Return what `${expression}` in the value of `key` stands for; `_NOTHING` if it leads nowhere."""
     resolver, colon, argument = expression.partition(":")
     if not colon:
         return _at(_absolute(expression, key), values)
@@ -186,7 +201,7 @@ def _lookup(expression: str, key: str, values: Mapping[str, Any], environment: M
 
 
 def _at(key: str, values: Mapping[str, Any]) -> Any:
-    """The value of `key`, whose own relative interpolations are counted from there."""
+    """Return the value of `key`, with its relative interpolations made absolute: they start at `key`."""
     value = values.get(key, _NOTHING)
     if not isinstance(value, str):
         return value
@@ -202,7 +217,7 @@ def _made_absolute(expression: str, key: str) -> str:
 
 
 def _absolute(reference: str, key: str) -> str:
-    """`.x` stands beside the key that says it, `..x` one level further up."""
+    """Return the absolute key: in the value of `a.b.c`, `.x` means `a.b.x` and `..x` means `a.x`."""
     levels = len(reference) - len(reference.lstrip("."))
     if levels == 0:
         return reference

@@ -1,1 +1,1 @@
-"""AReaL."""
+"""AReaL's configurations."""

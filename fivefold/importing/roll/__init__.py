@@ -1,1 +1,1 @@
-"""ROLL."""
+"""ROLL's configurations."""

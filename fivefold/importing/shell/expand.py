@@ -1,31 +1,35 @@
-"""Filling in a script's variables: `$A`, `${A:-default}`, `$((A * 2))`, `"${LIST[@]}"`.
+"""Expansion of a script's variables: `$A`, `${A:-default}`, `$((A * 2))`, `"${LIST[@]}"`.
 
-Commands are never run, so what `$(command)` would print is not known; it is left empty, and every text that it would
-have gone into carries a note that says so.
+Commands are never run, so what `$(command)` would print is not known. It is left empty, and each text that it would be
+part of carries a note that says so.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from fivefold.importing.shell.arithmetic import evaluate
 from fivefold.importing.shell.words import CONTINUATION, Word
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 SPECIAL = frozenset("@*#?-$!0123456789")
+"""The names of the shell's own parameters, such as `$@` and `$1`."""
 PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?$!0-9])(\[[^\]]*\])?(.*)", re.DOTALL)
+"""What `${...}` holds: `#` for the length, the name, an array's index, and an operation."""
 OPERATION = re.compile(r"(:?[-=+?])|(##?|%%?)|(//?)|(:)|(?:,,?|\^\^?)\Z")
+"""The operation in `${A:-x}`, `${A##x}`, `${A/x/y}`, `${A:1:2}` or `${A,,}`; the first group is for defaults."""
 MARK = "\0"
-"""Stands where one word ends and the next begins."""
+"""A character that stands where one word ends and the next begins."""
 SPREAD = re.compile(r"\$@|\$\{@\}|\[@\]")
+"""A reference that becomes one word for each item, even in quotes."""
 REPLACEMENT = re.compile(r"([#%]?)((?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*)(?:/(.*))?", re.DOTALL)
-"""`old/new` of `${A/old/new}`; `#old` and `%old` stand only at the begin and at the end."""
+"""`old/new` in `${A/old/new}`; `#old` matches only at the beginning of the value, `%old` only at the end."""
 KEEP = str.maketrans(" \t\n", "\ue001\ue002\ue003")
-"""To what stands for blanks that quotes inside `${A:-"two words"}` keep together."""
+"""Replaces blanks that quotes protect, as in `${A:-"two words"}`, so that the value is not split at them."""
 RESTORE = {kept: blank for blank, kept in KEEP.items()}
+"""Turns the replacements back into blanks, once words are split."""
 CASES: Mapping[str, Callable[[str], str]] = {
     ",,": str.lower,
     "^^": str.upper,
@@ -36,7 +40,7 @@ CASES: Mapping[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Text:
-    """A value, and what is not known about it."""
+    """A value, with notes on what of it is not known."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -44,18 +48,18 @@ class Text:
 
 @dataclass
 class Variables:
-    """What a script knows: its own variables and arrays, then the environment."""
+    """The variables that a script can read: its own, its arrays, then those of the environment."""
 
     environment: Mapping[str, str]
     texts: dict[str, Text] = field(default_factory=dict)
     arrays: dict[str, list[Text]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
-    """Names that were asked for."""
+    """Names that the script has read."""
     positional: list[Text] = field(default_factory=list)
-    """The arguments of the function that is being followed: `$1`, `$2`, ..."""
+    """The arguments of the function that is being read: `$1`, `$2`, ..."""
 
     def get(self, name: str) -> Text | None:
-        """The value of `name`; None if it is not set."""
+        """Return the value of `name`; None if it is not set."""
         if name.isdigit():
             return self.positional[int(name) - 1] if 0 < int(name) <= len(self.positional) else None
         self.read.add(name)
@@ -67,18 +71,18 @@ class Variables:
 
 
 class Expander:
-    """Turns words into texts."""
+    """Turns a script's words into texts, with its variables filled in."""
 
     def __init__(self, variables: Variables) -> None:
         self._variables = variables
 
     def fields(self, word: Word) -> list[Text]:
-        """The texts that a word becomes: one, or more where an unquoted value holds blanks or an array is spread."""
+        """Return the texts that a word becomes: several, if an unquoted value holds blanks or an array is spread."""
         parts: list[str] = []
         notes: list[str] = []
         for piece in word:
             text = self._text(piece.text, notes, in_quotes=piece.quoted) if piece.expands else piece.text
-            # Only a substitution is split at blanks; the lexer has split what was written.
+            # Blanks that are written have split words already; here, only those of a substituted value do.
             splits = piece.expands and not piece.quoted and "$" in piece.text
             parts.append(re.sub(r"[ \t\n]+", MARK, text) if splits else text)
         found = [text for text in "".join(parts).split(MARK) if text]
@@ -87,7 +91,7 @@ class Expander:
         return [Text(text.translate(RESTORE), tuple(dict.fromkeys(notes))) for text in found]
 
     def text(self, word: Word) -> Text:
-        """The word as one text."""
+        """Return the word as one text."""
         notes: list[str] = []
         parts = [
             self._text(piece.text, notes, in_quotes=piece.quoted) if piece.expands else piece.text for piece in word
@@ -95,12 +99,12 @@ class Expander:
         return Text("".join(parts).replace(MARK, " ").translate(RESTORE), tuple(dict.fromkeys(notes)))
 
     def arithmetic(self, expression: str, notes: list[str]) -> str:
-        """The number that `expression` comes to; empty, with a note, if that cannot be worked out."""
+        """Return the value of an arithmetic expression; empty, with a note, if it cannot be computed."""
         filled = self._text(expression, notes)
         try:
-            return str(_number(ast.parse(filled.strip(), mode="eval").body, self._integer))
+            return str(evaluate(filled, self._integer))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            notes.append(f"$(({expression.strip()})) cannot be worked out")
+            notes.append(f"$(({expression.strip()})) cannot be computed, and is left empty")
             return ""
 
     def _integer(self, name: str) -> int:
@@ -110,13 +114,14 @@ class Expander:
     def _text(
         self, source: str, notes: list[str], keep: Callable[[str], str] | None = None, *, in_quotes: bool = False
     ) -> str:
-        """`source`, filled in.
+        """Return `source` with its variables filled in.
 
         Args:
-            source: what stands in the script.
-            notes: receives what is not known about it.
-            keep: quotes mean something in it, and this marks what stands in them; None: they are text.
-            in_quotes: all of it stands in double quotes, between which `'` is text, and `\\` before most characters.
+            source: text as the script has it.
+            notes: receives notes on what is not known.
+            keep: called with each quoted part of `source`, returns what stands for it; None: quotes are plain text.
+            in_quotes: whether all of `source` stands between double quotes, where `'` is plain text, and so is `\\`
+                before most characters.
         """
         result, at = "", 0
         quotes = "" if keep is None else '"\\' if in_quotes else "'\"\\"
@@ -137,7 +142,7 @@ class Expander:
         return result
 
     def _quoted(self, source: str, at: int, notes: list[str]) -> tuple[str, int]:
-        """What stands in the quotes at `at`, or after the backslash there, and where that ends."""
+        """Return the text in the quotes at `at`, or after the backslash there, and the position after it."""
         if source[at] == "\\":
             return source[at + 1 : at + 2], at + 2
         end = source.find(source[at], at + 1)
@@ -146,7 +151,7 @@ class Expander:
         return text, at + len(inner) + 2
 
     def _substitution(self, source: str, at: int, notes: list[str], in_quotes: bool) -> tuple[str, int]:
-        """What stands for the `$...` at `at`, and where it ends."""
+        """Return the value of the `$...` at `at`, and the position after it."""
         if source.startswith("$((", at):
             end = _closing(source, at + 1)
             return self.arithmetic(source[at + 3 : end - 2], notes), end
@@ -163,11 +168,12 @@ class Expander:
         return "$", at + 1
 
     def _command(self, command: str, notes: list[str]) -> str:
+        """Return the empty text, with a note that the command is not run."""
         notes.append(f"$({' '.join(command.split())}) is not run, and left empty")
         return ""
 
     def _special(self, name: str, notes: list[str]) -> str:
-        """`$@`, `$#`, `$1` and their like."""
+        """Return the value of `$@`, `$#`, `$1` or another of the shell's own parameters."""
         positional = self._variables.positional
         if name in "@*":
             notes += [note for text in positional for note in text.notes]
@@ -175,6 +181,7 @@ class Expander:
         return str(len(positional)) if name == "#" else self._value(name, notes)
 
     def _value(self, name: str, notes: list[str]) -> str:
+        """Return a variable's value; empty, with a note, if it is not set."""
         value = self._variables.get(name)
         if value is None:
             is_name = NAME.fullmatch(name) is not None
@@ -185,7 +192,7 @@ class Expander:
         return value.text
 
     def _parameter(self, inner: str, whole: str, notes: list[str], in_quotes: bool) -> str:
-        """`${inner}`; `whole` is returned where that is none of the shell's, as in OmegaConf's `${actor.path}`."""
+        """Return the value of `${inner}`; `whole` if that is not the shell's, as OmegaConf's `${actor.path}`."""
         match = PARAMETER.fullmatch(inner)
         if match is None or (match[4] and not OPERATION.match(match[4])):
             return whole
@@ -204,6 +211,7 @@ class Expander:
         return self._operation(name, rest, notes, in_quotes)
 
     def _item(self, name: str, index: str, notes: list[str]) -> str:
+        """Return `${name[index]}`; empty if the array has no such item."""
         items, place = self._variables.arrays[name], self.arithmetic(index[1:-1], notes)
         if not place or not 0 <= int(place) < len(items):
             return ""
@@ -211,9 +219,10 @@ class Expander:
         return items[int(place)].text
 
     def _operation(self, name: str, rest: str, notes: list[str], in_quotes: bool) -> str:
+        """Return `${name...}` with a default, a slice, a change of case, or a part cut off or replaced."""
         value = self._variables.get(name)
         operation = OPERATION.match(rest)
-        assert operation is not None, "the caller has looked"
+        assert operation is not None, "the caller has matched it"
         sign, argument = operation[0], rest[operation.end() :]
         if sign == ":" and name in "@*":
             notes.append(f"${{{name}{rest}}} is not followed, and left empty")
@@ -237,7 +246,7 @@ class Expander:
         return default
 
     def _slice(self, value: str, bounds: str, notes: list[str]) -> str:
-        """`${A:1:2}`: from a place on, so many characters; what is negative is counted from the end."""
+        """Return `${A:1:2}`: 2 characters from position 1; negative numbers count from the end."""
         first, _, length = bounds.partition(":")
         start = int(self.arithmetic(first, notes) or "0") if first.strip() else 0
         start += len(value) if start < 0 else 0
@@ -249,18 +258,18 @@ class Expander:
         return value[start : start + count if count >= 0 else max(start, len(value) + count)]
 
     def _trimmed(self, value: str, sign: str, argument: str, notes: list[str]) -> str:
-        """`${A##*/}`, `${A%.*}`, `${A//old/new}` and their like."""
+        """Return `${A##*/}`, `${A%.*}`, `${A//old/new}` or another value with a part cut off or replaced."""
         if sign not in ("/", "//"):
             return _cut(value, sign, re.compile(_regex(self._text(argument, notes, _taken_literally)), re.DOTALL))
         match = REPLACEMENT.fullmatch(argument)
-        assert match is not None, "it matches any text"
+        assert match is not None, "the pattern matches any text"
         place, old, new = match[1], match[2], self._text(match[3] or "", notes, str)
         pattern = {"#": r"\A", "": "", "%": ""}[place] + _regex(self._text(old, notes, _taken_literally))
         return re.sub(pattern + (r"\Z" if place == "%" else ""), lambda _: new, value, count=0 if sign == "//" else 1)
 
 
 def _is_plain_backslash(source: str, at: int) -> bool:
-    """Whether a backslash in double quotes stands for itself, since nothing follows that it could quote."""
+    """Return whether `source` has a backslash at `at` that, in double quotes, stands for itself."""
     return source[at] == "\\" and source[at + 1 : at + 2] not in ('"', "\\", "$", "`", "}")
 
 
@@ -273,7 +282,7 @@ def _taken_literally(quoted: str) -> str:
 
 
 def _closing(source: str, at: int) -> int:
-    """The position after the bracket that closes the one at `at`; quotes in between are skipped, where they close."""
+    """Return the position after the bracket that closes the one at `at`; brackets in quotes do not count."""
     pairs = {"(": ")", "{": "}"}
     opening, closing, depth = source[at], pairs[source[at]], 0
     while at < len(source):
@@ -287,7 +296,10 @@ def _closing(source: str, at: int) -> int:
 
 
 def _cut(value: str, sign: str, pattern: re.Pattern[str]) -> str:
-    """`value` without the shortest (`#`, `%`) or longest (`##`, `%%`) part at its begin or end that matches."""
+    """Return `value` without a part that matches: at its beginning for `#` and `##`, at its end for `%` and `%%`.
+
+    One sign cuts the shortest part off, two signs the longest.
+    """
     lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
     for length in lengths:
         cut = length if sign[0] == "#" else len(value) - length
@@ -297,50 +309,7 @@ def _cut(value: str, sign: str, pattern: re.Pattern[str]) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """Of the shell's `*` and `?`; a character after a backslash stands for itself."""
+    """Return a shell pattern with `*` and `?` as a regular expression; `\\` quotes a character."""
     wild = {"*": ".*", "?": "."}
     tokens = re.findall(r"\\?.", pattern, flags=re.DOTALL)
     return "".join(wild.get(token, re.escape(token[-1])) for token in tokens)
-
-
-def _number(node: ast.expr, integer: Callable[[str], int]) -> int:
-    """The value of an arithmetic expression in the shell's whole numbers, read as a Python tree but not run."""
-    match node:
-        case ast.Constant(value=int(value)) if not isinstance(value, bool):
-            return value
-        case ast.Name(id=name):
-            return integer(name)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand, integer)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATIONS:
-            return OPERATIONS[type(sign)](_number(left, integer), _number(right, integer))
-        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in COMPARISONS:
-            return int(COMPARISONS[type(sign)](_number(left, integer), _number(right, integer)))
-    raise ValueError("not an expression of whole numbers")
-
-
-def _quotient(left: int, right: int) -> int:
-    """The shell rounds towards 0."""
-    quotient = abs(left) // abs(right)
-    return quotient if (left < 0) == (right < 0) else -quotient
-
-
-def _remainder(left: int, right: int) -> int:
-    return left - right * _quotient(left, right)
-
-
-OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: _remainder,
-}
-COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}

@@ -1,8 +1,8 @@
-"""What a launch script would pass to its training command, read without running anything.
+"""The arguments that a launch script passes to its training command, found without running anything.
 
 export TP=2                                  assignments, arrays, defaults and arithmetic are followed,
 CMD=(python3 -m trainer actor.tp=\\$TP)       `if` and `case` as far as they test variables,
-eval "${CMD[@]}" seed=1                      functions where they are called; loops are passed over
+eval "${CMD[@]}" seed=1                      functions where they are called; loops are skipped
 
 -> launches: [["-m", "trainer", "actor.tp=2", "seed=1"]]
 """
@@ -14,36 +14,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from fivefold.importing.shell.conditions import holds
 from fivefold.importing.shell.expand import Expander, Text, Variables
 from fivefold.importing.shell.words import REDIRECTIONS, Piece, Token, Word, tokenize
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LAUNCHER = re.compile(r"([^=]*/)?(python[\d.]*|torchrun|accelerate)|[^=]*\.py")
+"""A program that may be a training command."""
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+"""How an argument begins that sets a key: `a.b=`, `+a.b=`, `++a.b=` or `~a.b=`."""
 DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 MOST_CALLS = 8
+"""Functions are followed this deep, so that one that calls itself ends."""
 
 Status = bool | None
-"""Of a command: true, false, or not known because it is not run."""
+"""Whether a command succeeds; None if that is not known, because commands are not run."""
 
 
 @dataclass
 class Script:
-    """What came out of a script."""
+    """What is found in a script."""
 
     launches: list[list[Text]] = field(default_factory=list)
-    """The arguments of each program that is started with `key=value` among them."""
+    """The arguments of each program that is started with `key=value` arguments."""
     notes: list[str] = field(default_factory=list)
-    """Decisions that the script leaves to commands, which are not run."""
+    """Notes on what depends on commands, which are not run."""
     exported: list[str] = field(default_factory=list)
-    """Environment variables that it sets for the program and uses nowhere itself."""
+    """Environment variables that the script sets for the program and does not read itself."""
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> Script:
-    """The commands that the script would run, its variables filled in from itself and from `environment`.
+    """Find the commands that a script would run, with variables from the script and from `environment` filled in.
 
     Raises:
-        ValueError: a script that is not closed properly, with the line.
+        ValueError: a quote, a bracket or a compound command of the script is not closed; the message has the line.
     """
     variables = Variables(environment)
     reader = _Reader(variables, Script())
@@ -57,7 +61,7 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
 
 
 def _arguments(words: Sequence[Text]) -> list[Text]:
-    """What a program is handed, if there are `key=value` arguments; else nothing."""
+    """Return the arguments of the program that `words` start; nothing if there is none with `key=value` arguments."""
     programs = [place for place, word in enumerate(words) if LAUNCHER.fullmatch(word.text)]
     overrides = [place for place, word in enumerate(words) if programs and OVERRIDE.match(word.text)]
     first = next((place for place in overrides if place > programs[0]), None)
@@ -67,7 +71,10 @@ def _arguments(words: Sequence[Text]) -> list[Text]:
 
 
 class _Reader:
-    """Goes through the statements once; those in branches that are not taken are parsed, but have no effect."""
+    """Reads the statements once, in order.
+
+    Statements in branches that are not taken are parsed with `live=False`, so that they have no effect.
+    """
 
     def __init__(self, variables: Variables, script: Script) -> None:
         self._variables = variables
@@ -80,7 +87,7 @@ class _Reader:
         self._depth = 0
 
     def run(self, tokens: list[Token], body: int | None = None) -> Status:
-        """Follows the statements of `tokens`, or the one command at `body`."""
+        """Read the statements of `tokens`, or only the command at position `body`."""
         outer = self._tokens, self._at
         self._tokens, self._at = tokens, body or 0
         status = self._statements(live=True, until=frozenset()) if body is None else self._command(live=True)
@@ -88,7 +95,7 @@ class _Reader:
         return status
 
     def evaluate(self, words: Sequence[Text]) -> Status:
-        """`eval`: the words, read a second time as a command."""
+        """Read the words of an `eval` as a command; notes on a `key=value` word stay with that key."""
         notes = {word.text.partition("=")[0]: word.notes for word in words}
         before = len(self.script.launches)
         status = self.run(tokenize(" ".join(word.text for word in words)))
@@ -135,7 +142,7 @@ class _Reader:
             before = self._at
             status = self._and_or(live=live)
             if self._at == before:
-                self._at += 1  # an operator that begins nothing
+                self._at += 1  # an operator that no statement begins with
 
     def _and_or(self, *, live: bool) -> Status:
         status = self._pipeline(live=live)
@@ -246,11 +253,11 @@ class _Reader:
         return True
 
     def _conditional(self, opened: Token, live: bool) -> Status:
-        """`[[ ... ]]`, whose `&&`, `||` and brackets stand between tests."""
+        """Read `[[ ... ]]`, where tests are joined by `&&`, `||` and brackets."""
         status = self._alternatives()
         if self._keyword() != "]]":
             while self._keyword() != "]]" and self._peek() is not None:
-                self._at += 1  # a test of a kind that is not known
+                self._at += 1  # a kind of test that is not followed
             status = None
         self._expect("]]", opened=opened)
         return status
@@ -275,7 +282,7 @@ class _Reader:
                 words: list[str] = []
                 while (token := self._peek()) is not None and token.kind == "word" and token.bare != "]]":
                     words.append(self._word_text())
-                part = _test(words)
+                part = holds(words)
             status = False if False in (status, part) else None if None in (status, part) else True
             self._skip()
             if not self._is_operator("&&"):
@@ -285,7 +292,7 @@ class _Reader:
 
     def _simple(self, *, live: bool) -> Status:
         first = self._peek()
-        assert first is not None, "the caller has looked"
+        assert first is not None, "the caller has seen a token"
         words: list[Word] = []
         while (token := self._peek()) is not None and token.kind in ("word", "array"):
             self._at += 1
@@ -326,7 +333,7 @@ class _Reader:
             case [Text(text=command)] if command in self._functions and self._depth < MOST_CALLS:
                 return self._call(command, texts[1:])
             case [Text(text="[" | "test")]:
-                return _test([text.text for text in texts[1:] if text.text != "]"])
+                return holds([text.text for text in texts[1:] if text.text != "]"])
             case [Text(text="source" | ".")]:
                 self._note(first, f"`source {' '.join(text.text for text in texts[1:])}` is not followed")
                 return None
@@ -377,46 +384,14 @@ class _Reader:
 
 
 def _plain(word: Word) -> str | None:
+    """Return the text of a word that consists of one piece; None for other words."""
     return word[0].text if len(word) == 1 else None
 
 
 def _assignment(word: Word) -> tuple[str, bool, Word] | None:
-    """(name, whether it is `+=`, the word of the value), if `word` is an assignment."""
+    """Return (name, whether it is `+=`, the value's word) if `word` is an assignment; else None."""
     match = ASSIGNMENT.match(word[0].text) if word and not word[0].quoted else None
     if match is None:
         return None
     rest = Piece(word[0].text[match.end() :], quoted=False, expands=True)
     return match[1], bool(match[2]), (rest, *word[1:])
-
-
-def _test(words: list[str]) -> Status:
-    """`[ ... ]` over texts and numbers; None for files and whatever else must be looked at."""
-    match words:
-        case ["!", *rest]:
-            status = _test(rest)
-            return None if status is None else not status
-        case ["-n", text] | [text]:
-            return bool(text)
-        case ["-z", text]:
-            return not text
-        case ["-n" | "-z" as sign]:
-            return sign == "-z"
-        case [left, "=" | "==", right]:
-            return fnmatchcase(left, right)
-        case [left, "!=", right]:
-            return not fnmatchcase(left, right)
-        case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as sign, right] if _is_number(left, right):
-            difference = int(left) - int(right)
-            return {
-                "-eq": difference == 0,
-                "-ne": difference != 0,
-                "-lt": difference < 0,
-                "-le": difference <= 0,
-                "-gt": difference > 0,
-                "-ge": difference >= 0,
-            }[sign]
-    return None
-
-
-def _is_number(*texts: str) -> bool:
-    return all(re.fullmatch(r"-?\d+", text) for text in texts)

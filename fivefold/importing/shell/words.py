@@ -1,4 +1,7 @@
-"""The words of a shell script: quotes, comments, arrays, here-documents and operators, nothing run or filled in yet."""
+"""The tokens of a shell script: words with their quotes, arrays, operators and line ends.
+
+Comments and here-documents are left out; variables are not filled in yet.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,29 @@ from typing import Literal
 OPERATORS = (";;", "&&", "||", "|&", "&>>", "&>", "<<<", "<<-", "<<", ">>", ">&", "<&", ">|")
 SINGLE = ";&|()<>"
 CONTINUATION = "\ue000"
-"""Stands for a backslash at the end of a line, so that lines can still be counted."""
+"""A character that stands for a backslash at the end of a line, so that lines can still be counted."""
 BLANKS = " \t" + CONTINUATION
 OPENERS = frozenset({"for", "if", "elif", "while", "until", "then", "else", "do", "!"})
+"""Keywords that a command may follow."""
 ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")
 PLACEHOLDER = re.compile(r"<[\w./-]+>")
+"""A word such as `<path/to/model>`, which manuals print for the reader to replace; to bash, it is a redirection."""
 REDIRECTIONS = frozenset({"<", ">", ">>", "<<<", "<<", "<<-", "&>", "&>>", ">&", "<&", ">|"})
 ESCAPES = {"n": "\n", "t": "\t"}
-"""Of `$'...'`, those that do not stand for the character itself."""
+"""The escapes in `$'...'` that stand for another character than the one after the backslash."""
 DESCRIPTOR = re.compile(r"\d+(?=[<>])")
-"""Of `2>&1`, the number that is no word."""
+"""The number before a redirection, as in `2>&1`, which is no word of the command."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a word that is quoted in one way."""
+    """A part of a word that is quoted in one way."""
 
     text: str
     quoted: bool
-    """Quoted text is not split at blanks."""
+    """Whether the text is quoted, so that it is not split at blanks."""
     expands: bool
-    """Whether `$` means something in it."""
+    """Whether `$` stands for a variable in the text."""
 
 
 Word = tuple[Piece, ...]
@@ -37,34 +42,39 @@ Word = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Token:
+    """One token of the script."""
+
     kind: Literal["word", "array", "operator", "newline", "arithmetic"]
     line: int
     text: str = ""
-    """The operator, the array's name, or the expression between `((` and `))`."""
+    """The operator, the array's name, or the expression between `((` and `))`; empty for words and line ends."""
     word: Word = ()
+    """The pieces of a word."""
     items: tuple[Word, ...] = ()
-    """An array's words."""
+    """The words of an array."""
     appends: bool = False
-    """Whether an array is `+=`."""
+    """Whether an array is added to, with `+=`."""
 
     @property
     def bare(self) -> str | None:
-        """The text of an unquoted word, which may be a keyword; None for any other token."""
+        """The text of an unquoted word, which may be a keyword; None for other tokens."""
         if self.kind == "word" and len(self.word) == 1 and not self.word[0].quoted:
             return self.word[0].text
         return None
 
 
 def tokenize(text: str) -> list[Token]:
-    """The script's tokens.
+    """Return the script's tokens.
 
     Raises:
-        ValueError: a quote, a substitution or an array that is not closed, with its line.
+        ValueError: a quote, a substitution or an array is not closed; the message has the line.
     """
     return _Lexer(text).tokens()
 
 
 class _Lexer:
+    """Reads a script's text once, from left to right."""
+
     def __init__(self, text: str) -> None:
         self._text = text.replace("\r\n", "\n").replace("\\\n", CONTINUATION)
         self._at = 0
@@ -124,6 +134,7 @@ class _Lexer:
         raise ValueError(f"line {line}: the array that begins here is not closed; add `)`")
 
     def _word(self) -> Word:
+        """Read a word as its pieces."""
         pieces: list[Piece] = []
         plain = ""
         start = self._at
@@ -132,14 +143,16 @@ class _Lexer:
             if character == "(":
                 if not plain.partition("=")[1]:
                     break
-                # `actor.backend=megatron:(attn:d1|ffn:e2)` is no shell, but it is what manuals print.
+                # The shell needs quotes around `actor.backend=megatron:(attn:d1|ffn:e2)`, but manuals print it without.
                 end = self._end_of("(", ")", self._at)
             elif character == "$" and self._opens_substitution():
                 end = self._end_of_substitution(self._at)
             elif character == "`":
                 end = self._close("`", self._at + 1) + 1
             elif character in "'\"\\" or self._text.startswith(("$'", '$"'), self._at):
-                pieces += [Piece(plain, quoted=False, expands=True)] * bool(plain) + self._quoted(character)
+                if plain:
+                    pieces.append(Piece(plain, quoted=False, expands=True))
+                pieces += self._quoted(character)
                 plain = ""
                 continue
             else:
@@ -147,11 +160,12 @@ class _Lexer:
             plain += self._text[self._at : end]
             self._at = end
         if self._at == start:
-            self._at += 1  # a stray bracket
+            self._at += 1  # a bracket that opens or closes nothing
             plain = self._text[start]
         return (*pieces, Piece(plain, quoted=False, expands=True)) if plain else tuple(pieces)
 
     def _quoted(self, quote: str) -> list[Piece]:
+        """Read what is quoted by `quote`: a backslash, `'`, `"`, or `$` before one of the two."""
         if quote == "\\":
             escaped = self._text[self._at + 1 : self._at + 2]
             self._at += 2
@@ -163,18 +177,19 @@ class _Lexer:
             return [Piece(text, quoted=True, expands=False)]
         self._at += 1
         if quote == "$":
-            # `$"..."` is translated text, and quoted as any other; `$'...'` has escapes.
+            # `$"..."` is text to be translated, with the quotes of `"..."`; `$'...'` has escapes.
             return self._quoted('"') if self._text[self._at] == '"' else [self._escaped()]
         return self._double_quoted()
 
     def _escaped(self) -> Piece:
-        """What stands in `$'...'`."""
+        """Read what stands in `$'...'`."""
         end = self._close("'", self._at + 1, has_escapes=True)
         text = re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[1]), self._text[self._at + 1 : end])
         self._at = end + 1
         return Piece(text, quoted=True, expands=False)
 
     def _double_quoted(self) -> list[Piece]:
+        """Read up to the closing `"`; escaped characters become pieces of their own, in which nothing expands."""
         pieces: list[Piece] = []
         line, text = self._line(), ""
         while self._at < len(self._text):
@@ -202,7 +217,7 @@ class _Lexer:
         return self._end_of(bracket, ")" if bracket == "(" else "}", at + 1)
 
     def _end_of(self, opening: str, closing: str, at: int) -> int:
-        """The position after the bracket that closes the one at `at`; quotes in between are skipped."""
+        """Return the position after the bracket that closes the one at `at`; brackets in quotes do not count."""
         start, depth = at, 0
         while at < len(self._text):
             if self._text[at] == "\\":
@@ -222,6 +237,7 @@ class _Lexer:
         raise ValueError(f"line {self._line(start)}: `{opening}` is not closed; add `{closing}`")
 
     def _close(self, quote: str, at: int, *, has_escapes: bool = False) -> int:
+        """Return the position of the next `quote` from `at` on; a backslash hides one, except between plain `'`."""
         start = at
         while at < len(self._text) and self._text[at] != quote:
             at += 2 if self._text[at] == "\\" and (has_escapes or quote != "'") else 1
@@ -230,7 +246,7 @@ class _Lexer:
         return at
 
     def _skip_blanks(self) -> bool:
-        """Passes blanks and comments; False at the end of the text."""
+        """Skip blanks and comments; return False at the end of the text."""
         while self._at < len(self._text):
             if self._text[self._at] in BLANKS:
                 self._at += 1
@@ -242,6 +258,7 @@ class _Lexer:
         return False
 
     def _skip_heredocs(self) -> None:
+        """Skip the here-documents that the line before has announced."""
         for delimiter in self._heredocs:
             end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(self._text, self._at)
             self._at = len(self._text) if end is None else end.end()
@@ -253,4 +270,5 @@ class _Lexer:
 
 
 def _may_begin_command(before: list[Token]) -> bool:
+    """Return whether a command can begin after the tokens `before`."""
     return not before or before[-1].kind in ("newline", "operator") or before[-1].bare in OPENERS

@@ -1,1 +1,1 @@
-"""siiRL."""
+"""siiRL's configurations."""

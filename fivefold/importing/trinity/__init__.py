@@ -1,1 +1,1 @@
-"""Trinity-RFT."""
+"""Trinity-RFT's configurations."""

@@ -1,1 +1,1 @@
-"""verl, whose key tree siiRL and Trinity-RFT took over."""
+"""verl's configurations, whose key tree siiRL and Trinity-RFT took over."""

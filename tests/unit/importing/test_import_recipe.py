@@ -509,9 +509,9 @@ def test_a_servers_share_of_the_memory_is_kept(
 @pytest.mark.parametrize(
     ("framework", "fixture", "key", "overrides", "note"),
     [
-        ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, [], "takes what the roles leave"),
-        ("siirl", "siirl_megatron.sh", VERL_MEMORY, [], "takes what the roles leave"),
-        ("roll", "roll_grpo_moe.yaml", ROLL_MEMORY, ["actor_infer.device_mapping=list(range(0,16))"], "takes what the roles leave"),
+        ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, [], "takes the memory that roles on the same devices leave"),
+        ("siirl", "siirl_megatron.sh", VERL_MEMORY, [], "takes the memory that roles on the same devices leave"),
+        ("roll", "roll_grpo_moe.yaml", ROLL_MEMORY, ["actor_infer.device_mapping=list(range(0,16))"], "takes the memory that roles on the same devices leave"),
         ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, ["actor_rollout_ref.rollout.name=hf"], "the embedded engine takes what it needs"),
     ],
 )  # fmt: skip
