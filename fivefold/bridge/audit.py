@@ -1,4 +1,4 @@
-"""Both sides accounted for: every Megatron parameter filled, every Hugging Face tensor used, all shapes equal."""
+"""The audit of both sides: every Megatron parameter is filled, every Hugging Face tensor used, all shapes are equal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 
 _LISTED = 8
-"""Strays named in an error; the others are counted."""
+"""Most strays that an error names; the others are counted."""
 _COMPARED = 1000
-"""Names that are searched for the nearest one."""
+"""Most names that are searched for the nearest one."""
 
 
 class WeightMismatchError(ValueError):
@@ -22,10 +22,16 @@ class WeightMismatchError(ValueError):
 def check_model(
     mappings: Mapping[str, WeightMapping], stages: Sequence[Mapping[str, Shape]], groups: ShardGroups
 ) -> None:
-    """Check the parameters of all pipeline stages (name -> shape of the shard, one mapping a stage).
+    """Check the parameters of all pipeline stages.
 
-    Raises WeightMismatchError for parameters that no mapping knows, mapped parameters that no stage has, and
-    shapes that are not the mapping's.
+    Args:
+        mappings: the model's mappings by Megatron name.
+        stages: shape of the shard by Megatron name, for each stage.
+        groups: where this rank stands.
+
+    Raises:
+        WeightMismatchError: parameters that no mapping knows, mapped parameters that no stage has, or shapes that are
+            not the mapping's.
     """
     present = {name for stage in stages for name in stage}
     expected = {name for name, mapping in mappings.items() if mapping.exists(groups)}
@@ -46,8 +52,13 @@ def check_model(
 def check_files(mappings: Iterable[WeightMapping], source: TensorReader, ignored: Iterable[tuple[str, str]]) -> None:
     """Check the tensors of `source` against those that `mappings` read.
 
-    `ignored` lists patterns of names that may go unused. Raises WeightMismatchError for missing tensors, unused
-    tensors and unequal shapes.
+    Args:
+        mappings: all of the model's mappings.
+        source: the model's files.
+        ignored: names that may go unused, as (regular expression, reason).
+
+    Raises:
+        WeightMismatchError: tensors that are missing or unused, or that have another shape.
     """
     expected = {name: shape for mapping in mappings for name, shape in mapping.hf_shapes().items()}
     patterns = [re.compile(pattern) for pattern, _ in ignored]
@@ -67,7 +78,7 @@ def check_files(mappings: Iterable[WeightMapping], source: TensorReader, ignored
 
 
 def _strays(title: str, names: Collection[str], others: Collection[str]) -> list[str]:
-    """The title and the names, each with its likeness among the strays of the other side."""
+    """Return the title and the names, each with the name that is nearest among the strays of the other side."""
     listed = sorted(names)[:_LISTED]
     return _listed(title, len(names), [name + _nearest(name, others) for name in listed])
 

@@ -1,4 +1,4 @@
-"""Full tensors out of shards: the collectives of an export, in buckets.
+"""The collectives of an export, which make full tensors of shards, in buckets.
 
     shard ──all-gather over ETP, TP──> ──all-gather over EP──> [n, *local shape] ──broadcast over PP──> every rank
 
@@ -33,9 +33,10 @@ class Item:
     stage: int
     """Pipeline stage that owns it."""
     shape: Shape
-    """Of one shard."""
+    """Shape of one shard."""
     dtype: torch.dtype
     n_shards: int
+    """Ranks of one stage over which it is cut."""
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +45,7 @@ class Item:
 
 
 def over_stages(value: Any, groups: ShardGroups) -> list[Any]:
-    """`value` of every pipeline stage, in order, on every rank. `value` is anything that pickles."""
+    """Return the `value` of every pipeline stage, in order, on every rank. It may be anything that pickles."""
     if groups.pp_size == 1:
         return [value]
     values: list[Any] = [None] * groups.pp_size
@@ -53,7 +54,7 @@ def over_stages(value: Any, groups: ShardGroups) -> list[Any]:
 
 
 def buckets(items: Sequence[Item], max_bytes: int) -> Iterator[list[Item]]:
-    """Runs of items of one stage and dtype, of at most `max_bytes` together (a larger item travels alone)."""
+    """Yield runs of items of one stage and dtype, of at most `max_bytes` together; a larger item travels alone."""
     bucket: list[Item] = []
     size = 0
     for item in items:
@@ -69,7 +70,10 @@ def buckets(items: Sequence[Item], max_bytes: int) -> Iterator[list[Item]]:
 
 
 def gather(bucket: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups) -> list[Tensor]:
-    """The shards of every item, [n_shards, *shape] each, on every rank. `tensors` are this rank's, by Megatron name."""
+    """Return the shards of every item, [n_shards, *shape] each, on every rank.
+
+    `tensors` are those of this rank, by Megatron name.
+    """
     if groups.pp_size == 1 and all(item.n_shards == 1 for item in bucket):
         return [_local(item, tensors).unsqueeze(0) for item in bucket]
     device = next(iter(tensors.values())).device

@@ -1,4 +1,4 @@
-"""Hugging Face weight files, read lazily: a rank reads the slices that it needs and nothing else."""
+"""Reads Hugging Face weight files lazily: a rank reads the slices that it needs and nothing else."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _OTHER_FORMATS = ["consolidated*", "original/*"]
 
 
 def resolve_model_folder(path: str | Path) -> Path:
-    """The local folder of a model: `path` itself, that of `package:<name>`, or a snapshot of the hub's repository.
+    """Return the local folder of a model: `path` itself, that of `package:<name>`, or a snapshot from the hub.
 
-    Raises ValueError if `path` is neither a folder nor a name that the package or the hub could serve.
+    Raises:
+        ValueError: `path` is neither a folder nor a name that the package or the hub can serve.
     """
     folder = Path(resolve_model_path(str(path)))
     if folder.is_dir():
@@ -45,6 +46,9 @@ class HFWeights:
     """The tensors of a Hugging Face model folder (or hub name): one `model.safetensors`, or shards with an index.
 
     Files are opened at their first use. As a context manager it closes them on exit.
+
+    Raises:
+        ValueError: no such folder, or one without a complete set of safetensors files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,11 +62,11 @@ class HFWeights:
         return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the file's header."""
+        """Return the shape of a tensor, from the file's header."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, *index: slice) -> Tensor:
-        """The tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions."""
+        """Return the tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions."""
         tensor: Tensor = self._slice(name)[index or slice(None)]
         return tensor
 

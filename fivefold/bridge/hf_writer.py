@@ -25,7 +25,7 @@ _TOKENIZER_FILES = (
     "*.jinja",
     "*.model",
 )
-"""What a folder with a tokenizer holds of it."""
+"""Patterns of the files that make up a tokenizer."""
 
 
 def save_hf(
@@ -42,11 +42,14 @@ def save_hf(
     folder beside `folder`, which takes its place at the end; an earlier `folder` is replaced.
 
     Args:
-        folder: where the model goes.
+        folder: the model folder to write.
         weights: names and full tensors, consumed one shard at a time.
-        config_source: model folder or hub name, whose config the model has.
-        tokenizer_source: folder or hub name of the tokenizer; None: `config_source`.
-        max_shard_bytes: size of a file at most, unless a single tensor is larger.
+        config_source: folder or hub name of the model whose config is written.
+        tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
+        max_shard_bytes: most bytes of a file, unless a single tensor is larger.
+
+    Raises:
+        ValueError: no weights, or a source that is no model folder.
     """
     target = Path(folder).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ def save_hf(
 
 
 def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Counter[torch.dtype]:
-    """Write the weight files and their index; returns the number of elements of each dtype."""
+    """Write the weight files and their index, and return the number of elements of each dtype."""
     shards: list[list[str]] = []
     elements: Counter[torch.dtype] = Counter()
     total_bytes = 0

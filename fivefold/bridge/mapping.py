@@ -5,7 +5,7 @@
 
 A mapping knows names, shapes and slices; it never communicates. `domain` says over which ranks the shards of a
 parameter are spread: `replicated` (one shard), `tensor` (n = tp, in rank order), or `expert` (n = ep * etp, ep
-outermost). Everything with a parameter's shape can be merged: weights, gradients, an optimizer's moments.
+outermost). Whatever has a parameter's shape can be merged: weights, gradients, an optimizer's moments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Domain = Literal["replicated", "tensor", "expert"]
 
 
 class TensorReader(Protocol):
-    """A model's tensors by Hugging Face name: a folder's, or drawn at random."""
+    """A model's tensors by Hugging Face name, from a folder or drawn at random."""
 
     @property
     def folder(self) -> Path:
@@ -38,16 +38,16 @@ class TensorReader(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         ...
 
     def read(self, name: str, *index: slice) -> Tensor:
-        """The tensor `name`, or the part of it that `index` selects along its first dimensions."""
+        """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
         ...
 
 
 def padded_vocab(vocab: int, tp_size: int) -> int:
-    """Rows of the vocabulary-parallel weights: the vocabulary, padded to a multiple of `tp_size`."""
+    """Return the rows of the vocabulary-parallel weights: the vocabulary, padded to a multiple of `tp_size`."""
     return -(-vocab // tp_size) * tp_size
 
 
@@ -72,11 +72,15 @@ class WeightMapping(ABC):
 
     @abstractmethod
     def hf_shapes(self) -> dict[str, Shape]:
-        """Full shape of each Hugging Face tensor, in the order in which `merge` yields them."""
+        """Return the full shape of each Hugging Face tensor, in the order in which `merge` yields them."""
 
     @abstractmethod
     def local_shape(self, groups: ShardGroups) -> Shape:
-        """Shape of a rank's shard. Raises ValueError where the sizes do not divide."""
+        """Return the shape of a rank's shard.
+
+        Raises:
+            ValueError: the sizes do not divide.
+        """
 
     @abstractmethod
     def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
@@ -84,20 +88,20 @@ class WeightMapping(ABC):
 
     @abstractmethod
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Full Hugging Face tensors from `shards` [n, *local_shape]; views of it where that is possible."""
+        """Yield the full Hugging Face tensors of `shards` [n, *local_shape], as views of it where that is possible."""
 
     def exists(self, groups: ShardGroups) -> bool:
-        """Whether a model of this layout has the parameter, on one stage or another."""
+        """Return whether a model of this layout has the parameter, on one stage or another."""
         return True
 
     def n_shards(self, groups: ShardGroups) -> int:
-        """Over how many ranks of one pipeline stage the parameter is cut."""
+        """Return over how many ranks of one pipeline stage the parameter is cut."""
         return {"replicated": 1, "tensor": groups.tp_size, "expert": groups.ep_size * groups.etp_size}[self.domain]
 
 
 @dataclass(frozen=True)
 class Replicated(WeightMapping):
-    """The same tensor on every rank of a stage: norms, routers, the shared expert's gate."""
+    """A tensor that every rank of a stage has whole: norms, routers, the shared expert's gate."""
 
     domain = "replicated"
 
@@ -119,7 +123,7 @@ class Replicated(WeightMapping):
 
 @dataclass(frozen=True)
 class Row(WeightMapping):
-    """Input features, [out, in], cut over tensor parallelism."""
+    """A weight [out, in] whose input features are cut over tensor parallelism."""
 
     domain = "tensor"
 
@@ -168,7 +172,7 @@ class VocabParallel(WeightMapping):
 
 @dataclass(frozen=True)
 class TiedOutput(VocabParallel):
-    """The last stage's copy of a tied embedding. Only a pipeline has it, and the first stage's weight speaks for it."""
+    """The last stage's copy of a tied embedding, which only a pipeline has; the first stage's copy is exported."""
 
     def exists(self, groups: ShardGroups) -> bool:
         return groups.pp_size > 1
@@ -232,7 +236,7 @@ class GatedMLP(WeightMapping):
     gate: str
     up: str
     shape: tuple[int, int]
-    """Of one projection: [ffn hidden, hidden]."""
+    """Shape of one projection: [ffn hidden, hidden]."""
 
     def hf_shapes(self) -> dict[str, Shape]:
         return {self.gate: self.shape, self.up: self.shape}
@@ -264,7 +268,7 @@ class ExpertGatedMLP(WeightMapping):
     up: str
     n_experts: int
     shape: tuple[int, int]
-    """Of one expert's projection: [expert ffn hidden, hidden]."""
+    """Shape of one expert's projection: [expert ffn hidden, hidden]."""
 
     def hf_shapes(self) -> dict[str, Shape]:
         names = (p.format(expert=e) for e in range(self.n_experts) for p in (self.gate, self.up))
@@ -298,7 +302,7 @@ class ExpertRow(WeightMapping):
     down: str
     n_experts: int
     shape: tuple[int, int]
-    """Of one expert's projection: [hidden, expert ffn hidden]."""
+    """Shape of one expert's projection: [hidden, expert ffn hidden]."""
 
     def hf_shapes(self) -> dict[str, Shape]:
         return {self.down.format(expert=e): self.shape for e in range(self.n_experts)}
@@ -320,7 +324,7 @@ class ExpertRow(WeightMapping):
 
 
 def _by_expert(shards: Tensor, n_experts: int) -> Iterator[Tensor]:
-    """[ep * etp, experts / ep, ...] as one [etp, ...] an expert, in the experts' global order."""
+    """Yield [ep * etp, experts / ep, ...] as one [etp, ...] an expert, in the experts' global order."""
     ep_size = n_experts // shards.shape[1]
     for rank_shards in shards.view(ep_size, -1, *shards.shape[1:]):
         yield from rank_shards.unbind(1)

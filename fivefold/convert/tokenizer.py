@@ -1,8 +1,8 @@
-"""A GGUF file's tokenizer as the files of a Hugging Face tokenizer.
+"""The tokenizer of a GGUF file as the files of a Hugging Face tokenizer.
 
-GGUF stores vocabulary and merges, but of the splitting that comes before the merges only a name (`tokenizer.ggml.pre`).
-The splitting matters: SmolLM2 reads "12" as two tokens, Llama 3 as one, and a tokenizer that splits otherwise feeds
-the model texts that it has never seen.
+GGUF stores the vocabulary and the merges, but only the name (`tokenizer.ggml.pre`) of how texts are split before the
+merges. The splitting matters: SmolLM2 reads "12" as two tokens, Llama 3 as one, and a tokenizer that splits otherwise
+feeds the model token sequences that it has never seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LLAMA3_WORDS = _WORDS % r"\p{N}{1,3}"
 
 
 class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`, as far as tokens of byte-pair encodings have them."""
+    """The values of `tokenizer.ggml.token_type` that tokens of byte-pair encodings have."""
 
     NORMAL = 1
     CONTROL = 3
@@ -33,12 +33,12 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Splitting:
-    """What happens to a text before the merges."""
+    """How a text is split before the merges."""
 
     pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
     normalizer: Callable[[], normalizers.Normalizer] | None = None
     ignore_merges: bool = False
-    """A word that is a token as a whole is taken whole, even where the merges do not lead to it."""
+    """Whether a word that is a token is taken whole, even where the merges do not lead to it."""
 
 
 def _gpt2_words() -> pre_tokenizers.PreTokenizer:
@@ -63,13 +63,13 @@ SPLITTINGS = {
     "qwen2": Splitting(_words(_QWEN2_WORDS), normalizer=normalizers.NFC),
     "llama-bpe": Splitting(_words(_LLAMA3_WORDS), ignore_merges=True),
 }
-"""By `tokenizer.ggml.pre`."""
+"""Splittings by their name in `tokenizer.ggml.pre`."""
 
 
 def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id`, as a config and a generation config state them.
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id`, as a config and a generation config state them.
 
-    A file that ends texts and turns with different tokens has two end tokens, hence a list.
+    The end token is a list where the file ends texts and turns with different tokens.
     """
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     ends = list(dict.fromkeys(token for token in (ids["eos"], ids["eot"]) if token is not None))
@@ -101,7 +101,11 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a file with these metadata."""
+    """Return the tokenizer of a file with these metadata.
+
+    Raises:
+        ValueError: a tokenizer that is not a byte-level byte-pair encoding, or one of unknown splitting.
+    """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise ValueError(
@@ -110,7 +114,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     splitting = _splitting(metadata)
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    # Tokens marked unused fill up the embedding's rows; no text contains them.
+    # Tokens that are marked unused only fill up the embedding's rows; no text contains them.
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splitting.ignore_merges))
     if splitting.normalizer is not None:
@@ -136,7 +140,7 @@ def _splitting(metadata: Mapping[str, Any]) -> Splitting:
 
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken]:
-    """Tokens that are found in a text before it is split. Control tokens are special: decoding may leave them out."""
+    """Return the tokens that are found in a text before it is split; decoding may leave out those that are special."""
     return [
         AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)
@@ -145,7 +149,7 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToke
 
 
 def _surrounding_tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Tokens put before and after every text; None: none at all."""
+    """Return the tokens that are put before and after every text, or None where there are none."""
     tokens = metadata["tokenizer.ggml.tokens"]
     before, after = (
         [tokens[metadata[f"tokenizer.ggml.{role}_token_id"]]]

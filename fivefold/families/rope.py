@@ -38,13 +38,18 @@ def read_rope(config: HFConfig) -> tuple[float, RopeScaling | None]:
 def _scaling(config: HFConfig, rope_type: str, rope: Mapping[str, Any]) -> RopeScaling | None:
     if rope_type == "default":
         return None
-    needed = _NEEDED[rope_type]
-    if missing := [name for name in needed if rope.get(name) is None]:
+    if missing := [name for name in _NEEDED[rope_type] if rope.get(name) is None]:
         raise config.error(f"rope type {rope_type} needs {', '.join(missing)} in config.json")
-    factors = {name: config.as_number(name, rope[name]) for name in needed}
-    if rope_type != "llama3":
-        return RopeScaling(rope_type, **factors)
-    return RopeScaling(rope_type, **factors, original_max_position_embeddings=_trained_positions(config, rope))
+    factor = config.as_number("factor", rope["factor"])
+    if rope_type == "linear":
+        return RopeScaling(rope_type, factor)
+    return RopeScaling(
+        rope_type,
+        factor,
+        low_freq_factor=config.as_number("low_freq_factor", rope["low_freq_factor"]),
+        high_freq_factor=config.as_number("high_freq_factor", rope["high_freq_factor"]),
+        original_max_position_embeddings=_trained_positions(config, rope),
+    )
 
 
 def _trained_positions(config: HFConfig, rope: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Bytes that one layer keeps for its backward pass, and what the passes need besides for a moment.
+"""Bytes that one layer keeps for its backward pass, and bytes that its passes need for a moment.
 
 Counted from the tensors that autograd saves, each storage once:
 
@@ -25,27 +25,28 @@ class LayerCosts:
     """Bytes of one layer and one micro-batch on one rank."""
 
     input: int
-    """The residual stream that comes in: all that full recomputation keeps."""
+    """The incoming residual stream, which is all that full recomputation keeps."""
     attention: int
-    """Saved by the first half: norm, attention, projections; with `input`."""
+    """What the first half saves: norm, attention and projections, `input` included."""
     mlp_input: int
-    """Saved between the halves: the residual stream and its norm, which is where selective recomputation starts."""
+    """What is saved between the halves: the residual stream and its norm, from where selective recomputation starts."""
     mlp: int
-    """Saved by the second half behind the norm."""
+    """What the second half saves behind its norm."""
     attention_backward: int
+    """What the first half's backward pass needs at its worst moment, besides what is saved."""
     mlp_forward: int
-    """Alive at the worst moment of the second half's forward pass, besides what is saved."""
+    """What the second half's forward pass needs at its worst moment, besides what is saved."""
     mlp_backward: int
-    """The same of its backward pass, less what is already freed."""
+    """What the second half's backward pass needs at its worst moment, less what is freed by then."""
 
     @property
     def saved(self) -> int:
-        """Without recomputation."""
+        """Bytes that the layer saves without recomputation."""
         return self.attention + self.mlp_input + self.mlp
 
 
 def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
-    """The costs of an MoE or of a dense layer."""
+    """Return the costs of a layer that is MoE, or dense."""
     tokens = work.tokens_per_micro_batch / layout.cp
     stream = tokens / layout.tp * shape.hidden * work.element_bytes
     attention, attention_backward = _attention(shape, layout, work, tokens)
@@ -63,7 +64,7 @@ def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is
 
 
 def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
-    """(saved, needed by the backward pass) between the norm and the residual sum."""
+    """Return the bytes between the norm and the residual sum: (saved, needed by the backward pass)."""
     element, tp = work.element_bytes, layout.tp
     keys = shape.key_width + shape.value_width
     joint = shape.query_width + keys
@@ -85,13 +86,17 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
 
 
 def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
-    """(saved, forward, backward): gate_up (2 widths), silu(gate), a copy of up, and their product."""
+    """Return the bytes of a dense MLP: (saved, forward, backward).
+
+    Saved are gate_up (2 widths), silu(gate), a copy of up, and their product.
+    """
     element = work.element_bytes
     width = shape.ffn_hidden / layout.tp
     rows = element * tokens
     saved = rows * 5 * width
     forward = rows * shape.hidden
-    # Each projection's backward pass returns a weight's gradient of undefined content, for the hook of Megatron's DDP.
+    # Each projection's backward pass returns a gradient of undefined content, which only starts the hook of Megatron's
+    # DDP; the real one has been added to the float32 buffer.
     weight = element * width * shape.hidden
     gathered = rows * shape.hidden if layout.tp > 1 else 0
     down = gathered + rows * width + weight
@@ -102,7 +107,7 @@ def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
 
 
 def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
-    """(saved, forward, backward) of router, dispatch, experts and shared expert."""
+    """Return the bytes of router, dispatch, experts and shared expert: (saved, forward, backward)."""
     element = work.element_bytes
     sent = tokens / layout.tp * shape.top_k
     rows = sent * layout.etp
@@ -111,14 +116,14 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
     exchanges = layout.ep > 1 or layout.etp > 1
     indices = sent * 5 * _INDEX + (rows * 2 * _INDEX if exchanges else 0)
     saved = rows * (row + 3 * width + _FLOAT) + sent * _FLOAT + indices
-    # Rows as they were sent and, from other ranks, as they arrived stay in the frames of the forward pass until the
-    # layer is done.
+    # The rows as they were sent and, with other ranks, as they arrived stay in the frames of the forward pass until
+    # the layer is done.
     held = (2 if layout.ep > 1 else 1) * sent * row
     forward = rows * row + (held + rows * row if exchanges else 0)
     router = tokens / layout.tp * (_FLOAT * (shape.hidden + 3 * shape.n_experts))
     forward = max(forward, router)
-    # Behind the activation's backward pass: its gradient, the rows', and twice the weight's: one that is added to the
-    # float32 buffer, and one that only wakes the hook behind it. The activation's own tensors are gone by then.
+    # After the activation's backward pass there are its gradient, the rows' gradient, and two gradients of the weight:
+    # one that is added to the float32 buffer, and one that only starts the hook. The activation's tensors are freed.
     weight = element * shape.n_experts / layout.ep * 2 * shape.expert_ffn_hidden / layout.etp * shape.hidden
     backward = 2 * weight + rows * (row + 2 * width) - rows * 3 * width
     backward = max(backward, weight + rows * (row + width), (3 if exchanges else 1) * rows * row - rows * 3 * width)
@@ -129,10 +134,10 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
 
 
 def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int:
-    """Alive while the last stage turns hidden states into log-probs and back.
+    """Return the bytes that are alive while the last stage turns hidden states into log-probs and back.
 
-    Hidden states: normalised, those of trained tokens, and their gradient. Logits: a chunk in float32, the chunk before
-    it until the name is bound anew, and its gradient.
+    There are three tensors of hidden states (normalised, those of trained tokens, and their gradient), and of logits a
+    chunk in float32, the chunk before it until its name is bound again, and a gradient.
     """
     element = work.element_bytes
     tokens = work.tokens_per_micro_batch / layout.cp
@@ -140,5 +145,5 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int
     chunk = min(work.logprob_chunk, tokens)
     hidden = element * shape.hidden * (3 * tokens + (tokens / layout.tp if layout.tp > 1 else 0))
     logits = chunk * vocabulary * (2 * _FLOAT + element)
-    woken = chunk * vocabulary * (_FLOAT + element) + element * vocabulary * shape.hidden
-    return int(hidden + max(logits, woken) + 6 * _FLOAT * tokens)
+    in_hook = chunk * vocabulary * (_FLOAT + element) + element * vocabulary * shape.hidden
+    return int(hidden + max(logits, in_hook) + 6 * _FLOAT * tokens)

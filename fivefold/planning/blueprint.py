@@ -1,4 +1,4 @@
-"""A whole plan: every role on its devices, and what stands in its way."""
+"""A whole plan: every role on its devices, the problems that keep it from running, and notes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.stages import plan_problems
 
 HEADROOM = 0.05
-"""Of a GPU's memory, what fragmentation and uneven experts may take: with less left, a plan is tight."""
+"""Share of a GPU's memory that fragmentation and uneven experts may take: with less left, a plan is tight."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,18 @@ class Blueprint:
     trainers: tuple[TrainerPlan, ...]
     rollouts: tuple[RolloutPlan, ...]
     problems: tuple[str, ...]
-    """Why it cannot run."""
+    """Reasons why it cannot run, one a line."""
     notes: tuple[str, ...]
-    """What would run, but is wasteful or uncertain."""
+    """What is wasteful or uncertain though it runs, one a line."""
 
     @property
     def fits(self) -> bool:
+        """Whether nothing keeps the plan from running."""
         return not self.problems
 
 
 def draw_up(question: Question) -> Blueprint:
-    """Place the roles and add up what they need.
+    """Place the roles of `question` and add up what they need.
 
     Raises:
         ValueError: roles that do not fit on the cluster, or a backend whose memory is not known.
@@ -111,14 +112,14 @@ def _besides(beside: int) -> str:
 
 
 def _relief(trainer: TrainerPlan, question: Question) -> str:
-    """The first thing to try for a stage that is too large."""
+    """Return the first thing to try for a stage that is too large."""
     room = question.gpu.memory - trainer.beside
     if trainer.binding.resident > room:
         return "its weights and optimizer alone are too large: split the model further (p, t, e), or add replicas (d)"
     for mode, memory in trainer.modes.items():
         if memory.total <= room:
             return f"with actor.megatron.recompute={mode} it needs {gb(memory.total)} GB"
-    return "nor does full recomputation help enough: lower actor.mb_spec.max_tokens_per_mb, or split further (c, t, p)"
+    return "full recomputation is not enough either: lower actor.mb_spec.max_tokens_per_mb, or split further (c, t, p)"
 
 
 def _notes(blueprint: Blueprint) -> Iterator[str]:
@@ -142,7 +143,7 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
 
 
 def _turns(blueprint: Blueprint) -> Iterator[str]:
-    """Who sleeps and who waits on devices that several roles share."""
+    """Yield one line for each pair of roles that take turns on the same devices."""
     for rollout in blueprint.rollouts:
         if sharers := blueprint.placement.sharers(rollout.placed.role):
             role, others = rollout.placed.role, " and ".join(sharers)

@@ -1,4 +1,4 @@
-"""Sizes and speeds of GPUs, from their makers' data sheets, and how near to them real kernels come."""
+"""Sizes and speeds of GPUs, from their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Gpu:
     memory: int
     """Bytes that CUDA reports."""
     peak: float
-    """Dense bf16 FLOP/s."""
+    """FLOP/s of dense bfloat16 matmuls."""
     bandwidth: float
-    """Bytes/s of its own memory."""
+    """Bytes/s between the GPU and its own memory."""
     link: float
     """Bytes/s to the GPUs of its node."""
     network: float
@@ -45,7 +45,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`; a prefix that fits one name only, such as `h200`, is enough.
+    """Return the GPU called `name`; a prefix that fits one name only, such as `h200`, is enough.
 
     Raises:
         ValueError: no GPU of that name, or several.

@@ -23,7 +23,7 @@ TRAINING_AXES: dict[Dimension, tuple[Axis, ...]] = {
     "pp": ("pp",),
 }
 INFERENCE_AXES: dict[Dimension, tuple[Axis, ...]] = {"tp": ("tp",), "pp": ("pp",)}
-"""Replicas of an inference engine have nothing to say to one another."""
+"""Replicas of an inference engine exchange nothing, so they form no group."""
 EXPERT_DIMENSIONS = ("etp", "ep", "edp")
 
 
@@ -36,23 +36,23 @@ class GroupSpread:
     """Ranks of a group."""
     n_groups: int
     n_inside: int
-    """Groups whose ranks all sit on one node."""
+    """Groups whose ranks are all on one node."""
     ranks_per_node: int
     """Ranks of a group on one node, counted where they are fewest."""
 
 
 def group_spreads(placed: RolePlacement, *, is_moe: bool) -> tuple[GroupSpread, ...]:
-    """The spread of each dimension that has groups; without experts, those of experts do not count."""
+    """Return the spread of each dimension that has groups; those of experts only if the model `is_moe`."""
     return tuple(_spreads(placed, is_moe))
 
 
 def ranks_together(placed: RolePlacement, *, is_moe: bool) -> dict[Dimension, int]:
-    """By dimension, how many ranks of a group share a node."""
+    """Return how many ranks of a group share a node, by dimension."""
     return {spread.dimension: spread.ranks_per_node for spread in group_spreads(placed, is_moe=is_moe)}
 
 
 def from_node_start(layout: ParallelLayout, gpus_per_node: int) -> RolePlacement:
-    """An actor whose rank 0 is on the first GPU of a node, and the others on those after it."""
+    """Return an actor whose rank 0 is on the first GPU of a node, and whose other ranks are on the GPUs after it."""
     devices = (Device(*divmod(rank, gpus_per_node)) for rank in range(layout.world_size))
     return RolePlacement("actor", layout, tuple(devices))
 
@@ -69,7 +69,7 @@ def _spreads(placed: RolePlacement, is_moe: bool) -> Iterator[GroupSpread]:
 
 @lru_cache(maxsize=1024)
 def _node_counts(nodes: tuple[int, ...], stride: int, size: int) -> tuple[int, int]:
-    """(groups on one node, fewest ranks of a group on one node), where neighbours of a group are `stride` ranks apart.
+    """Return (groups on one node, fewest ranks of a group on one node); neighbours in a group are `stride` ranks apart.
 
     Cached, because a search asks for the same few groups in hundreds of layouts.
     """

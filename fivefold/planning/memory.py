@@ -1,9 +1,10 @@
 """Memory of each rank by kind, at the moment of a step when it is highest.
 
-State lasts: weights, float32 gradients, and the optimizer's float32 master weights and two moments, which the
-distributed optimizer shards over data-parallel ranks (ZeRO stage 1, https://arxiv.org/abs/1910.02054). On top come the
-activations of the micro-batches in flight, and at the turn from forward to backward either the log-prob chunk (on the
-last stage) or what a layer's backward pass needs for a moment, never both.
+What lasts from step to step is the state: weights, float32 gradients, and the optimizer's float32 master weights and
+two moments, which the distributed optimizer shards over data-parallel ranks (ZeRO stage 1,
+https://arxiv.org/abs/1910.02054). Added to it are the activations of the micro-batches in flight, and between forward
+and backward either the log-prob chunk (on the last stage) or what a layer's backward pass needs for a moment, never
+both.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from fivefold.planning.workload import Workload
 _FLOAT, _INDEX = 4, 8
 
 CUDA_CONTEXT = 700_000_000
-"""Driver, kernels and cuBLAS handles of one process."""
+"""Bytes of the driver, kernels and cuBLAS handles of one process."""
 COMMUNICATOR = 250_000_000
-"""Buffers of one NCCL communicator within a node; outside torch's allocator."""
+"""Bytes of the buffers of one NCCL communicator within a node; they are outside torch's allocator."""
 LIBRARY_WORKSPACE = 70_000_000
-"""cuBLAS workspaces, which torch allocates."""
+"""Bytes of cuBLAS workspaces, which torch allocates."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +40,36 @@ class RankMemory:
     """Master weights and moments."""
     activations: int
     in_flight: float
-    """Micro-batches whose activations are held at one time; a part of one where stages are interleaved."""
+    """Micro-batches whose activations are held at one time; a fraction where stages are interleaved."""
     logprobs: int
     """Hidden states and logits of a chunk, on the last stage."""
     temporaries: int
-    """What the worst moment of a layer's passes needs. Not alive together with `logprobs`."""
+    """What a layer's passes need at their worst moment. It is never alive together with `logprobs`."""
     buffers: int
     """Gathered hidden states, pipeline receives, the step's tokens and library workspaces."""
     context: int
-    """CUDA context and NCCL: on the GPU, but not in torch's statistics."""
+    """CUDA context and NCCL, which are on the GPU but not in torch's statistics."""
 
     @property
     def resident(self) -> int:
-        """What stays between steps."""
+        """Bytes that stay between steps."""
         return self.weights + self.reference + self.gradients + self.optimizer
 
     @property
     def allocated(self) -> int:
-        """What `torch.cuda.max_memory_allocated` would say."""
+        """Bytes that `torch.cuda.max_memory_allocated` would report."""
         return self.resident + self.activations + max(self.logprobs, self.temporaries) + self.buffers
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes on the GPU, all kinds together."""
         return self.allocated + self.context
 
 
 def training_memory(
     layout: ParallelLayout, shape: ModelShape, work: Workload, *, reference: ModelShape | None = None
 ) -> tuple[RankMemory, ...]:
-    """The memory of a rank of each pipeline stage; `reference` is a frozen model in the same processes."""
+    """Return the memory of a rank of each pipeline stage; `reference` is a frozen model in the same processes."""
     costs = {is_moe: layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in set(shape.moe_layers)}
     trained = [_stage_memory(layout, shape, work, stage, costs) for stage in stages(layout, shape)]
     if reference is None:
@@ -114,7 +115,7 @@ def _stage_memory(
 def _kept_and_temporary(
     shape: ModelShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
 ) -> tuple[int, int]:
-    """(bytes that a micro-batch keeps on the stage, bytes at the worst moment of a layer besides)."""
+    """Return (bytes that a micro-batch keeps on the stage, bytes that a layer needs for a moment besides)."""
     counts = {
         is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
     }
@@ -136,10 +137,11 @@ def _kept_and_temporary(
 
 
 def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) -> float:
-    """Forward passes that wait for their backward pass on `stage`, in whole micro-batches of all its layers.
+    """Return how many forward passes wait for their backward pass on `stage`, in micro-batches of all its layers.
 
-    1F1B (https://arxiv.org/abs/2104.04473): as many as stages from here to the end. Interleaved: the first backward
-    pass comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of one chunk, each 1 / vpp of the stage.
+    Under 1F1B (https://arxiv.org/abs/2104.04473) they are as many as there are stages from here to the end. Where
+    stages are interleaved, the first backward pass comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of
+    one chunk, each 1 / vpp of the stage.
     """
     count = work.micro_batches(layout)
     if layout.vpp == 1:
@@ -149,7 +151,7 @@ def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) 
 
 
 def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: int) -> int:
-    """Lasting buffers that are no state: the all-gathered stream, pipeline receives, the step's tokens."""
+    """Return the bytes of lasting buffers: the gathered stream, pipeline receives, the step's tokens, workspaces."""
     tokens = work.tokens / (layout.dp * layout.cp)
     per_token = 5 * _INDEX + 1 + 2 * work.element_bytes * shape.head_dim + _FLOAT * work.n_fields
     gathered = stream * layout.tp if layout.tp > 1 else 0
@@ -158,7 +160,10 @@ def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: 
 
 
 def _n_communicators(layout: ParallelLayout, shape: ModelShape) -> int:
-    """NCCL communicators that carry traffic. Without experts nobody calls those of experts, so they are never made."""
+    """Return how many NCCL communicators are made, which happens at the first call of each.
+
+    Nothing calls the groups of experts in a model that has none.
+    """
     groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp]
     if shape.is_moe:
         groups += [layout.ep, layout.etp, layout.edp]

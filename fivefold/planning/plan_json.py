@@ -1,4 +1,4 @@
-"""A plan for programs: the same numbers as in the tables, in bytes, seconds and FLOPs."""
+"""A plan as JSON: the same numbers as in the tables, in bytes, seconds and FLOPs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fivefold.planning.timing import StepTime
 
 
 def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
-    """What `json.dumps` takes."""
+    """Return a plan as values that `json.dumps` takes."""
     question = blueprint.question
     shape = question.shape
     return {
@@ -94,7 +94,7 @@ def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
 
 
 def found_as_json(found: Found) -> dict[str, Any]:
-    """The outcome of a search, best first."""
+    """Return the outcome of a search, best first."""
     return {
         "tried": found.n_tried,
         "fitting": found.n_fitting,

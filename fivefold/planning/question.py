@@ -1,4 +1,4 @@
-"""What a plan is asked for: a model, roles on a cluster, and the work of a step."""
+"""The question that a plan answers: a model, roles on a cluster, and the work of a step."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from fivefold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned."""
+    """A model, its roles on a cluster, and the work of a step, which together are to be planned."""
 
     shape: ModelShape
     gpu: Gpu
     allocation: Allocation
     n_nodes: int
     gpus_per_node: int
-    """0: CPU processes, planned as if each had a GPU."""
+    """0 for CPU processes, which are planned as if each had a GPU."""
     work: Workload
     generation_batch: int
     """Most sequences that a replica of the embedded engine decodes together."""
     generated: int
     """Sequences that all replicas generate in a step."""
     reference: ModelShape | None = None
-    """The frozen reference model: in the actor's processes, unless `ref` has devices of its own."""
+    """The frozen reference model, which is in the actor's processes unless `ref` has devices of its own."""
     rollout_bytes: int = 2
-    """Of a weight and of a cached key, where they are generated with."""
+    """Bytes of a weight and of a cached key in the rollout."""
     memory_fraction: float | None = None
-    """Of a GPU's memory, what a server takes; None: its usual share, less what other roles keep there."""
+    """Share of a GPU's memory that a server takes; None for its usual share, less what other roles keep there."""
     devices: Mapping[str, tuple[int, ...]] | None = None
-    """Each role's devices, counted through over the nodes; None: as the allocation's `+` and `|` say."""
+    """Each role's devices, numbered across nodes; None where the allocation's `+` and `|` decide."""
     notes: tuple[str, ...] = ()
-    """What the recipe left open, and how it was taken."""
+    """What the recipe left open, and how it was understood."""
 
     def place(self) -> Placement:
-        """The roles on their devices.
+        """Return the roles on their devices.
 
         Raises:
             ValueError: roles that do not fit on the cluster or on their lists.
@@ -52,7 +52,7 @@ class Question:
 
     @property
     def kept_reference(self) -> ModelShape | None:
-        """The reference model, if the actor's processes hold it."""
+        """The reference model if the actor's processes hold it, else None."""
         return None if any(role.role == "ref" for role in self.allocation.roles) else self.reference
 
     @property

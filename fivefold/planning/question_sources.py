@@ -1,4 +1,4 @@
-"""What a recipe asks a plan for, and what a model's name with a number of GPUs does."""
+"""Questions from a recipe, and from a model's name with a number of GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Changes:
-    """What the command line says of the work; None: what the recipe says, or the default."""
+    """What the command line says about the work; None keeps what the recipe says, or the default."""
 
     sequence_length: int | None = None
     sequences: int | None = None
@@ -33,7 +33,7 @@ class Changes:
     recompute: Recompute | None = None
 
     def applied(self, work: Workload) -> Workload:
-        """`work` with these changes."""
+        """Return `work` with these changes."""
         return replace(work, **{name: value for name, value in vars(self).items() if value is not None})
 
 
@@ -48,7 +48,7 @@ def question_of_model(
     devices: Sequence[str],
     changes: Changes,
 ) -> Question:
-    """What a model on a cluster asks for; without a layout, the actor takes the GPUs that are left.
+    """Return the question about a model on a cluster; without a layout, the actor takes the GPUs that are left.
 
     Raises:
         ValueError: an unknown model or GPU, a layout or a list of devices that cannot be read.
@@ -77,7 +77,7 @@ def question_of_model(
 
 
 def _trainer(backend: str | None) -> RoleAllocation:
-    """The actor; without a layout it takes what is left."""
+    """Return the actor; without a layout it takes the GPUs that are left."""
     role = RoleAllocation("megatron", dp=None) if backend is None else parse_role(backend)
     if not role.is_training:
         raise ValueError(f"--actor {backend}: {role.backend} only generates; train with {backend_names(trains=True)}")
@@ -94,7 +94,7 @@ def _generator(backend: str | None) -> RoleAllocation | None:
 
 
 def _allocation(trainer: RoleAllocation, generator: RoleAllocation | None, n_gpus: int) -> Allocation:
-    """Both roles, side by side if there are devices for both, else in turn."""
+    """Return both roles, side by side if there are devices for both, else in turns on the same devices."""
     if generator is None:
         return Allocation(((trainer,),))
     least = [role.replica_size if role.n_devices is None else role.n_devices for role in (trainer, generator)]
@@ -104,7 +104,7 @@ def _allocation(trainer: RoleAllocation, generator: RoleAllocation | None, n_gpu
 
 
 def _device_lists(options: Sequence[str], roles: set[str]) -> dict[str, tuple[int, ...]]:
-    """`--devices ROLE=LIST`, one for each role."""
+    """Return the devices of each role, from one `--devices ROLE=LIST` each."""
     lists: dict[str, tuple[int, ...]] = {}
     for option in options:
         role, _, text = option.partition("=")
@@ -117,15 +117,16 @@ def _device_lists(options: Sequence[str], roles: set[str]) -> dict[str, tuple[in
 
 
 def _listed(roles: Sequence[RoleAllocation], lists: Mapping[str, tuple[int, ...]]) -> Allocation:
-    """The roles with every `d*` filled from the role's list; the lists say who shares, not the grouping."""
+    """Return the roles with every `d*` filled from the role's list; the lists alone say who shares devices."""
     return Allocation(tuple((replace(role, dp=role.resolve(len(lists[role.role])).dp),) for role in roles))
 
 
 def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
-    """What a recipe asks for: its roles on its cluster, every sequence at its longest.
+    """Return the question that a recipe poses: its roles on its cluster, every sequence at its longest.
 
     Raises:
-        ValueError: roles that contradict one another, a model whose shape is not known or that lacks what a key is for.
+        ValueError: roles that contradict one another, a model whose shape is not known, or a key that its model cannot
+            take.
     """
     if isinstance(recipe, SFTRecipe):
         question = _question(recipe, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
@@ -143,17 +144,17 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
 
 
 def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
-    """That a recipe which `fivefold train` would read as well is taken for one of `fivefold sft`."""
+    """Yield a note where a recipe that `fivefold train` could read as well is planned for `fivefold sft`."""
     datasets = (recipe.train_dataset, recipe.valid_dataset)
     if not any(rows is not None and "response_key" in rows.model_fields_set for rows in datasets):
         yield (
-            "planned for `fivefold sft`, as the recipe has no key that only `fivefold train` reads; for a plan of "
-            "that, give one, such as rollout.backend"
+            "planned for `fivefold sft`, because the recipe has no key that only `fivefold train` reads; to plan that, "
+            "give one, such as rollout.backend"
         )
 
 
 def _question(recipe: Recipe, gpu: str, changes: Changes, *, length: int, generated: int, batch: int) -> Question:
-    """What both kinds of recipe ask for; `generated` sequences a step, none of them in fine-tuning."""
+    """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
     actor, shape = recipe.actor, find_shape(recipe.actor.path)
     if problems := [*router_problems(recipe, shape), *server_problems(recipe)]:
         raise RecipeError(recipe.experiment_name, problems)

@@ -1,4 +1,4 @@
-"""Every rank's place: its device, its stage and layers, and its index in each dimension."""
+"""The place of every rank: its device, its stage and layers, and its index in each dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANK_COLUMNS = ("rank", "node", "device", "stage", "layers", "dp", "cp", "tp", "
 
 
 def rank_rows(placed: RolePlacement, shape: ModelShape) -> Iterator[tuple[int | str, ...]]:
-    """One row of `RANK_COLUMNS` for each rank of a role that trains."""
+    """Yield one row of `RANK_COLUMNS` for each rank of a role that trains."""
     layers = [stage.summary for stage in stages(placed.layout, shape)]
     for at, device in zip(rank_grid(placed.layout), placed.devices, strict=True):
         yield (

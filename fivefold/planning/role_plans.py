@@ -1,4 +1,4 @@
-"""What each role of a plan needs: the memory of its ranks, the groups they form, and the time of a step."""
+"""What each role of a plan needs: the memory of its ranks, the groups that they form, and the time of a step."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """A role that trains."""
+    """What a role that trains, or that computes the reference model's log-probs, needs."""
 
     placed: RolePlacement
     memory: tuple[RankMemory, ...]
-    """Of a rank of each pipeline stage."""
+    """Memory of a rank of each pipeline stage."""
     time: StepTime | None
-    """None for a reference model, which takes no step of its own."""
+    """Time of a step; None for a reference model, which takes none of its own."""
     spreads: tuple[GroupSpread, ...]
     modes: Mapping[Recompute, RankMemory]
-    """The stage that needs the most, by recompute mode; empty for a reference model."""
+    """Memory of the stage that needs the most, by recompute mode; empty for a reference model."""
     beside: int
     """Bytes that other roles keep on the same GPUs while this one works."""
 
     @property
     def binding(self) -> RankMemory:
-        """The stage that needs the most."""
+        """Memory of the stage that needs the most."""
         return largest(self.memory)
 
     @property
     def binding_rank(self) -> int:
-        """The first rank of that stage."""
+        """The first rank of the stage that needs the most memory."""
         return self.binding.stage * (self.placed.layout.world_size // self.placed.layout.pp)
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """A role that generates."""
+    """What a role that generates needs."""
 
     placed: RolePlacement
     memory: RolloutMemory
@@ -55,17 +55,17 @@ class RolloutPlan:
 
 
 def largest(stages: Iterable[RankMemory]) -> RankMemory:
-    """The stage that needs the most."""
+    """Return the memory of the stage that needs the most."""
     return max(stages, key=lambda stage: stage.total)
 
 
 def kept_bytes(trainer: TrainerPlan) -> int:
-    """Bytes that a trainer keeps while it waits: it never sleeps."""
+    """Return the bytes that a trainer keeps while it waits, which are all of its state: it never sleeps."""
     return max(stage.resident + stage.context for stage in trainer.memory)
 
 
 def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
-    """A role that trains, or a reference model with devices of its own, as if nobody shared them.
+    """Return what a role that trains, or a reference model with devices of its own, needs if no role shares them.
 
     Raises:
         ValueError: a backend whose memory is not known, or a layout that the model cannot take.
@@ -101,7 +101,10 @@ def _require_possible(placed: RolePlacement, shape: ModelShape) -> None:
 
 
 def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
-    """A role that only computes log-probs: no gradients, no optimizer, one layer's activations at a time."""
+    """Return what a role that only computes log-probs needs.
+
+    It has neither gradients nor an optimizer, and one layer's activations at a time.
+    """
     shape = question.reference or question.shape
     _require_possible(placed, shape)
     context = {} if question.gpus_per_node > 0 else {"context": 0}
@@ -113,7 +116,7 @@ def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
 
 
 def plan_rollout(question: Question, placed: RolePlacement, beside: int) -> RolloutPlan:
-    """A role that generates, where other roles keep `beside` bytes on the same GPUs."""
+    """Return what a role that generates needs, where other roles keep `beside` bytes on the same GPUs."""
     shape = question.shape
     memory = rollout_memory(
         placed.layout,
@@ -131,5 +134,5 @@ def plan_rollout(question: Question, placed: RolePlacement, beside: int) -> Roll
 
 
 def gb(size: float) -> str:
-    """Bytes as GB (1e9), for texts."""
+    """Return bytes as GB (1e9), for texts."""
     return f"{size / 1e9:.1f}"

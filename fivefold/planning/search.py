@@ -1,4 +1,4 @@
-"""The best layouts of a model on a cluster: every layout that the model can take, those that fit, ranked by time."""
+"""The best layouts of a model on a cluster: all that the model can take, then those that fit, ranked by time."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
 
 VIRTUAL_STAGES = (1, 2, 4, 8)
 SHORTEST_SHARD = 512
-"""Tokens of a sequence on a context parallel rank, below which splitting it further is not considered."""
+"""Fewest tokens of a sequence on a context parallel rank; shorter shards are not considered."""
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16, 18, 24, 32, 36, 48, 64)
-"""How many times as many GPUs are tried, where nothing fits."""
+"""How many times as many GPUs are tried where nothing fits."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine needs of each GPU while it generates beside a trainer that waits."""
+    """What an engine needs of each GPU while it generates and a trainer on the same GPUs waits."""
 
     share: float
-    """Of the GPU's memory, what it and the roles that wait may fill."""
+    """Share of the GPU's memory that it and the roles that wait may fill."""
     least: int
-    """Bytes that it cannot do without: a server's for one sequence, ours for a batch."""
+    """Fewest bytes that it runs with: a server for one sequence, the embedded engine for a batch."""
     beside: int
-    """Bytes that frozen references keep there."""
+    """Bytes that frozen reference models keep there."""
     fraction: float | None = None
-    """Of the GPU's memory, what a server takes whoever waits; None: what they leave it."""
+    """Share of the GPU's memory that a server takes whatever other roles keep; None where it takes what they leave."""
 
     @staticmethod
     def of(rollout: RolloutPlan, fraction: float | None) -> Engine:
+        """Return the needs of a rollout, whose server takes `fraction` of the memory."""
         memory, layout = rollout.memory, rollout.placed.layout
         share = BACKENDS[layout.backend].memory_share
         least = memory.total - memory.kv_cache + memory.least_cache
         return Engine(share, least, rollout.beside, fraction if layout.is_server else None)
 
     def leaves(self, gpu: Gpu) -> int:
-        """Bytes that a trainer may keep; below 0, it does not fit even without one."""
+        """Return the bytes that a trainer may keep; below 0, the engine does not fit even without a trainer."""
         if self.fraction is None:
             return int(gpu.memory * self.share) - self.least - self.beside
         if gpu.memory * self.fraction < self.least:
@@ -60,24 +61,24 @@ class Engine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of the trainer that a layout is wanted for."""
+    """The GPUs of the trainer for which a layout is wanted."""
 
     gpu: Gpu
     devices: tuple[Device, ...]
-    """One for each rank."""
+    """The device of each rank."""
     reserved: int = 0
     """Bytes of each GPU that other roles keep while the trainer works."""
     engines: tuple[Engine, ...] = ()
-    """Those that generate on the same GPUs."""
+    """Engines that generate on the same GPUs."""
 
     @staticmethod
     def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
-        """GPUs that no other role uses, from the first of a node on."""
+        """Return GPUs that no other role uses, from the first of a node on."""
         return Cluster(gpu, tuple(Device(*divmod(index, gpus_per_node)) for index in range(n_gpus)))
 
     @staticmethod
     def of(question: Question) -> Cluster:
-        """The devices of the question's actor, and what the roles that share them leave it.
+        """Return the devices of the question's actor, and what the roles that share them leave it.
 
         Raises:
             ValueError: roles that do not fit on the cluster or on their lists.
@@ -95,18 +96,19 @@ class Cluster:
 
     @property
     def n_gpus(self) -> int:
+        """GPUs of the trainer."""
         return len(self.devices)
 
     @property
     def most_kept(self) -> int | None:
-        """Bytes that the trainer may keep while other roles work on the same GPUs; None: there are none.
+        """Bytes that the trainer may keep while other roles work on the same GPUs; None where no role does.
 
-        Below 0, the others do not fit even without it.
+        Below 0, the others do not fit even without the trainer.
         """
         return min((engine.leaves(self.gpu) for engine in self.engines), default=None)
 
     def times(self, count: int) -> Cluster:
-        """`count` such clusters as one."""
+        """Return one cluster that is `count` times as large."""
         n_nodes = 1 + max(device.node for device in self.devices)
         copies = range(0, count * n_nodes, n_nodes)
         return replace(
@@ -114,12 +116,12 @@ class Cluster:
         )
 
     def splits(self, tp: int) -> bool:
-        """Whether tensor parallel groups of `tp` ranks stay inside a node."""
+        """Return whether tensor parallel groups of `tp` ranks stay inside a node."""
         nodes = [device.node for device in self.devices]
         return all(len(set(nodes[first : first + tp])) == 1 for first in range(0, self.n_gpus, tp))
 
     def holds(self, memory: Sequence[RankMemory]) -> bool:
-        """Whether a trainer of such stages has the room, with `HEADROOM` to spare."""
+        """Return whether a trainer with stages of such `memory` fits, with `HEADROOM` to spare."""
         room = self.gpu.memory * (1 - HEADROOM) - self.reserved
         return all(stage.total <= room and self._may_keep(stage) for stage in memory)
 
@@ -135,29 +137,29 @@ class Candidate:
     recompute: Recompute
     binding: RankMemory
     spare: float
-    """Bytes that a GPU of the binding rank has left."""
+    """Bytes that are left on a GPU of the stage that needs the most."""
     time: StepTime
 
     @property
     def text(self) -> str:
-        """As `actor.backend` writes it."""
+        """The layout as `actor.backend` writes it."""
         return layout_text(self.layout)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The outcome of a search."""
 
     best: tuple[Candidate, ...]
-    """Fastest first; of layouts that differ in v alone, the fastest."""
+    """The fastest layouts, fastest first; of those that differ only in v, the fastest."""
     n_tried: int
     n_fitting: int
     advice: tuple[str, ...]
-    """Where nothing fits: what comes nearest, and what would make it fit."""
+    """What comes nearest to fitting and what would make it fit, where nothing does."""
 
 
 def layout_text(layout: ParallelLayout) -> str:
-    """The allocation string of a training layout."""
+    """Return the allocation string of a training layout."""
     return str(
         RoleAllocation(
             backend=layout.backend,
@@ -175,7 +177,7 @@ def layout_text(layout: ParallelLayout) -> str:
 def search(
     shape: ModelShape, cluster: Cluster, work: Workload, *, limit: int = 5, reference: ModelShape | None = None
 ) -> Found:
-    """The `limit` fastest layouts of a trainer that fit with `HEADROOM` to spare."""
+    """Return the `limit` fastest layouts of a trainer that fit with `HEADROOM` to spare."""
     best: dict[tuple[int, ...], Candidate] = {}
     n_tried = n_fitting = 0
     for layout in layouts(shape, cluster, work, reference=reference):
@@ -205,7 +207,7 @@ def _time(layout: ParallelLayout, shape: ModelShape, cluster: Cluster, work: Wor
 def layouts(
     shape: ModelShape, cluster: Cluster, work: Workload, *, reference: ModelShape | None = None
 ) -> Iterator[ParallelLayout]:
-    """Every layout over all GPUs that the models can take; tensor parallel groups stay inside a node."""
+    """Yield every layout over all GPUs that the models can take; tensor parallel groups stay inside a node."""
     models = [shape] if reference is None else [shape, reference]
     for tp, pp, cp in _dense_degrees(shape, cluster, work):
         ranks = cluster.n_gpus // pp
@@ -233,7 +235,7 @@ def _dense_degrees(shape: ModelShape, cluster: Cluster, work: Workload) -> Itera
 
 def _expert_degrees(shape: ModelShape, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
     if not shape.is_moe:
-        # Dense layers only: the expert grid is that of data parallelism.
+        # Without experts, expert data parallelism is all that is left of the expert grid.
         yield 1, 1
         return
     for etp in {1, tp}:
@@ -255,7 +257,7 @@ def _divisors(number: int) -> list[int]:
 def _least_recompute(
     shape: ModelShape, cluster: Cluster, work: Workload, layout: ParallelLayout, reference: ModelShape | None
 ) -> tuple[Recompute, RankMemory] | None:
-    """The recompute mode with the least work that fits, and the stage that needs the most under it."""
+    """Return the fitting recompute mode with the least work, and the stage that needs the most under it, or None."""
     for recompute in RECOMPUTE:
         memory = training_memory(layout, shape, work.recomputing(recompute), reference=reference)
         if cluster.holds(memory):
@@ -264,7 +266,7 @@ def _least_recompute(
 
 
 def reasons(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
-    """Why a candidate stands where it does: what it has for it, and what costs it the first place."""
+    """Return why a candidate has its rank: its merits, and what makes it slower than the first."""
     return (*_merits(candidate), *([] if candidate is first else _drawbacks(candidate, first)))
 
 
@@ -285,7 +287,7 @@ def _merits(candidate: Candidate) -> Iterator[str]:
 
 
 def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
-    """The part of the step that loses the most time to the first candidate."""
+    """Yield the part of the step that takes the most time longer than in the first candidate."""
     names = {
         "layers": "in the layers",
         "head": "in the LM head, which the last stage does alone",
@@ -326,7 +328,7 @@ def _advice(shape: ModelShape, cluster: Cluster, work: Workload, reference: Mode
 
 
 def _parting(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelShape | None) -> Iterator[str]:
-    """What devices of its own would bring a trainer that shares them."""
+    """Yield how many devices of its own would hold a trainer that shares them."""
     yield f"while other roles work on the same GPUs, the trainer may keep {gb(max(cluster.most_kept or 0, 0))} GB there"
     apart = replace(cluster, reserved=0, engines=())
     for times in (1, *MORE_GPUS):

@@ -18,24 +18,26 @@ class Stage:
 
     index: int
     chunks: tuple[range, ...]
-    """The layers' numbers, for each of its virtual stages."""
+    """Numbers of the layers of each of its virtual stages."""
     n_moe: int
+    """Layers that have experts."""
     has_embedding: bool
     has_head: bool
-    """Final norm and output layer."""
+    """Whether it has the final norm and the output layer."""
 
     @property
     def n_layers(self) -> int:
+        """Layers of all its virtual stages."""
         return sum(len(chunk) for chunk in self.chunks)
 
     @property
     def spans(self) -> tuple[str, ...]:
-        """The layers of each virtual stage, such as `0-3` and `8-11`."""
+        """Layers of each virtual stage, such as `0-3` and `8-11`."""
         return tuple(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}" for chunk in self.chunks)
 
     @property
     def summary(self) -> str:
-        """Its layers in words: `0-3, 8-11`; of many virtual stages, the first three."""
+        """Its layers as a text, such as `0-3, 8-11`, which names the first three of many virtual stages."""
         return ", ".join(self.spans[:3]) + (f", ... ({len(self.spans)} parts)" if len(self.spans) > 3 else "")
 
 
@@ -44,19 +46,20 @@ class RankParameters:
     """Parameters of one rank, by the ranks that its optimizer states are sharded over."""
 
     dense: int
-    """Attention, dense MLPs, routers, norms and embeddings: replicated over dp * cp ranks."""
+    """Attention, dense MLPs, routers, norms and embeddings, which are replicated over dp * cp ranks."""
     experts: int
-    """Replicated over edp ranks."""
+    """Routed experts, which are replicated over edp ranks."""
 
     @property
     def total(self) -> int:
+        """Parameters of either kind."""
         return self.dense + self.experts
 
 
 def plan_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
-    """One line for each rule that the layout breaks.
+    """Yield one line for each rule that the layout breaks.
 
-    Stages may be uneven for models that are planned but not trained, because other engines take them so.
+    Stages may be uneven for models that are planned but not trained, because the engines that train them allow it.
     """
     if find_family(shape.family).is_trainable:
         yield from layout_problems(layout, shape)
@@ -67,10 +70,10 @@ def plan_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
 
 
 def stages(layout: ParallelLayout, shape: ModelShape) -> tuple[Stage, ...]:
-    """The stages of the pipeline, first to last.
+    """Return the stages of the pipeline, first to last.
 
-    Layers that do not divide evenly (only of models that are planned but not trained) go to the middle first, as the
-    ends have the embedding and the head besides.
+    Where layers do not divide evenly, which only models that are planned but not trained may have, the middle stages
+    take more of them, because the ends have the embedding and the head besides.
     """
     return tuple(_stage(layout, shape, index) for index in range(layout.pp))
 
@@ -98,7 +101,7 @@ def _uneven_chunks(n_layers: int, n_chunks: int) -> list[range]:
 
 
 def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
-    """Parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
+    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
     tp = layout.tp
     n_dense = stage.n_layers - stage.n_moe
     dense = stage.n_layers * (shape.split_attention_parameters // tp + shape.whole_attention_parameters)
@@ -106,7 +109,7 @@ def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> 
     dense += n_dense * shape.dense_mlp_parameters // tp
     dense += stage.n_moe * (shape.router_parameters + shape.shared_expert_parameters // tp)
     vocabulary = -(-shape.vocab // tp) * shape.hidden
-    # A tied matrix is on both ends of a pipeline, and once where the ends are one stage.
+    # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
     matrices = stage.has_embedding + stage.has_head
     if shape.tied_embeddings:
         matrices = min(matrices, 1)

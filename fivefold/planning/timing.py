@@ -1,13 +1,13 @@
-"""How long an optimizer step takes, from a few constants that can be checked.
+"""The time of an optimizer step, from a few constants that can be checked.
 
     GPU time of a micro-batch   = matmuls / (peak * efficiency) + element-wise bytes / (bandwidth * efficiency)
-                                + traffic of tp, cp, ep (nothing overlaps them) + waits for the host
+                                + traffic of tp, cp, ep (nothing overlaps it) + waits for the host
     step                        = (micro-batches + (pp - 1) / vpp) * the slowest stage's
                                 + optimizer + weights' all-gather + what the last backward pass does not hide of dp
 
-The efficiencies are what PyTorch's kernels reach on an H200 with 8,192-token micro-batches of Qwen3-30B-A3B's shape.
-The estimate is what these kernels allow; waiting, uneven experts and uneven sequences take a part of that, so the
-expected range ends at `SLACK` of it.
+The efficiencies are those that PyTorch's kernels reach on an H200 with 8,192-token micro-batches of Qwen3-30B-A3B's
+shape. The estimate is the best that these kernels allow; waiting, uneven experts and uneven sequences cost a part of
+it, so the range that is expected begins at `SLACK` of it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from fivefold.planning.traffic import Dimension, Traffic, step_traffic
 from fivefold.planning.workload import Workload
 
 DENSE_EFFICIENCY = 0.70
-"""Of the peak, in dense matmuls."""
+"""Share of the peak that dense matmuls reach."""
 GROUPED_EFFICIENCY = 0.54
-"""In the experts' grouped matmuls."""
+"""Share of the peak that the experts' grouped matmuls reach."""
 ATTENTION_FORWARD_EFFICIENCY = 0.31
+"""Share of the peak that flash attention's forward pass reaches."""
 ATTENTION_BACKWARD_EFFICIENCY = 0.21
-"""Of twice the forward FLOPs; flash attention also computes the scores again."""
+"""Share of the peak, counting twice the forward FLOPs; flash attention also computes the scores again."""
 BANDWIDTH_EFFICIENCY = 0.65
-"""Of the memory's bandwidth, in element-wise kernels."""
+"""Share of the memory's bandwidth that element-wise kernels reach."""
 PASSES_OVER_SAVED = 8
-"""Times that each saved byte, or its gradient, is read or written by element-wise kernels, forward and backward."""
+"""How often element-wise kernels read or write each saved byte or its gradient, forward and backward."""
 OPTIMIZER_BYTES = 34
-"""Read and written for a parameter of the shard: gradient norm, AdamW, the bf16 copy."""
+"""Bytes read and written for a parameter of the shard: gradient norm, AdamW, the bfloat16 copy."""
 ACCUMULATION_BYTES = 12
-"""Read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
+"""Bytes read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
 LAUNCH_SECONDS = 0.003
-"""Python and CUDA launches of one layer and micro-batch, forward and backward."""
+"""Seconds of Python and CUDA launches of one layer and micro-batch, forward and backward."""
 EXCHANGE_SECONDS = 0.003
-"""Wait of one MoE layer and micro-batch with ep or etp > 1, where the host must learn how many rows arrive to go on."""
+"""Seconds that one MoE layer and micro-batch waits with ep or etp > 1, until the host knows how many rows arrive."""
 SPLIT_EXPERTS_SECONDS = 0.008
-"""What one MoE layer and micro-batch takes more with etp > 1, where Megatron-Core's own dispatcher gathers the rows."""
+"""Seconds that one MoE layer and micro-batch takes more with etp > 1, where Megatron-Core's dispatcher gathers rows."""
 SLACK = 0.7
+"""Share of the estimated MFU that real steps reach at least."""
 
 _COLLECTIVES_IN_THE_WAY = ("tp", "cp", "ep", "etp")
 
@@ -57,43 +59,46 @@ class StepTime:
     layers: float
     """Matmuls and element-wise kernels of the slowest stage, all micro-batches."""
     head: float
+    """LM head and log-probs, which the last stage computes."""
     recompute: float
-    """Forward passes that are done again."""
+    """Forward passes that are computed again."""
     launching: float
-    """The GPU waits for Python to launch kernels, or to learn how many rows an exchange brings."""
+    """Waits of the GPU for Python to launch kernels, or to learn how many rows an exchange brings."""
     exposed: float
     """Traffic of tp, cp and ep that nothing hides."""
     bubble: float
-    """Waiting for the pipeline to fill and to drain."""
+    """Waits for the pipeline to fill and to drain."""
     data_parallel: float
-    """Gradients and weights between data-parallel ranks, not hidden by the backward pass."""
+    """Traffic of gradients and weights between data-parallel ranks that the backward pass does not hide."""
     optimizer: float
     micro_batches: int
     flops: PartFlops
-    """Of the whole step, over all ranks."""
+    """FLOPs of the whole step, over all ranks."""
     traffic: tuple[Traffic, ...]
-    """Of a rank of the slowest stage."""
+    """Traffic of a rank of the slowest stage."""
     mfu: float
     """Model FLOP/s utilisation of the estimate."""
     tokens_per_second: float
-    """Per GPU, of the estimate."""
+    """Tokens per second and GPU of the estimate."""
 
     @property
     def total(self) -> float:
+        """Seconds of the whole step."""
         return self.in_pipeline + self.bubble + self.data_parallel + self.optimizer
 
     @property
     def in_pipeline(self) -> float:
+        """Seconds of all micro-batches, without the bubble."""
         return self.layers + self.head + self.recompute + self.launching + self.exposed
 
     @property
     def bubble_share(self) -> float:
-        """Of the step."""
+        """Share of the step that waits for the pipeline."""
         return self.bubble / self.total
 
     @property
     def mfu_range(self) -> tuple[float, float]:
-        """Where a measured MFU is expected."""
+        """Lowest and highest MFU that is expected of a measurement."""
         return SLACK * self.mfu, self.mfu
 
 
@@ -104,7 +109,7 @@ def step_time(
     gpu: Gpu,
     together: Mapping[Dimension, int],
 ) -> StepTime:
-    """The time of one optimizer step: forward, backward and update. `together`: as in `step_traffic`."""
+    """Return the time of one optimizer step: forward, backward and update. `together` is that of `step_traffic`."""
     timed = []
     for stage in _distinct(layout, shape):
         sent = step_traffic(layout, shape, work, stage, together)
@@ -112,7 +117,8 @@ def step_time(
     slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)
     data_parallel = sum(item.seconds(gpu) for item in traffic if item.dimension in ("dp", "edp"))
-    # Four of six bytes are gradients; their reduction runs beside the backward pass of the last micro-batch.
+    # Of each parameter, 4 bytes of gradient and `element_bytes` of weight travel. The gradients are reduced while the
+    # backward pass of the last micro-batch runs.
     gradients = data_parallel * 4 / (4 + work.element_bytes)
     hidden = min(gradients, slowest.layers * 2 / 3)
     parameters = rank_parameters(layout, shape, stage)
@@ -140,7 +146,7 @@ def step_time(
 
 
 def _distinct(layout: ParallelLayout, shape: ModelShape) -> list[Stage]:
-    """Stages that may differ in time: the ends, and one of each make in between."""
+    """Return the stages that may differ in time: the ends, and one of each composition in between."""
     every = stages(layout, shape)
     middle = {(stage.n_layers, stage.n_moe): stage for stage in every[1:-1]}
     return list({stage.index: stage for stage in (every[0], every[-1], *middle.values())}.values())
@@ -170,7 +176,7 @@ class _StageTime:
         traffic: tuple[Traffic, ...],
     ) -> _StageTime:
         count = work.micro_batches(layout)
-        # The mean micro-batch: the fullest one is the memory's business.
+        # The mean micro-batch counts here; the fullest one decides the memory.
         sequences = work.sequences / layout.dp / count
         forward = forward_parts(shape, sequences, work.sequence_length).scaled(1 / (layout.tp * layout.cp))
         fill = sequences * work.sequence_length / work.tokens_per_micro_batch
@@ -196,7 +202,10 @@ def _layer_seconds(
     forward: PartFlops,
     fill: float,
 ) -> tuple[float, float]:
-    """(forward and backward, recomputation) of a stage's layers, for one micro-batch that is `fill` full."""
+    """Return the seconds of a stage's layers for one micro-batch, of which `fill` is in use.
+
+    They are (forward and backward, recomputation).
+    """
     share = stage.n_layers / shape.n_layers
     moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
     mlps = forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY
@@ -219,7 +228,7 @@ def _layer_seconds(
 
 
 def _mlp_share(shape: ModelShape, stage: Stage) -> float:
-    """Of the FLOPs of dense MLPs and shared experts, those of the stage's layers."""
+    """Return the stage's share of the FLOPs of all dense MLPs and shared experts."""
 
     def weights(n_layers: int, n_moe: int) -> int:
         return (n_layers - n_moe) * shape.dense_mlp_parameters + n_moe * shape.shared_expert_parameters
@@ -229,7 +238,7 @@ def _mlp_share(shape: ModelShape, stage: Stage) -> float:
 
 
 def _saved(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Stage) -> tuple[int, int]:
-    """(bytes that a micro-batch saves on the stage without recomputation, those of its MLPs)."""
+    """Return the bytes that a micro-batch saves on the stage without recomputation: (all, those of its MLPs)."""
     saved = mlp = 0
     for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():
         if count:

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step, by dimension of parallelism, and over which links.
+"""Bytes that a rank sends in a step, by dimension of parallelism, and the links that carry them.
 
     tp    all-gather and reduce-scatter of the residual stream around attention and around dense MLPs (sequence
           parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
@@ -9,7 +9,7 @@
     pp    one residual stream a micro-batch and boundary, each way
     dp    once a step: reduce-scatter of float32 gradients, all-gather of weights; the experts' over edp
 
-Of a group of n ranks, each sends (n - 1) / n of the gathered bytes.
+Each of a group of n ranks sends (n - 1) / n of the gathered bytes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,33 @@ from fivefold.planning.workload import Workload
 Dimension = Literal["tp", "cp", "ep", "etp", "pp", "dp", "edp"]
 
 LINK_EFFICIENCY = 0.75
-"""Of a link's bandwidth, what NCCL's large collectives reach."""
+"""Share of a link's bandwidth that NCCL's large collectives reach."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One dimension's share of a step, on one rank of a stage."""
+    """What one rank of a stage sends in a step along one dimension."""
 
     dimension: Dimension
     size: int
     """Ranks of a group."""
     ranks_per_node: int
-    """Of a group's ranks, how many sit on one node."""
+    """Ranks of a group that share a node."""
     bytes: float
     """Sent by one rank in a step."""
     exchanges_pairs: bool
-    """All-to-all or point to point: each rank's own network card carries it. Else a ring over all of them."""
+    """Whether ranks send to each other directly (all-to-all, point to point), each over its own network card.
+
+    Else the traffic runs in a ring over the network cards of all ranks.
+    """
 
     @property
     def crosses_nodes(self) -> bool:
+        """Whether ranks of a group are on several nodes."""
         return self.ranks_per_node < self.size
 
     def seconds(self, gpu: Gpu) -> float:
-        """Time on the slowest link that it takes, nothing else sharing it."""
+        """Return the seconds on the slowest link that it takes, if nothing else uses that link."""
         if not self.crosses_nodes:
             return self.bytes / (gpu.link * LINK_EFFICIENCY)
         if self.exchanges_pairs:
@@ -66,9 +70,9 @@ def step_traffic(
     stage: Stage,
     together: Mapping[Dimension, int],
 ) -> tuple[Traffic, ...]:
-    """Traffic of one rank of `stage`, for the dimensions that have any.
+    """Return the traffic of one rank of `stage`, for the dimensions that have any.
 
-    `together` says how many ranks of a group share a node, as `groups.ranks_together` counts them.
+    `together` is how many ranks of a group share a node, as `groups.ranks_together` counts them.
     """
     sizes: dict[Dimension, int] = {
         "tp": layout.tp,
@@ -100,7 +104,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     stream = tokens * shape.hidden * element
     n_dense = stage.n_layers - stage.n_moe
     again = {"none": (0, 0), "selective": (0, 1), "full": (1, 1)}[work.recompute]
-    # Passes over the stream: forward 2, backward 3, and a forward pass again where it is recomputed.
+    # The forward pass communicates the stream twice, the backward pass three times, and recomputation twice again.
     attention, mlps = 5 + 2 * again[0], 5 + 2 * again[1]
     shared = stage.n_moe if shape.shared_expert_ffn_hidden else 0
     passes = stage.n_layers * attention + (n_dense + shared) * mlps

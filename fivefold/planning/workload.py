@@ -1,4 +1,4 @@
-"""What one optimizer step of a role has to do, and how: the part of a plan that is neither model nor layout."""
+"""The work of one optimizer step: the part of a plan that is neither model nor layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fivefold.layout.parallel import ParallelLayout
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""From the most memory to the most computation."""
+"""Recompute modes, from the most memory to the most computation."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Workload:
     sequences: int
     """Sequences of one optimizer step, over all data-parallel ranks."""
     micro_tokens: int
-    """Most tokens in a micro-batch, over its context-parallel ranks. A longer sequence gets one of its own."""
+    """Most tokens of a micro-batch, over its context-parallel ranks. A longer sequence has a micro-batch of its own."""
     recompute: Recompute = "none"
     element_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
@@ -36,11 +36,12 @@ class Workload:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def recomputing(self, recompute: Recompute) -> Workload:
-        """The same work under another recompute mode."""
+        """Return the same work under another recompute mode."""
         return replace(self, recompute=recompute)
 
     @property
     def sequences_per_micro_batch(self) -> int:
+        """Sequences of the fullest micro-batch."""
         return max(1, self.micro_tokens // self.sequence_length)
 
     @property
@@ -54,7 +55,7 @@ class Workload:
         return self.sequences * self.sequence_length
 
     def micro_batches(self, layout: ParallelLayout) -> int:
-        """Micro-batches of each data-parallel rank. The interleaved schedule wants a multiple of the stages."""
+        """Return the micro-batches of each data-parallel rank; interleaved, they are a multiple of the stages."""
         sequences = -(-self.sequences // layout.dp)
         count = -(-sequences // self.sequences_per_micro_batch)
         return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count

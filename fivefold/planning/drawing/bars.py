@@ -37,15 +37,17 @@ TIME_COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
+    """One bar with its label, its parts and a note behind it."""
+
     label: str
     parts: Mapping[str, float]
     note: str
     is_bold: bool = False
-    """The one that matters most."""
+    """Whether it is set off from the others."""
 
 
 def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
-    """The kinds of memory that are alive together on a GPU, `beside` what the roles there keep while they wait."""
+    """Return the kinds of memory that are alive together on a GPU; roles that wait keep `beside` bytes there."""
     turn = (
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
@@ -63,7 +65,7 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
 
 
 def rollout_parts(memory: RolloutMemory, beside: int) -> dict[str, float]:
-    """The same of a rank that generates."""
+    """Return the kinds of memory of a rank that generates."""
     return {
         "waiting roles": beside,
         "weights": memory.weights,
@@ -74,7 +76,7 @@ def rollout_parts(memory: RolloutMemory, beside: int) -> dict[str, float]:
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
-    """Seconds of a step, on the slowest stage."""
+    """Return the seconds of a step by part, on the slowest stage."""
     return {
         "layers": time.layers,
         "LM head": time.head,
@@ -91,7 +93,7 @@ def draw_bars(
     canvas: Canvas, bars: Sequence[Bar], colours: Mapping[str, str], *, x: float, y: float, width: float,
     full: float, limit: str = "",
 ) -> float:  # fmt: skip
-    """Draw bars one below another; the scale ends at `full`, where a line is called `limit`. Returns the y below."""
+    """Draw bars one below another, and return the y below; the scale ends at `full`, where a line is called `limit`."""
     label_width, note_width = 190.0, 190.0
     scale = (width - label_width - note_width) / max(full, *(sum(bar.parts.values()) for bar in bars))
     top = y

@@ -1,4 +1,4 @@
-"""Devices node by node, twice: as attention sees them and as the experts do, so that folding shows.
+"""Devices node by node, drawn twice: as attention sees them and as the experts do, so that folding shows.
 
 node 0  [ d0 [c0 0 1][c1 2 3] ] ...        [ 0 1 2 3 ] ...
           replica, context, tensor           each block holds every expert once
@@ -18,7 +18,7 @@ MOST_NODES = 64
 GAP_OF_BLOCKS = 9
 CELL_HEIGHT = 44
 ROOMY = 64
-"""Width of a cell that has room for the device's index."""
+"""Width from which a cell has room for the device's index."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Chip:
     """A coloured label: the same letter and colour on two devices mean the same piece."""
 
     kind: str
-    """t, c, d or e."""
+    """Letter of the dimension: t, c, d or e."""
     text: str
     index: int
     count: int
@@ -37,14 +37,14 @@ class View:
     """How one side of the model sees the ranks."""
 
     block: Callable[[RankPosition], tuple[int, ...]]
-    """Ranks with the same value stand in one frame; they are neighbours."""
+    """Gives the frame of a rank; ranks of one frame are neighbours."""
     chips: Callable[[RankPosition], list[Chip]]
     tooltip: Callable[[RankPosition], str]
     colour: Callable[[RankPosition], str]
 
 
 def attention_view(placed: RolePlacement) -> View:
-    """A frame is one copy of a stage: tp * cp ranks that work on the same sequences."""
+    """Return the view of attention: a frame is one copy of a stage, tp * cp ranks that work on the same sequences."""
     layout = placed.layout
 
     def chips(position: RankPosition) -> list[Chip]:
@@ -60,7 +60,7 @@ def attention_view(placed: RolePlacement) -> View:
 
 
 def expert_view(placed: RolePlacement, n_experts: int) -> View:
-    """A frame is one copy of all experts of a stage: ep * etp ranks that exchange tokens."""
+    """Return the view of experts: a frame has all experts of a stage once, on ep * etp ranks that exchange tokens."""
     layout = placed.layout
     local = n_experts // layout.ep
 
@@ -81,7 +81,7 @@ def expert_view(placed: RolePlacement, n_experts: int) -> View:
 def draw_devices(
     canvas: Canvas, placed: RolePlacement, view: View, *, x: float, y: float, cell: float, labels: bool
 ) -> float:
-    """Draw the role's devices from (x, y) on, a node a row. Returns the y below the last row."""
+    """Draw the role's devices from (x, y) on, one row a node, and return the y below the last row."""
     positions = rank_grid(placed.layout)
     rows: dict[int, list[RankPosition]] = {}
     for position, device in zip(positions, placed.devices, strict=True):
@@ -99,12 +99,12 @@ def draw_devices(
 
 
 def row_width(n_devices: int, n_blocks: int, cell: float) -> float:
-    """Width of a row of devices in frames."""
+    """Return the width of a row of devices in frames."""
     return n_devices * cell + n_blocks * GAP_OF_BLOCKS
 
 
 def widest_row(placed: RolePlacement, view: View) -> tuple[int, int]:
-    """(devices, frames) of the row that is widest."""
+    """Return the number of devices and of frames in the widest row."""
     rows: dict[int, list[RankPosition]] = {}
     for position, device in zip(rank_grid(placed.layout), placed.devices, strict=True):
         rows.setdefault(device.node, []).append(position)
@@ -131,7 +131,7 @@ def _draw_row(
 def _draw_cell(
     canvas: Canvas, position: RankPosition, device: int, view: View, x: float, y: float, cell: float
 ) -> None:
-    """A device: its rank, its index on the node where there is room for it, and its pieces of the model."""
+    """Draw a device: its rank, its index on the node where there is room for it, and its pieces of the model."""
     colour = view.colour(position)
     width = cell - 4
     canvas.rectangle(
@@ -144,7 +144,7 @@ def _draw_cell(
 
 
 def _draw_chips(canvas: Canvas, chips: Sequence[Chip], x: float, y: float, width: float) -> None:
-    """Chips side by side, as wide as their texts want."""
+    """Draw chips side by side, each as wide as its text needs."""
     wanted = [text_width(chip.text, 10) + 8 for chip in chips]
     for chip, share in zip(chips, wanted, strict=True):
         space = (width - 2 * (len(chips) - 1)) * share / sum(wanted)

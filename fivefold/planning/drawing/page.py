@@ -1,4 +1,4 @@
-"""A page for browsers: the picture, what to know of the plan, and the place of every rank."""
+"""A page for browsers: the picture of a plan, its problems and notes, and the place of every rank."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ th { position: sticky; top: 0; background: #fff; }
 
 
 def page(blueprint: Blueprint) -> str:
-    """One HTML document, with nothing to load from elsewhere."""
+    """Return one HTML document, which loads nothing from elsewhere."""
     name = escape(blueprint.question.shape.name)
-    sections = [_list("Why it cannot run", blueprint.problems), _list("To know", blueprint.notes)]
+    sections = [_list("Why it cannot run", blueprint.problems), _list("Notes", blueprint.notes)]
     sections += [_ranks(trainer, blueprint.question.shape) for trainer in blueprint.trainers]
     return "\n".join(
         [

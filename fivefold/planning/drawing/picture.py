@@ -31,12 +31,12 @@ from fivefold.planning.stages import Stage, stages
 
 WIDTH, MARGIN = 1360.0, 32.0
 BETWEEN = 36.0
-"""Between the two views of the devices."""
+"""Pixels between the two views of the devices."""
 MOST_BARS = 16
 
 
 def draw(blueprint: Blueprint) -> str:
-    """The picture, as an SVG document."""
+    """Return the picture as an SVG document."""
     question = blueprint.question
     canvas = Canvas(WIDTH)
     title = f"{question.shape.name} on {_cluster(blueprint)}"
@@ -107,7 +107,7 @@ def _degrees(**degrees: int) -> str:
 
 
 def _reading(canvas: Canvas, layout: ParallelLayout, shape: ModelShape, y: float) -> float:
-    """How to read the frames and labels."""
+    """Draw the line that explains frames and labels."""
     parts = ["large: rank, small: device of the node"]
     if layout.tp > 1:
         parts.append("t: shard of every matrix")
@@ -123,7 +123,7 @@ def _reading(canvas: Canvas, layout: ParallelLayout, shape: ModelShape, y: float
 
 
 def _stages(canvas: Canvas, layout: ParallelLayout, shape: ModelShape, y: float) -> float:
-    """The legend of stages, with their layers."""
+    """Draw the legend of stages, with their layers."""
     left = MARGIN + LABEL_WIDTH
     for stage in stages(layout, shape):
         text = f"stage {stage.index}: {_contents(stage)}"
@@ -169,7 +169,7 @@ def _memory(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
 
 
 def _trainer_bars(trainer: TrainerPlan) -> list[Bar]:
-    """A bar a stage; of many stages, the first, the last, and the ones that need the most."""
+    """Return one bar a stage; of many stages, the first, the last, and those that need the most."""
     chosen = list(trainer.memory)
     if len(chosen) > MOST_BARS:
         largest = sorted(chosen[1:-1], key=lambda stage: -stage.total)[: MOST_BARS - 2]

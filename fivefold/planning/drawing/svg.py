@@ -1,4 +1,4 @@
-"""The few SVG elements that the pictures are made of, and their colours."""
+"""The few SVG elements that make up the pictures, and their colours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, *, fill: str = "none", stroke: str = "none",
         radius: float = 0, dash: str = "", tooltip: str = "",
     ) -> None:  # fmt: skip
-        """A rectangle, with a text that browsers show under the pointer."""
+        """Add a rectangle, with a text that browsers show under the pointer."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         inner = f"<title>{escape(tooltip)}</title>" if tooltip else ""
         self._elements.append(
@@ -36,7 +36,7 @@ class Canvas:
         self, x: float, y: float, text: str, *, size: float = 12, fill: str = INK, bold: bool = False,
         anchor: str = "start", mono: bool = False,
     ) -> None:  # fmt: skip
-        """Text whose baseline is at y."""
+        """Add a text whose baseline is at y."""
         weight = ' font-weight="600"' if bold else ""
         family = " font-family=\"'JetBrains Mono', 'DejaVu Sans Mono', Menlo, monospace\"" if mono else ""
         self._elements.append(
@@ -46,13 +46,13 @@ class Canvas:
         self.height = max(self.height, y + size / 2)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, stroke: str = LINE, width: float = 1) -> None:
-        """A straight line from (x1, y1) to (x2, y2)."""
+        """Add a straight line from (x1, y1) to (x2, y2)."""
         self._elements.append(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-width="{width}"/>'
         )
 
     def render(self, title: str) -> str:
-        """The document."""
+        """Return the document."""
         width, height = round(self.width), round(self.height + 24)
         return "\n".join(
             [
@@ -68,23 +68,23 @@ class Canvas:
 
 
 def text_width(text: str, size: float, *, mono: bool = False) -> float:
-    """About as wide as `text` is drawn."""
+    """Return about the width at which `text` is drawn."""
     return len(text) * size * (0.61 if mono else 0.56)
 
 
 def stage_colour(stage: int) -> str:
-    """The colour of a pipeline stage; after eight of them they come again, darker."""
+    """Return the colour of a pipeline stage; after eight of them they repeat, darker."""
     colour = _STAGES[stage % len(_STAGES)]
     return mix(colour, INK, 0.25 * min(stage // len(_STAGES), 2))
 
 
 def tint(colour: str) -> str:
-    """A background of that colour, on which text can be read."""
+    """Return a pale shade of a colour, on which text can be read."""
     return mix(colour, PAPER, 0.74)
 
 
 def shard_colour(kind: str, index: int, count: int) -> str:
-    """A colour for shard `index` of `count`. Each kind has its own range: t blue to violet, c yellow to red, d grey."""
+    """Return a colour for shard `index` of `count`; each kind has its own range: t blue to violet, c yellow to red."""
     share = index / max(count - 1, 1)
     hue, lightness, saturation = {
         "t": (0.53 + 0.27 * share, 0.82, 0.62),
@@ -97,7 +97,7 @@ def shard_colour(kind: str, index: int, count: int) -> str:
 
 
 def mix(colour: str, other: str, share: float) -> str:
-    """`colour` with a share of `other`."""
+    """Return `colour` mixed with a share of `other`."""
     channels = zip(_channels(colour), _channels(other), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
