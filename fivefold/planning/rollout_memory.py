@@ -1,4 +1,4 @@
-"""Memory of a rank that generates: weights, and the keys and values of the sequences that it decodes together."""
+"""Computes the memory of a rank that generates: its weights, and keys and values of the sequences that it decodes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """Bytes on one rank, awake."""
+    """Memory of one rank while it is awake, in bytes."""
 
     weights: int
+    """Bytes of the rank's weights."""
     kv_cache: int
-    """Servers: the pool they take. The embedded engine: a full batch at its longest."""
+    """Bytes of keys and values: a server's pool, or a full batch of the longest sequences in the embedded engine."""
     workspace: int
+    """Bytes of activations and of buffers for sampling."""
     context: int
+    """Bytes that CUDA and NCCL take for the process."""
     sequences: int
-    """Of the longest length, that one replica holds at one time."""
+    """Number of sequences of the longest length that one replica holds at one time."""
     least_cache: int
-    """Of `kv_cache`, what it cannot do without. Servers: one sequence. The embedded engine: all of it."""
+    """Bytes of `kv_cache` that the engine needs at least: a server one sequence, the embedded engine all of it."""
 
     @property
     def total(self) -> int:
+        """All bytes of the rank."""
         return self.weights + self.kv_cache + self.workspace + self.context
 
 
 def asleep_bytes(layout: ParallelLayout) -> int:
-    """What stays of one rank on its GPU while the engine sleeps."""
+    """Return the bytes that one rank keeps on its GPU while the engine sleeps."""
     return BACKENDS[layout.backend].asleep_bytes if layout.is_server else _context(layout)
 
 
 def _context(layout: ParallelLayout) -> int:
-    """CUDA and NCCL of one rank's process."""
+    """Return the bytes that CUDA and NCCL take for one rank's process."""
     return CUDA_CONTEXT + (COMMUNICATOR if layout.tp > 1 else 0)
 
 
@@ -53,22 +57,26 @@ def rollout_memory(
     taken: int = 0,
     fraction: float | None = None,
 ) -> RolloutMemory:
-    """The memory of one rank of an inference layout; a replica spans tp * pp ranks.
+    """Return the memory of one rank of a layout that generates; a replica spans tp * pp ranks.
 
     Args:
-        sequence_length: tokens of prompt and answer, at the longest.
-        batch_size: sequences that a replica of the embedded engine decodes together; servers decide for themselves.
+        layout: layout of the rollout.
+        shape: the model.
+        gpu: the GPU of the rank.
+        sequence_length: tokens of the longest prompt and completion together.
+        batch_size: sequences that a replica of the embedded engine decodes together. Servers choose their own number.
+        element_bytes: bytes of one weight, key or value.
         taken: bytes that trainers keep on the same GPU while they wait.
-        fraction: of the GPU's memory, what a server takes; None: its usual share, less `taken`.
+        fraction: share of the GPU's memory that a server takes; None: its usual share, less `taken`.
     """
     ranks = layout.tp * layout.pp
     weights = shape.n_parameters * element_bytes // ranks
-    # Heads are divided, and copied where there are fewer than ranks; MLA's latent is copied to all.
+    # Ranks divide the heads, and copy them if there are fewer heads than ranks. MLA's latent is copied to all ranks.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
     context = _context(layout)
     if not layout.is_server:
-        # Logits of one token a row: the model's, their float32 copy, and sorted for sampling.
+        # The logits of one token in each row: the model's own, and three float32 copies while they are sorted.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
         cache = batch_size * per_sequence
         return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)

@@ -1,1 +1,1 @@
-"""Generation: the engine protocol, and the engines that speak it."""
+"""Generation: the protocol of rollout engines, and the engines."""

@@ -1,4 +1,4 @@
-"""What a model cannot be asked, found before it is."""
+"""Checks of requests against a model's config, before the model gets them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 
 
 def check_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams, config: PreTrainedConfig) -> None:
-    """Refuse tokens outside the model's vocabulary, prompts without tokens, and completions that could outgrow it.
+    """Refuse requests that the model cannot answer.
 
     Raises:
-        ValueError: naming the value, the rule, and the fix.
+        ValueError: a token outside the model's vocabulary, a prompt without tokens, or a prompt and a completion that
+            could exceed the model's positions.
     """
     vocabulary = config.vocab_size
     if strays := [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]:

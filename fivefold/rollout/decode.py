@@ -1,4 +1,4 @@
-"""The decode loop over one wave of requests.
+"""The decode loop over one wave of requests, which share a batch.
 
 prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> every few: stop? ──> rows that go on ─┐
                                                         └──────────────── one forward for all of them <──────────────┘
@@ -20,18 +20,18 @@ from fivefold.rollout.stopping import StopRule
 from fivefold.types import FinishReason
 
 _PREFILL_TOKENS = 16384
-"""Prompt tokens, padding included, in one forward: bounds the activations of long prompts."""
+"""Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""
 _COMPACT_SHARE = 8
-"""Finished rows leave once they are 1/8 of the batch: copying the cache costs about as much as they do."""
+"""Finished rows leave the batch once they are 1/8 of it: copying the cache costs about as much as keeping them."""
 _MOST_UNSEEN = 8
-"""Most tokens that are sampled before the host looks which rows have ended: a look waits for the device."""
+"""Most tokens that are sampled before the host asks which rows have ended, for which it waits for the device."""
 _UNSEEN_SHARE = 16
-"""A look is due once 1/16 of a row is unseen: a short answer must not cost a multiple of its tokens."""
+"""The host also asks once 1/16 of a row's tokens are new, so that short completions have few tokens behind the end."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What the model answered to one request."""
+    """The completion of one request."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -40,25 +40,28 @@ class Decoded:
 
 @dataclass
 class _Rows:
-    """The rows in the batch, [B] each. A finished row stays, ignored, until the next compaction."""
+    """The rows of the batch, as tensors [B]. A finished row stays and is ignored until the next compaction."""
 
     request: Tensor
-    """Which request of the wave a row answers."""
+    """int64: index in the wave of the row's request."""
     position: Tensor
-    """Position of the row's next token."""
+    """int64: position of the row's next token."""
     padding: Tensor | None
-    """Masked columns at the row's left; None: no row has any."""
+    """int64: number of masked columns at the left of the row; None: no row has any."""
     is_running: Tensor
+    """bool: whether the row's completion goes on."""
 
     def select(self, rows: Tensor) -> _Rows:
+        """Return the rows at the indices `rows`."""
         padding = None if self.padding is None else self.padding[rows]
         return _Rows(self.request[rows], self.position[rows], padding, self.is_running[rows])
 
 
 class _Record:
-    """Everything sampled in the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running).
+    """What is sampled in the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running).
 
-    A row may go on for some tokens behind its end, until somebody looks; `finished` cuts them off.
+    A row may have some tokens behind its end, because the host asks for ends only every few tokens; `finished` cuts
+    them off.
     """
 
     def __init__(self, n_requests: int, max_new_tokens: int, device: torch.device) -> None:
@@ -67,6 +70,7 @@ class _Record:
         self.lengths = torch.zeros(n_requests, dtype=torch.int64, device=device)
 
     def finished(self) -> list[Decoded]:
+        """Return the completions, in the order of the requests."""
         tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
         return [
             Decoded(tuple(row[: n or None]), tuple(values[: n or None]), "stop" if n else "length")
@@ -77,9 +81,10 @@ class _Record:
 def decode_wave(
     model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: StopRule
 ) -> list[Decoded]:
-    """Answer all requests at once; those with the same prompt must be neighbours, longest prompts first.
+    """Answer all requests in one batch; the longest prompts come first, and equal prompts side by side.
 
-    Raises RuntimeError if the model's logits are not finite.
+    Raises:
+        RuntimeError: logits that are not finite.
     """
     device = model.device
     lengths = torch.tensor([len(request.token_ids) for request in requests], device=device)
@@ -101,7 +106,7 @@ def decode_wave(
         record.logprobs[rows.request, step] = logprobs_B
         is_last = step + 1 == sampling.max_new_tokens
         if is_last or step + 1 - n_seen >= min(_MOST_UNSEEN, 1 + step // _UNSEEN_SHARE):
-            n_running = _look(record, rows, stop, n_seen, step + 1)
+            n_running = _end_rows(record, rows, stop, n_seen, step + 1)
             n_seen = step + 1
             if n_running == 0 or is_last:
                 break
@@ -110,15 +115,15 @@ def decode_wave(
     return record.finished()
 
 
-def _look(record: _Record, rows: _Rows, stop: StopRule, n_seen: int, length: int) -> int:
-    """Ends the rows that a token between `n_seen` and `length` has ended; returns how many go on."""
+def _end_rows(record: _Record, rows: _Rows, stop: StopRule, n_seen: int, length: int) -> int:
+    """End the rows that a token between `n_seen` and `length` has ended; return how many go on."""
     n_new = length - n_seen
     tails_BW = record.tokens[rows.request, max(0, n_seen + 1 - stop.window) : length]
     ends_B = stop.ends(tails_BW, n_new, length) * rows.is_running
     record.lengths[rows.request] += ends_B
     rows.is_running &= ends_B == 0
     n_not_finite = (~record.logprobs[rows.request, n_seen:length].isfinite()).sum()
-    # One transfer for both numbers.
+    # Both numbers come to the host in one transfer, for which it waits once.
     n_running, n_bad = torch.stack([rows.is_running.sum(), n_not_finite]).tolist()
     if n_bad:
         raise RuntimeError(
@@ -129,7 +134,7 @@ def _look(record: _Record, rows: _Rows, stop: StopRule, n_seen: int, length: int
 
 
 def _prefill(model: PreTrainedModel, cache: RowCache, requests: Sequence[GenerationRequest]) -> Tensor:
-    """Logits [B, V] of the token after each prompt; fills the cache."""
+    """Fill the cache with the prompts; return the logits [B, V] of the token after each prompt."""
     logits = []
     for start, stop, prompts, source in _prefill_batches(requests):
         source_B = torch.tensor(source, device=model.device)
@@ -141,7 +146,7 @@ def _prefill(model: PreTrainedModel, cache: RowCache, requests: Sequence[Generat
 def _prefill_batches(
     requests: Sequence[GenerationRequest],
 ) -> Iterator[tuple[int, int, list[tuple[int, ...]], list[int]]]:
-    """(first row, row behind the last, distinct prompts, each row's index among them), in order of the rows."""
+    """Yield (first row, row behind the last, distinct prompts, each row's index among them), in the order of rows."""
     start = 0
     prompts: list[tuple[int, ...]] = []
     source: list[int] = []
@@ -156,6 +161,7 @@ def _prefill_batches(
 
 
 def _forward_prompts(model: PreTrainedModel, cache: RowCache, prompts: list[tuple[int, ...]]) -> Tensor:
+    """Return the logits [U, V] of the token after each of U distinct prompts."""
     width = len(prompts[0])
     padding_U1 = torch.tensor([[width - len(prompt)] for prompt in prompts], device=model.device)
     tokens_UP = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
@@ -171,7 +177,7 @@ def _forward_prompts(model: PreTrainedModel, cache: RowCache, prompts: list[tupl
 
 
 def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
-    """bool [U, 1, P, P]: causal, without padding. A padding token sees itself, as a softmax over nothing is NaN."""
+    """Return bool [U, 1, P, P]: causal, without padding. Padding sees itself, because a softmax over nothing is NaN."""
     is_token_UP = columns_P >= padding_U1
     is_past_PP = columns_P[:, None] >= columns_P
     is_self_PP = columns_P[:, None] == columns_P
@@ -179,7 +185,7 @@ def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
 
 
 def _forward_token(model: PreTrainedModel, cache: RowCache, rows: _Rows, tokens_B: Tensor) -> Tensor:
-    """Logits [B, V] after feeding one token to every row."""
+    """Feed one token to every row; return the logits [B, V] of the next ones."""
     cache.begin_token()
     mask = None
     if rows.padding is not None:
@@ -206,6 +212,7 @@ def _last_logits(
 
 
 def _compact(rows: _Rows, tokens_B: Tensor, n_running: int, cache: RowCache) -> tuple[_Rows, Tensor]:
+    """Drop the finished rows from the batch and the cache, if there are enough of them."""
     n_finished = len(tokens_B) - n_running
     if n_finished * _COMPACT_SHARE < len(tokens_B):
         return rows, tokens_B

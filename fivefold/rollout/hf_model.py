@@ -1,4 +1,4 @@
-"""Builds a transformers model for generation."""
+"""Builds a transformers model for generation, and loads tokenizers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from transformers.utils.logging import disable_progress_bar
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 
 _AUTO_MODEL: Any = AutoModelForCausalLM
-"""Untyped: transformers declares that its factories return a base class."""
+"""The type is Any because transformers declares that its factories return a base class."""
 
 
 def build_model(
     path: str, *, dtype: torch.dtype, device: torch.device, load_weights: bool
 ) -> tuple[PreTrainedModel, GenerationConfig | None]:
-    """The causal language model at `path` (folder or hub name) for inference, and its generation config if it has one.
+    """Build the causal language model at `path` for inference; also return its generation config, if it has one.
 
     Args:
+        path: model folder or hub name.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
         load_weights: False: only the config is read, and parameters stay uninitialised until the actor sends them.
 
-    Raises ValueError if the checkpoint lacks or exceeds the model, or if the model uses sliding-window attention.
+    Raises:
+        ValueError: a checkpoint whose tensors are not those of the model, or a model with sliding-window attention.
     """
     register_attention()
     config = AutoConfig.from_pretrained(path)
@@ -50,10 +54,11 @@ def build_model(
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path` (folder or hub name).
+    """Load the tokenizer at `path` (folder or hub name).
 
-    Raises ValueError if there is none: for some families transformers makes one without a vocabulary instead, which
-    turns every text into no tokens.
+    Raises:
+        ValueError: there is none. For some families transformers then makes one without a vocabulary, which turns every
+            text into no tokens.
     """
     problem = (
         f"{path!r} has no usable tokenizer: put its files (tokenizer.json, tokenizer_config.json) there, or name the "
@@ -71,9 +76,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def end_tokens(
     model: PreTrainedModel, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """The end-of-sequence tokens that the model's config, its generation config and its tokenizer name, together.
+    """Return all end-of-sequence tokens that the model's config, its generation config or its tokenizer names.
 
-    Ids outside the model's vocabulary (some configs write -1 for none) are left out: no completion can hold one.
+    Ids outside the model's vocabulary are left out, because some configs write -1 for none.
     """
     named = [model.config.eos_token_id, tokenizer.eos_token_id]
     if generation is not None:

@@ -1,8 +1,8 @@
 """Keys and values of the rows being decoded, in buffers that are written in place.
 
-transformers' DynamicCache copies the whole cache for each token, and needs a group's prompt computed for each of its
+transformers' DynamicCache copies the whole cache for each token, and computes a prompt once for each of its
 completions. Here a token writes one column, a prompt is computed once and written to all its rows, and finished rows
-leave.
+are dropped.
 
     buffer of a layer, [rows, kv heads, capacity, head dim]     prompts end at the same column (left padding)
 
@@ -20,49 +20,61 @@ from torch import Tensor
 from transformers import Cache
 
 _GROWTH = 64
-"""Free columns to begin with, and to add when they are used up. Attention reads all columns each step, so one copy in
-64 steps is noise; and no memory is held for the tokens of answers that end early."""
+"""Free columns at the beginning, and free columns that are added once these are used up. Attention reads all columns in
+each step, so that one copy in 64 steps costs little, and no memory is held for completions that end early."""
 
 
 class RowCache(Cache):
-    """The cache of one wave of rows; hand it to a transformers model as `past_key_values`.
+    """The cache of one wave of rows, which a transformers model takes as `past_key_values`.
 
-    Before each forward, `begin_prompts` or `begin_token` says what the forward brings.
+    Call `begin_prompts` or `begin_token` before each forward, which tells the cache what the forward computes.
     """
 
     def __init__(self, n_rows: int, prompt_length: int) -> None:
-        """
+        """Create an empty cache; buffers are allocated with the first forward.
+
         Args:
-            n_rows: rows to decode.
+            n_rows: number of rows to decode.
             prompt_length: tokens of the longest prompt.
         """
         super().__init__(layers=[])
         self.length = prompt_length
-        """Columns in use, the current forward's included."""
+        """Number of columns in use, those of the current forward included."""
         self._n_rows = n_rows
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._target: tuple[slice, Tensor] | None = None
 
     def begin_prompts(self, rows: slice, source: Tensor) -> None:
-        """The next forward computes prompts for `rows`: row `rows.start + i` takes prompt `source[i]` of its batch."""
+        """Let the next forward compute prompts for `rows`: row `rows.start + i` takes prompt `source[i]` of them."""
         self._target = (rows, source)
 
     def begin_token(self) -> None:
-        """The next forward appends one token to every row."""
+        """Let the next forward append one token to every row."""
         self._target = None
         if self.length == self._keys[0].shape[2]:
             self._replace_buffers(_grown)
         self.length += 1
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but those at the indices `rows` (int64)."""
+        """Drop all rows except those at the indices `rows` (int64)."""
         self._replace_buffers(lambda buffer: buffer.index_select(0, rows))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; returns what the new queries may see: prompts alone, or all columns."""
+        """Store a layer's new keys and values; return those that the new queries may see.
+
+        Args:
+            key_states: float [B, KV, Q, D].
+            value_states: float [B, KV, Q, D].
+            layer_idx: index of the layer.
+            args: ignored.
+            kwargs: ignored.
+
+        Returns:
+            Keys and values of the new prompts alone, or those of all columns of every row.
+        """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
@@ -78,13 +90,13 @@ class RowCache(Cache):
         return keys[:, :, : self.length], values[:, :, : self.length]
 
     def _replace_buffers(self, successor: Callable[[Tensor], Tensor]) -> None:
-        # One at a time: the old and the new cache as a whole would not fit side by side.
+        # One layer at a time, because the whole old and the whole new cache may not fit side by side.
         for buffers in (self._keys, self._values):
             for layer in range(len(buffers)):
                 buffers[layer] = successor(buffers[layer])
 
     def _allocate(self, states: Tensor) -> Tensor:
-        # Zeros: padding is masked, but 0 weight times an uninitialised NaN would still be NaN.
+        # Padding is masked, but a weight of 0 times an uninitialised NaN would still be NaN: fill with zeros.
         return states.new_zeros(self._n_rows, states.shape[1], self.length + _GROWTH, states.shape[3])
 
 

@@ -30,7 +30,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. The fields mean what they mean on `GenerationConfig`."""
+    """How the next token is chosen. The fields are documented on `GenerationConfig`."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -52,7 +52,7 @@ class SamplingParams:
 
     @classmethod
     def from_config(cls, config: GenerationConfig) -> SamplingParams:
-        """Sampling as the recipe's `gconfig` asks for it."""
+        """Return the sampling of the recipe's `gconfig`."""
         return cls(
             max_new_tokens=config.max_new_tokens,
             min_new_tokens=config.min_new_tokens,
@@ -66,7 +66,7 @@ class SamplingParams:
 
     @classmethod
     def for_evaluation(cls, config: GenerationConfig, evaluator: EvaluatorConfig) -> SamplingParams:
-        """Sampling for held-out prompts: `gconfig`, with the evaluator's own choice of greedy and temperature."""
+        """Return the sampling of held-out prompts: `gconfig`, with `greedy` and `temperature` of the evaluator."""
         own = {"greedy": evaluator.greedy, "temperature": evaluator.temperature}
         return cls.from_config(config.model_copy(update=own))
 
@@ -74,10 +74,11 @@ class SamplingParams:
 def group_requests(
     prompts: Sequence[Sequence[int]], n_samples: int, key: tuple[int | str, ...]
 ) -> list[GenerationRequest]:
-    """`n_samples` requests for each prompt, the group of a prompt side by side.
+    """Return `n_samples` requests for each prompt, with those of one prompt side by side.
 
-    Seeds are a hash of `key` (the run's seed, the phase, the step, ...), the prompt's place in `prompts` and the
-    sample's place in its group: make the requests first, then share them out over replicas.
+    A request's seed is a hash of `key` (the run's seed, the phase, the step, ...), of the prompt's index in `prompts`
+    and of the sample's index in its group. So that seeds do not depend on the number of replicas, make all requests
+    first, and then distribute them.
     """
     return [
         GenerationRequest(tuple(token_ids), _hash_seed(*key, row, sample))
@@ -95,20 +96,26 @@ class RolloutEngine(Protocol):
     """One replica: a model that answers requests, and whose weights the actor replaces between steps."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in the order of the requests."""
+        """Return one completion for each request, in the order of the requests."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights in place, under their names in Hugging Face files; `version` marks what follows.
+        """Replace all weights in place; completions carry `version` from here on.
 
-        Every tensor must come exactly once, else ValueError; the engine then refuses to generate until an update
-        succeeds. RuntimeError while asleep.
+        Args:
+            weights: every tensor exactly once, under its name in Hugging Face files.
+            version: version of the weights.
+
+        Raises:
+            ValueError: a tensor that is missing, unknown, sent twice or of the wrong shape. The engine then refuses to
+                generate until an update succeeds.
+            RuntimeError: the engine is asleep.
         """
 
     def sleep(self) -> None:
-        """Forget the weights and give their device memory back until `wake`."""
+        """Forget the weights, and give their device memory back until `wake`."""
 
     def wake(self) -> None:
-        """Take the device memory again; the weights come with the next `update_weights`, and `generate` waits for it.
+        """Take the device memory again. The engine cannot generate before the next `update_weights`.
 
-        Nothing happens to an engine that is awake.
+        An engine that is awake stays as it is.
         """

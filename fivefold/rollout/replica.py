@@ -1,4 +1,4 @@
-"""What a rollout replica is made of, whichever engine runs it."""
+"""The specification of a rollout replica, whichever engine runs it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """One replica. What stands below `load_weights` is for servers, vLLM and SGLang, alone."""
+    """One replica. The fields below `load_weights` are for servers alone."""
 
     backend: str
-    """`transformers`, `vllm` or `sglang`."""
+    """Name of the engine, a row of `fivefold.layout.backends` that generates."""
     path: str
-    """Model folder or hub name."""
+    """Model folder, hub name or `package:<name>`."""
     tokenizer_path: str
+    """Folder, hub name or `package:<name>` of the tokenizer."""
     dtype: str
     """`float32` or `bfloat16`."""
     max_batch_size: int
-    """Most sequences decoded at one time."""
+    """Most sequences that are decoded at one time."""
     load_weights: bool
-    """True: the checkpoint's weights, as version 0. False: the engine waits for `update_weights`."""
+    """True: the engine loads the checkpoint's weights, as version 0. False: it waits for `update_weights`."""
     run: str
-    """The same in all processes of a run, and in no other run's."""
+    """Identifier of the run: the same in all its processes, and different in every other run."""
     tp: int
+    """Tensor parallel degree."""
     pp: int
+    """Pipeline stages."""
     max_length: int
-    """Longest prompt and completion together, in tokens."""
+    """Most tokens of a prompt and its completion together."""
     seed: int
+    """Seed of the server's own random numbers; each request has a seed of its own besides."""
     can_sleep: bool
-    """Whether other roles use the devices while it sleeps."""
+    """Whether the server gives its device memory back while it sleeps, because other roles use the devices."""
     reserved: int
-    """Bytes of each device that those roles keep while it is awake."""
+    """Bytes of each device that other roles keep while the server is awake."""
     memory_fraction: float | None
-    """Of each device's memory, what the server takes. None: its usual share, less `reserved`."""
+    """Share of each device's memory that the server takes; None: its usual share, less `reserved`."""
     python: str | None
-    """Python of the server's environment; None: this process's own."""
+    """Python program of the server's environment; None: that of this process."""
     arguments: tuple[str, ...]
-    """Further arguments for the server's command line."""
+    """Further arguments of the server's command line."""

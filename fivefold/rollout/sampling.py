@@ -1,8 +1,8 @@
-"""From logits to sampled tokens and their log-probabilities.
+"""Samples tokens from logits, with their log-probabilities.
 
-Random choices are made by inverting the cumulative distribution at one uniform number for each (request, token). The
-number comes from a counter-based generator, so it depends on the request's seed and the token's place alone: neither
-on the batch that the request shares, nor on how many tokens its neighbours took.
+A token is chosen by inverting the cumulative distribution at a uniform number, one for each (request, token). The
+number comes from a counter-based generator: it depends on the request's seed and the token's index alone, and not on
+the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ from torch.nn.functional import pad
 from fivefold.rollout.protocol import SamplingParams
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+"""SplitMix64's increment: 2^64 divided by the golden ratio."""
 _NUCLEUS_WIDTH = 256
+"""Number of likeliest tokens among which top-p is searched first."""
 _NUCLEUS_GROWTH = 4
+"""Factor by which the search widens where these do not hold the mass."""
 _CDF_BLOCK = 512
+"""Columns of one block, whose probabilities are summed before the blocks are."""
 
 
 def choose_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingParams, forbidden: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each row (int64 [B]) and its log-probability (float32 [B]).
+    """Return the next token of each row (int64 [B]) and its log-probability (float32 [B]).
 
-    Sampled tokens carry their log-probability under the distribution that they were drawn from: temperature, then
-    top-k, then top-p, renormalised. A greedy choice is drawn from nothing; it carries log softmax(logits), as the model
-    gave them.
+    The log-probability of a sampled token is that of the distribution from which it is drawn: temperature, then top-k,
+    then top-p, renormalised. The log-probability of a greedy choice is log softmax(logits), without a temperature.
 
     Args:
-        logits_BV: any float dtype; the arithmetic is float32.
+        logits_BV: logits of any float dtype; the arithmetic is float32.
         uniforms_B: float64 in [0, 1), one for each row.
-        forbidden: int64 token ids that must not be chosen; they are outside the sampling distribution.
+        sampling: how tokens are chosen.
+        forbidden: int64 token ids that must not be chosen; they are outside the sampling distribution. None: no ids.
     """
     logits_BV = logits_BV.float()
     allowed_BV = logits_BV if forbidden is None else logits_BV.index_fill(1, forbidden, -torch.inf)
@@ -51,7 +55,7 @@ def choose_tokens(
 
 
 def uniform_numbers(seeds: Sequence[int], n_tokens: int) -> Tensor:
-    """float64 [len(seeds), n_tokens] in [0, 1): SplitMix64 (Steele et al. 2014), one stream for each seed."""
+    """Return float64 [len(seeds), n_tokens] in [0, 1) by SplitMix64 (Steele et al. 2014), one stream for each seed."""
     seeds_B1 = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)[:, None]
     counters_T = np.arange(1, n_tokens + 1, dtype=np.uint64) * _GOLDEN_GAMMA
     bits_BT = _mix(_mix(seeds_B1 + _GOLDEN_GAMMA) + counters_T)
@@ -65,7 +69,7 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _candidates(scores_BV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Scores that are left (-inf where cut) and their token ids; ids None where columns are token ids."""
+    """Return the scores after the cuts (-inf: cut) and their token ids; the ids are None if columns are token ids."""
     ids_BK: Tensor | None = None
     if 0 < top_k < scores_BV.shape[1]:
         scores_BV, ids_BK = scores_BV.topk(top_k, dim=-1)
@@ -76,10 +80,10 @@ def _candidates(scores_BV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
 
 
 def _nucleus(scores_BK: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The smallest set of likeliest tokens whose mass reaches top_p (Holtzman et al. 2020), as scores and columns.
+    """Return the scores and columns of the fewest tokens whose mass reaches top_p (Holtzman et al. 2020).
 
-    A full sort of a large vocabulary costs more than the model's forward on a CPU, so the search begins among the
-    likeliest few and widens until they hold the mass.
+    On a CPU, a full sort of a large vocabulary costs more than the model's forward. So the search begins among the
+    likeliest tokens, and widens until they hold the mass.
     """
     n_columns = scores_BK.shape[1]
     total_B1 = scores_BK.logsumexp(dim=-1, keepdim=True)
@@ -94,10 +98,10 @@ def _nucleus(scores_BK: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _invert_cdf(logprobs_BK: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Column [B, 1] where the cumulative probability first exceeds the uniform number.
+    """Return the column [B, 1] at which the cumulative probability first exceeds the uniform number.
 
-    First among the sums of blocks, then inside one block: a running sum over a whole vocabulary is slow on any device,
-    and in float32 it is off by more than rare tokens weigh.
+    The search goes over the sums of blocks first, and then inside one block. A running sum over a whole vocabulary is
+    slow on any device, and in float32 its error is larger than the probability of rare tokens.
     """
     n_rows, n_columns = logprobs_BK.shape
     width = min(_CDF_BLOCK, n_columns)
@@ -113,9 +117,10 @@ def _invert_cdf(logprobs_BK: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _first_above(cdf_BK: Tensor, threshold_B1: Tensor) -> Tensor:
-    """The first column whose running sum is above the threshold, which rounding must not lift to the sum itself.
+    """Return the first column whose running sum is above the threshold.
 
-    A column of probability 0 does not raise the sum, so it is never the first above.
+    A column of probability 0 does not raise the sum, so it is never chosen.
     """
+    # Rounding may lift the threshold to the total itself, which no column exceeds.
     below_B1 = torch.minimum(threshold_B1, cdf_BK[:, -1:] * (1 - 2.0**-50))
     return torch.searchsorted(cdf_BK, below_B1, right=True).clamp_(max=cdf_BK.shape[1] - 1)

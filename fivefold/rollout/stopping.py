@@ -1,4 +1,4 @@
-"""When a completion ends."""
+"""Decides when a completion ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fivefold.rollout.protocol import SamplingParams
 class StopRule:
     """Ends a completion after an end token or a stop token, or once its text contains a stop text.
 
-    Nothing stops a completion before `min_new_tokens`: end and stop tokens are `forbidden` there, and stop texts are
-    not looked for. Completions may be looked at every few tokens: `ends` says where they ended since.
+    Nothing ends a completion before `min_new_tokens`: there, end and stop tokens are `forbidden`, and stop texts do not
+    count. Completions need not be checked at every token: `ends` finds ends among several new tokens.
     """
 
     def __init__(
@@ -23,25 +23,37 @@ class StopRule:
         tokenizer: PreTrainedTokenizerBase | None,
         device: torch.device,
     ) -> None:
+        """Prepare the rule.
+
+        Args:
+            sampling: stop tokens, stop texts and the fewest tokens of a completion.
+            end_token_ids: the model's own end-of-sequence tokens.
+            tokenizer: decodes completions to look for stop texts; it may be None if there are no stop texts.
+            device: device of the tokens.
+
+        Raises:
+            ValueError: stop texts without a tokenizer.
+        """
         self._min_new_tokens = sampling.min_new_tokens
         self._ids = torch.tensor(sorted(end_token_ids | set(sampling.stop_token_ids)), dtype=torch.int64, device=device)
         self._texts = _StopTexts(sampling.stop, tokenizer) if sampling.stop else None
 
     @property
     def window(self) -> int:
-        """How many of a completion's tokens decide whether it ends with the last of them."""
+        """Number of last tokens that decide whether a completion ends with the very last one."""
         return 1 if self._texts is None else self._texts.window
 
     def forbidden(self, step: int) -> Tensor | None:
-        """Token ids that must not be chosen as the completion's token number `step` (from 0)."""
+        """Return the token ids (int64) that must not be chosen as token number `step` (from 0); None: any may."""
         return self._ids if step < self._min_new_tokens and len(self._ids) else None
 
     def ends(self, tails_BW: Tensor, n_new: int, length: int) -> Tensor:
-        """int64 [B]: the length at which each completion of `length` tokens has ended; 0: it goes on.
+        """Return int64 [B]: the length at which each completion has ended; 0: it goes on.
 
         Args:
-            tails_BW: int64, the last `window` + `n_new` - 1 tokens of each, or all of them if there are fewer.
-            n_new: how many of the last tokens have not been looked at.
+            tails_BW: int64, the last `window` + `n_new` - 1 tokens of each completion, or all if there are fewer.
+            n_new: number of last tokens that have not been checked yet.
+            length: number of tokens of each completion.
         """
         hits_BN = torch.isin(tails_BW[:, -n_new:], self._ids)
         n_exempt = max(0, self._min_new_tokens - 1 - (length - n_new))
@@ -52,7 +64,7 @@ class StopRule:
 
 
 class _StopTexts:
-    """Looks for stop texts in the completion alone, special tokens spelled out. The token that completes one stays."""
+    """Looks for stop texts in completions, with special tokens spelled out. The token that completes a text is kept."""
 
     def __init__(self, texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
@@ -62,15 +74,15 @@ class _StopTexts:
             )
         self._texts = texts
         self._tokenizer = tokenizer
-        # A token adds at least one byte of text, so a text that the newest token completes lies within as many tokens
-        # as it has bytes. One more in front takes the decoder's trimming of a leading space.
+        # A token adds at least one byte of text, so a text that the last token completes lies within as many tokens as
+        # it has bytes. One more token stands in front because the decoder trims a leading space.
         self.window = 1 + max(len(text.encode()) for text in texts)
 
     def hits(self, tails_BW: Tensor, n_new: int, n_exempt: int) -> Tensor:
-        """bool [B, n_new]: which of the last `n_new` tokens complete a text; the first `n_exempt` of them never do."""
+        """Return bool [B, n_new]: which of the last `n_new` tokens complete a text. The first `n_exempt` never do."""
         tails = tails_BW.tolist()
         found = torch.zeros(len(tails), n_new, dtype=torch.bool)
-        # Few tails hold a text at all: only those are worth finding its end in.
+        # Few tails hold a text at all, and only in those is its end searched for.
         for row, text in enumerate(self._decode(tails)):
             if any(stop in text for stop in self._texts):
                 found[row] = torch.tensor(self._completing(tails[row], n_new))
@@ -81,7 +93,7 @@ class _StopTexts:
         return self._tokenizer.batch_decode(tails, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _completing(self, tail: list[int], n_new: int) -> list[bool]:
-        """Which of the last `n_new` tokens complete a text: it stands further right with the token than without it."""
+        """Return which of the last `n_new` tokens complete a text: with such a token, a text is found further right."""
         ends = range(len(tail) - n_new + 1, len(tail) + 1)
         starts = [max(0, end - self.window) for end in ends]
         with_it = self._decode([tail[start:end] for start, end in zip(starts, ends, strict=True)])

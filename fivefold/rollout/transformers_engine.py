@@ -1,4 +1,4 @@
-"""The embedded rollout engine: Hugging Face transformers on the CPU or one GPU, in waves of ragged prompts."""
+"""The embedded rollout engine: Hugging Face transformers on the CPU or on one GPU, in waves of requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class TransformersEngine:
         max_batch_size: int,
         weight_version: int | None,
     ) -> None:
-        """
+        """Wrap a model.
+
         Args:
-            model: built by `build_model`.
-            tokenizer: needed for stop texts alone.
+            model: the model that `build_model` returns.
+            tokenizer: decodes completions to look for stop texts; it may be None if there are none.
             end_token_ids: tokens after which a completion ends.
-            max_batch_size: most rows decoded at one time.
-            weight_version: version of the weights in `model`; None: it has none yet, and waits for `update_weights`.
+            max_batch_size: most rows that are decoded at one time.
+            weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -60,13 +61,19 @@ class TransformersEngine:
         tokenizer_path: str | None,
         load_weights: bool,
     ) -> TransformersEngine:
-        """The engine for a model folder, hub name or `package:<name>`.
+        """Build the engine of a model.
 
         Args:
+            path: model folder, hub name or `package:<name>`.
             dtype: `float32` or `bfloat16`.
-            tokenizer_path: None: `path`.
+            device: device of the model.
+            max_batch_size: most rows that are decoded at one time.
+            tokenizer_path: like `path`; None: `path`.
             load_weights: True: the checkpoint's weights, as version 0. False: the config alone is read, and the engine
                 waits for `update_weights`.
+
+        Raises:
+            ValueError: a path without a model or a tokenizer, or a model that cannot run here.
         """
         folder = resolve_model_path(path)
         model, generation = build_model(
@@ -82,19 +89,20 @@ class TransformersEngine:
         )
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in the order of the requests.
+        """Return one completion for each request, in the order of the requests.
 
-        Log-probs are those of the sampling distribution; greedy completions carry log softmax of the logits as the
-        model gave them. The same request gives the same completion whatever it shares the batch with, up to the
-        rounding of the matmuls.
+        Log-probs are those of the sampling distribution; of greedy completions, those of the model's own logits. A
+        request gives the same completion whichever requests share its batch, up to the rounding of matmuls.
 
-        Raises ValueError for a request or a sampling that the model cannot take, RuntimeError while asleep or without
-        weights.
+        Raises:
+            ValueError: a request or a sampling that the model cannot take.
+            RuntimeError: the engine is asleep or has no weights, or the model's logits are not finite.
         """
         version = self._state.require_weights()
         check_requests(requests, sampling, self._model.config)
         stop = StopRule(sampling, self._end_token_ids, self._tokenizer, self._device)
-        # Long prompts first, so that memory runs out at once or never; equal prompts side by side, to be computed once.
+        # Long prompts first, so that memory runs out at once or never; equal prompts side by side, so that each is
+        # computed once.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
         decoded: dict[int, Decoded] = {}
         with torch.inference_mode(), rollout_kernels():
@@ -110,25 +118,30 @@ class TransformersEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy `weights`, named as in Hugging Face files, into the model in place, cast to its dtype.
 
-        Nothing is allocated and no parameter moves. Raises ValueError if a tensor is missing, unknown, sent twice or of
-        the wrong shape; the engine then has no version and refuses to generate. Raises RuntimeError while asleep.
+        Nothing is allocated, and no parameter moves.
+
+        Raises:
+            ValueError: a tensor that is missing, unknown, sent twice or of the wrong shape. The engine then refuses to
+                generate until an update succeeds.
+            RuntimeError: the engine is asleep.
         """
         self._state.begin_update()
         receive_weights(self._tensors, weights)
         self._state.end_update(version)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in use under their names in Hugging Face files, as views: an update changes them.
+        """Return the weights under their names in Hugging Face files, as views that an update changes.
 
-        Raises RuntimeError while asleep or without weights.
+        Raises:
+            RuntimeError: the engine is asleep or has no weights.
         """
         self._state.require_weights()
         return ((name, tensor.view()) for name, tensor in self._tensors.items())
 
     def sleep(self) -> None:
-        """Forget the weights and free their memory; the cache lives only within `generate`.
+        """Forget the weights and free their memory. The cache exists only during `generate`.
 
-        Buffers, such as rotary frequencies, stay: they are small, and no update brings them.
+        Buffers such as rotary frequencies stay: they are small, and no update brings them.
         """
         self._state.sleep()
         for parameter in self._model.parameters():
@@ -137,7 +150,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Allocate the weights, with nothing in them until `update_weights`. Nothing happens to an engine awake."""
+        """Allocate the weights, which `update_weights` then fills. An engine that is awake stays as it is."""
         if self._state.is_awake:
             return
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):

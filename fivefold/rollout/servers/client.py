@@ -1,4 +1,4 @@
-"""JSON over HTTP to a server on this machine, from many threads at once."""
+"""A client for JSON over HTTP to a server on this machine, which many threads may use at once."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ import urllib3
 
 HOST = "127.0.0.1"
 SHOWN = 2000
-"""Characters of a refusal that an error repeats."""
+"""Number of characters of a refusal that an error message repeats."""
 
 
 class ServerGone(RuntimeError):
-    """The connection to a server broke, as it does where the server dies."""
+    """The connection to a server broke, as happens when the server dies."""
 
 
 class HttpClient:
-    """Connections to one server. No request is sent twice, and none is given up: the run has its own time limit."""
+    """Connections to one server. No request is sent twice, and none has a time limit, because the run has its own."""
 
     def __init__(self, port: int, n_connections: int) -> None:
-        """`n_connections`: how many threads may wait for replies at one time."""
+        """Prepare the connections.
+
+        Args:
+            port: port of the server on this machine.
+            n_connections: number of threads that may wait for replies at one time.
+        """
         self._pool = urllib3.HTTPConnectionPool(
             HOST, port, maxsize=n_connections, block=True, retries=False, timeout=urllib3.Timeout(connect=10, read=None)
         )
 
     def is_healthy(self) -> bool:
-        """Whether the server answers, and says that it is ready."""
+        """Return whether the server answers that it is ready."""
         try:
             return self._pool.request("GET", "/health").status == 200
-        except urllib3.exceptions.HTTPError:  # it does not listen yet
+        except urllib3.exceptions.HTTPError:  # the server does not listen yet
             return False
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The JSON of the reply; None for an empty one.
+        """Post `body` as JSON to `path`; return the JSON of the reply, or None if the reply is empty.
 
         Raises:
             ServerGone: the connection broke.
-            RuntimeError: the server refused.
+            RuntimeError: the server refused the request.
         """
         try:
             reply = self._pool.request("POST", path, json={} if body is None else body)

@@ -1,4 +1,4 @@
-"""What differs between inference servers: their command lines, their requests, and how they take weights."""
+"""The protocol for what differs between inference servers: command line, requests, and how they load weights."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from fivefold.rollout.servers.client import HttpClient
 from fivefold.types import FinishReason
 
 REQUEST_SEEDS = 2**63
-"""Seeds of requests are folded to below this: servers keep them in signed integers."""
+"""Seeds of requests are taken modulo this, because servers keep them in signed integers."""
 SERVER_SEEDS = 2**31
-"""And the server's own to below this: it seeds every library that it finds."""
+"""The server's own seed is taken modulo this, because the server seeds every library with it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server sampled for one request."""
+    """The completion that a server sampled for one request."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
-        # JSON has no NaN: servers write null, or nothing.
+        # JSON has no NaN: servers write null or leave the number out.
         if len(self.logprobs) != len(self.token_ids) or not all(
             isinstance(value, int | float) for value in self.logprobs
         ):
             raise RuntimeError(
-                f"the server answered {len(self.token_ids)} tokens with log-probs {self.logprobs}: one number each is "
-                "wanted, and none of them comes from logits that are not finite"
+                f"the server answered {len(self.token_ids)} tokens with log-probs {self.logprobs}: every token needs a "
+                "number, and logits that are not finite (NaN or infinite) give none"
             )
 
 
 def finish_reason(said: str | None) -> FinishReason:
-    """What a server said of a completion's end.
+    """Return the reason that a server gives for a completion's end.
 
     Raises:
-        RuntimeError: the completion is not whole, as after an abort, which servers report as a success.
+        RuntimeError: the completion is not whole, as after an abort, which servers report with the status of a success.
     """
     reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
     if said not in reasons:
@@ -53,29 +53,30 @@ class Dialect(Protocol):
     """How to speak to one kind of server."""
 
     module: str
-    """Started with `python -m`."""
+    """Module that `python -m` starts."""
     generate_path: str
+    """Path to which requests are posted."""
     environment: Mapping[str, str]
-    """Of the server process, besides what it inherits."""
+    """Environment variables of the server process, besides those that it inherits."""
     aliases: frozenset[str]
-    """Other names of what `arguments` gives."""
+    """Other names of the arguments that `arguments` gives."""
 
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
-        """The command line after the module, without the recipe's own arguments."""
+        """Return the command line after the module, without the further arguments of the recipe."""
 
     def request(
         self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
     ) -> dict[str, Any]:
-        """The body to post to `generate_path`."""
+        """Return the body to post to `generate_path`."""
 
     def answer(self, reply: Any) -> Answer:
-        """What a reply from `generate_path` says."""
+        """Return the completion in a reply from `generate_path`."""
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
-        """Have all weights replaced by those in a Hugging Face folder, and what was computed with others dropped."""
+        """Make the server load all weights from a Hugging Face folder, and drop what it has cached with others."""
 
     def sleep(self, http: HttpClient) -> None:
-        """Have the device memory of weights and cache given back."""
+        """Make the server give back the device memory of its weights and its cache."""
 
     def wake(self, http: HttpClient) -> None:
-        """Have it taken again."""
+        """Make the server take that device memory again."""

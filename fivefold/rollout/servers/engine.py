@@ -1,4 +1,4 @@
-"""A rollout engine over an inference server of its own."""
+"""The rollout engine over an inference server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fivefold.rollout.state import EngineState
 from fivefold.types import Completion
 
 DEATH_S = 15.0
-"""How long a server may take to end after its connections have broken."""
+"""Seconds that a server may take to end after its connections have broken."""
 
 
 class ServerEngine:
@@ -45,13 +45,13 @@ class ServerEngine:
             save: writes tensors as a model folder that the server reads.
 
         Raises:
-            RuntimeError: the server ended instead.
-            ValueError: a model whose tensors are not known, or no room for its weights in files.
+            RuntimeError: the server ended before it was ready.
+            ValueError: a model whose tensor names are not known, or too little room for files of its weights.
         """
         self._dialect = dialect
         path = resolve_model_path(spec.path)
         tokenizer_path = resolve_model_path(spec.tokenizer_path)
-        # Names and shapes alone: the server has the weights.
+        # The model's names and shapes are all that is needed here; the server has the weights.
         model, generation = build_model(
             path, dtype=getattr(torch, spec.dtype), device=torch.device("meta"), load_weights=False
         )
@@ -70,13 +70,14 @@ class ServerEngine:
         self._server.wait_until_ready(self._http)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in the order of the requests.
+        """Return one completion for each request, in the order of the requests.
 
-        The server draws its own random numbers from the seeds, and rounds differently in batches of different size:
-        the same request need not give the same completion twice.
+        A server rounds differently in batches of different size, so that the same request need not give the same
+        completion twice.
 
-        Raises ValueError for a request or a sampling that the model cannot take, RuntimeError while asleep, without
-        weights, or if the server fails.
+        Raises:
+            ValueError: a request or a sampling that the model cannot take.
+            RuntimeError: the engine is asleep or has no weights, or the server failed.
         """
         version = self._state.require_weights()
         check_requests(requests, sampling, self._config)
@@ -87,7 +88,7 @@ class ServerEngine:
                 answer = self._dialect.answer(self._http.post(self._dialect.generate_path, body))
             return Completion(answer.token_ids, answer.logprobs, answer.finish_reason, version)
 
-        # The server decodes so many together; the others wait here, whichever of them is answered first.
+        # As many threads as the server decodes sequences together; the other requests wait here for a free thread.
         threads = ThreadPoolExecutor(self._spec.max_batch_size)
         try:
             return list(threads.map(complete, requests))
@@ -95,10 +96,12 @@ class ServerEngine:
             threads.shutdown(cancel_futures=True)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights of the server, cast to its dtype; what it has cached of others is dropped.
+        """Replace all weights of the server, cast to its dtype; the server drops what it has cached with other weights.
 
-        Raises ValueError if a tensor is missing, unknown, sent twice or of the wrong shape; the engine then has no
-        version and refuses to generate. Raises RuntimeError while asleep, or if the server fails.
+        Raises:
+            ValueError: a tensor that is missing, unknown, sent twice or of the wrong shape. The engine then refuses to
+                generate until an update succeeds.
+            RuntimeError: the engine is asleep, or the server failed.
         """
         self._state.begin_update()
         wanted = self._cast(audited(self._tensors, weights))
@@ -107,9 +110,9 @@ class ServerEngine:
         self._state.end_update(version)
 
     def sleep(self) -> None:
-        """Have the server forget its weights and give their memory back, and that of its cache.
+        """Make the server forget its weights, and give back the memory of weights and cache.
 
-        On a CPU, which has memory for all roles, it keeps them. Nothing happens to an engine asleep.
+        If no other role uses the devices, the server keeps its memory. An engine that sleeps stays as it is.
         """
         if not self._state.is_awake:
             return
@@ -119,7 +122,7 @@ class ServerEngine:
                 self._dialect.sleep(self._http)
 
     def wake(self) -> None:
-        """Have the server take its memory again. Nothing happens to an engine awake."""
+        """Make the server take its memory again. An engine that is awake stays as it is."""
         if self._state.is_awake:
             return
         if self._spec.can_sleep:
@@ -128,7 +131,7 @@ class ServerEngine:
         self._state.wake()
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and wait until it is gone."""
         self._server.close()
 
     def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +140,7 @@ class ServerEngine:
 
     @contextmanager
     def _served(self) -> Iterator[None]:
-        """Inside, a server that dies is said to have died: its broken connection says less."""
+        """Report a server that dies inside this context as dead; its broken connection alone says less."""
         try:
             yield
         except ServerGone as gone:
@@ -149,7 +152,7 @@ class ServerEngine:
 
 
 def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
-    """`spec` with the share of the memory that the other roles on the devices leave."""
+    """Return `spec` with the share of the memory that other roles on the devices leave to the server."""
     if spec.memory_fraction is not None or not spec.can_sleep:
         return spec
     left = BACKENDS[spec.backend].memory_share - spec.reserved / _device_memory()
@@ -162,6 +165,6 @@ def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
 
 
 def _device_memory() -> int:
-    """Bytes of the first device. Asked in another process: this one would hold a CUDA context from then on."""
+    """Return the bytes of the first device. Another process asks, because the question leaves a CUDA context behind."""
     question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
     return int(subprocess.run([sys.executable, "-c", question], check=True, stdout=subprocess.PIPE).stdout)

@@ -1,9 +1,10 @@
-"""Runs a server and ends it, with all it has started, once whoever holds this process's standard input has gone.
+"""Runs a server, and ends it with all its processes once the process at the other end of standard input is gone.
 
     python guard.py COMMAND...
 
-A rollout process may be killed at any time, and a server whose parent is gone would keep its GPUs. Started by its file
-name in a session of its own. Whatever the server leaves behind becomes this process's child, and ends with it.
+A rollout process may be killed at any time, and a server without its parent would keep its GPUs. The guard is started
+by its file name, in a session of its own. Processes that the server leaves behind become children of the guard, which
+ends them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import time
 import psutil
 
 END_S = 10.0
-"""How long the server has to end in order, with its shared memory and its own children."""
+"""Seconds that the server has to end by itself, with its shared memory and its children."""
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux's number for it, see prctl(2)."""
+"""Number of this option on Linux; see prctl(2)."""
 
 
 def main() -> int:
-    """Returns the server's exit status."""
+    """Run the server; return its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def _end_with_parent(server: subprocess.Popen[bytes]) -> None:
-    # Not sys.stdin: its lock, held here, would keep the interpreter from ending with the server.
+    # Reading sys.stdin would hold its lock, which would keep the interpreter from ending with the server.
     while os.read(0, 1):
         pass
     server.terminate()

@@ -14,36 +14,38 @@ from fivefold.rollout.servers.client import HOST, HttpClient
 
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.25
+"""Seconds between two questions whether the server is ready."""
 WORKERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that say what this process is to torch.distributed, and would mislead the server's."""
+"""Variables that tell torch.distributed which rank this process is; they would mislead the server."""
 
 
 class ServerProcess:
-    """A server under its guard. Its messages go where this process's go."""
+    """A server under its guard. Its messages go to the same log as those of this process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `command` with the variables of this process and those of `environment`."""
         inherited = {name: value for name, value in os.environ.items() if name not in WORKERS_OWN}
         self._process = subprocess.Popen(
-            # -P: the guard's folder stays off sys.path.
+            # -P keeps the guard's folder off sys.path.
             [sys.executable, "-P", str(GUARD), *command],
             stdin=subprocess.PIPE,
             env={**inherited, **environment},
-            # Its own session: Ctrl-C is for the run to handle.
+            # In a session of its own, Ctrl-C does not reach it: the run ends it.
             start_new_session=True,
         )
 
     def wait_until_ready(self, http: HttpClient) -> None:
-        """Returns once the server is healthy.
+        """Return once the server is ready.
 
         Raises:
-            RuntimeError: it ended instead.
+            RuntimeError: the server ended before that.
         """
         while not http.is_healthy():
             self.check()
             time.sleep(POLL_S)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raises RuntimeError if the server has ended, or does so within `wait_s` seconds."""
+        """Raise RuntimeError if the server has ended, or ends within `wait_s` seconds."""
         try:
             status = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -58,7 +60,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         port: int = listener.getsockname()[1]

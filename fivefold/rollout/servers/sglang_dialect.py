@@ -1,4 +1,4 @@
-"""SGLang's own server, by its native endpoints."""
+"""SGLang's server and its native endpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fivefold.rollout.servers.client import HOST, HttpClient
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, finish_reason
 
 ALL_TOKENS = -1
-"""SGLang's `top_k` for no cut."""
+"""SGLang's `top_k` for no top-k."""
 
 
 class SGLangDialect:
-    """See `Dialect`.
+    """The `Dialect` of SGLang.
 
-    With top-k or top-p the log-probs are those before the cut; the others come only with a list of all tokens that were
-    left, for every token. Seeds are heeded with `--enable-deterministic-inference` alone.
+    With top-k or top-p, the log-probs are those before the cut: SGLang gives those after it only together with a list,
+    for every token, of all tokens that are left. SGLang heeds seeds only with `--enable-deterministic-inference`.
     """
 
     module = "sglang.launch_server"
     generate_path = "/generate"
-    # Connections idle while the actor trains.
+    # Connections are idle while the actor trains, and must stay open.
     environment: Mapping[str, str] = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
 
     aliases = frozenset(
@@ -72,7 +72,7 @@ class SGLangDialect:
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         update = {"model_path": str(folder), "weight_version": str(version)}
-        # A server that began with dummy weights would make up others.
+        # Without a load format, a server that began with dummy weights would make up dummy weights again.
         http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": True})
 
     def sleep(self, http: HttpClient) -> None:

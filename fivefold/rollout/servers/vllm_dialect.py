@@ -1,6 +1,6 @@
-"""vLLM's OpenAI-compatible server, by its token-in, token-out endpoint and the endpoints for reinforcement learning.
+"""vLLM's OpenAI-compatible server, its token-in, token-out endpoint and its endpoints for reinforcement learning.
 
-Those for weights and sleep exist in its development mode alone, which listens on this machine only.
+The endpoints for weights and sleep exist only in development mode, so the server listens on this machine alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer
 
 
 class VLLMDialect:
-    """See `Dialect`."""
+    """The `Dialect` of vLLM."""
 
     module = "vllm.entrypoints.openai.api_server"
     generate_path = "/inference/v1/generate"
     environment: Mapping[str, str] = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Some families have a second model runner, with a sampler of its own: one behaviour for all of them.
+        # vLLM runs some families with a second model runner and its own sampler; all families use the first one here.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # Connections idle while the actor trains.
+        # Connections are idle while the actor trains, and must stay open.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
     }
 
@@ -38,9 +38,9 @@ class VLLMDialect:
             *("--dtype", spec.dtype, "--seed", str(spec.seed % SERVER_SEEDS)),
             *("--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)),
             *("--max-num-seqs", str(spec.max_batch_size), "--max-model-len", str(spec.max_length)),
-            # What is sampled is what the recipe says, whatever generation_config.json would have.
+            # The recipe alone says how to sample; without this, generation_config.json would too.
             *("--generation-config", "vllm"),
-            # Log-probs of the distribution that is sampled from, not of the model's logits.
+            # Log-probs are those of the sampling distribution, and not of the model's logits.
             *("--logprobs-mode", "processed_logprobs"),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
@@ -66,7 +66,7 @@ class VLLMDialect:
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,
                 "detokenize": bool(sampling.stop),
-                # Of the sampled token, and of no other.
+                # 0: the log-prob of the sampled token, and of no other token.
                 "logprobs": 0,
             },
         }
@@ -78,7 +78,7 @@ class VLLMDialect:
         return Answer(tuple(choice["token_ids"]), logprobs, reason)
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
-        # A server that began with dummy weights would make up others.
+        # Without a load format, a server that began with dummy weights would make up dummy weights again.
         self._on_workers(http, "update_config", {"overrides": {"load_config": {"load_format": "safetensors"}}})
         self._on_workers(http, "reload_weights", {"weights_path": str(folder)})
         http.post("/reset_prefix_cache")

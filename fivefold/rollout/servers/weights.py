@@ -1,7 +1,7 @@
-"""Weights as a model folder in memory that all replicas of a node read.
+"""Passes weights to servers as a model folder in memory, which all replicas of a node read.
 
-One replica of a node writes the files, with a link to each for every other replica. Each removes its own links once its
-server has read them; with the last the memory is free again.
+One replica of a node writes the files, and links to each file for every other replica. Each replica removes its own
+links once its server has read them, and the last one frees the memory.
 
     /dev/shm/fivefold-weights-<run>/<version>/     written, and locked, by the node's replica 0
         0/model-00001-of-00002.safetensors         the same file ...
@@ -24,12 +24,13 @@ from torch import Tensor
 
 PREFIX = "fivefold-weights-"
 POLL_S = 0.01
+"""Seconds between two looks for the files of another replica."""
 SHARED_MEMORY = Path("/dev/shm")
 SPARE = 1.05
-"""Room that is asked for, as a multiple of the weights: files have headers, and others write there too."""
+"""Room that must be free, as a multiple of the weights: files have headers, and other processes write there too."""
 
 Save = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
-"""Writes tensors as a Hugging Face folder, whole or not at all."""
+"""Writes tensors as a Hugging Face folder; a folder that exists is complete."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,27 @@ class NodePlace:
     """One replica among those of its role on the same node."""
 
     run: str
-    """The same in all processes of a run, and in no other run's."""
+    """Identifier of the run: the same in all its processes, and different in every other run."""
     index: int
+    """Index of the replica, from 0."""
     count: int
+    """Number of replicas on the node."""
 
 
 class WeightFolder:
-    """Where a replica finds the weights of an update."""
+    """The folder in which a replica finds the weights of an update."""
 
     def __init__(self, place: NodePlace, save: Save, n_bytes: int) -> None:
-        """`n_bytes`: size of all weights. Raises ValueError if there is no room for them."""
+        """Choose the place of the files, and remove what killed runs have left there.
+
+        Args:
+            place: the replica; replica 0 of a node writes the files.
+            save: writes the files.
+            n_bytes: size of all weights.
+
+        Raises:
+            ValueError: there is no room for the weights.
+        """
         self._place = place
         self._save = save
         self._lock: int | None = None
@@ -56,7 +68,7 @@ class WeightFolder:
 
     @contextmanager
     def holding(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Path]:
-        """The folder with `weights`, for as long as the block lasts. Every replica of the node has to come here."""
+        """Yield the folder with `weights`, which exists during the block. Every replica of the node must call this."""
         if self._place.index == 0:
             self._write(weights, version)
         else:
@@ -68,7 +80,7 @@ class WeightFolder:
         finally:
             shutil.rmtree(own)
             for folder in own.parents[:2]:
-                with suppress(OSError):  # others have not read theirs yet
+                with suppress(OSError):  # the folder still has the links of other replicas
                     folder.rmdir()
 
     def _write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -85,7 +97,7 @@ class WeightFolder:
             raise
 
     def _hold(self, root: Path) -> None:
-        """Make the folder, and lock it for as long as this process lives or until the next update."""
+        """Make the folder, and lock it until this process ends or begins the next update."""
         if self._lock is not None:
             os.close(self._lock)
         root.mkdir(exist_ok=True)
@@ -93,7 +105,7 @@ class WeightFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def _wait(self, version: int) -> Path:
-        """This replica's links. A writer that fails ends the run, and with it this process."""
+        """Wait for the folder with this replica's links. A writer that fails ends the run, and with it this process."""
         place = f"{PREFIX}{self._place.run}/{version}/{self._place.index}"
         while not (found := [folder / place for folder in _folders() if (folder / place).is_dir()]):
             time.sleep(POLL_S)
@@ -101,7 +113,7 @@ class WeightFolder:
 
 
 def _folders() -> list[Path]:
-    """Shared memory, and the temporary folder for containers that have little of it."""
+    """Return shared memory, and the temporary folder for containers that have little shared memory."""
     return [folder for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
@@ -110,13 +122,13 @@ def _roomy_folder(n_bytes: int) -> Path:
         if shutil.disk_usage(folder).free > SPARE * n_bytes:
             return folder
     raise ValueError(
-        f"an update of the rollout's weights passes through {n_bytes / 1e9:.1f} GB of files, for which neither of "
-        f"{', '.join(map(str, _folders()))} has room: enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
+        f"an update of the rollout's weights passes through {n_bytes / 1e9:.1f} GB of files, for which there is no "
+        f"room in {' or '.join(map(str, _folders()))}: enlarge /dev/shm (docker run --shm-size), or set TMPDIR"
     )
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """What runs have left that were killed in an update: their locks ended with them."""
+    """Remove the folders of runs that were killed during an update; their locks ended with them."""
     for folder in parent.glob(f"{PREFIX}*"):
         lock = os.open(folder, os.O_RDONLY)
         try:

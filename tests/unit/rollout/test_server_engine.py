@@ -336,7 +336,7 @@ def test_a_completion_that_is_not_whole_is_an_error(served: Served, first_token:
 
 @pytest.mark.parametrize("first_token", [fake_server.NOT_FINITE, fake_server.CUT_SHORT])
 def test_a_token_without_a_log_prob_is_an_error(served: Served, first_token: int) -> None:
-    with pytest.raises(RuntimeError, match=r"answered \d+ tokens with log-probs \(.*: one number each is wanted"):
+    with pytest.raises(RuntimeError, match=r"answered \d+ tokens with log-probs \(.*: every token needs a number"):
         served.engine.generate([*requests_of(3), *requests_of(1, first_token)], sampling())
 
 

@@ -105,7 +105,7 @@ def test_a_server_that_dies_takes_its_processes_along(tmp_path: Path) -> None:
         http.post("/generate", body)
     assert_gone(pids_of(tmp_path))
     with pytest.raises(RuntimeError, match=f"the server ended with status {fake_server.STATUS_IN_REQUEST}; its own"):
-        server.check()
+        server.check(wait_s=8.0)
 
 
 @pytest.mark.parametrize(

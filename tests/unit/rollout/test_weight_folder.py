@@ -152,7 +152,7 @@ def test_weights_go_where_there_is_room(memory: Path, tmp_path: Path, monkeypatc
         assert own.is_relative_to(temporary)
     with WeightFolder(NodePlace("run", 0, 1), Saver(), 900).holding(WEIGHTS, 0) as own:
         assert own.is_relative_to(memory)
-    with pytest.raises(ValueError, match=r"2\.0 GB of files, for which neither .*--shm-size.*TMPDIR") as caught:
+    with pytest.raises(ValueError, match=r"2\.0 GB of files, for which there is no room .*--shm-size.*TMPDIR") as caught:
         WeightFolder(NodePlace("run", 0, 1), Saver(), 2_000_000_000)
     assert str(memory) in str(caught.value)
     assert str(temporary) in str(caught.value)
