@@ -114,7 +114,7 @@ class Trajectory:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What the driver knows of a trajectory. Its tokens and log-probs lie in the object store (see `Columns`)."""
 

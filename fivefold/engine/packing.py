@@ -76,9 +76,11 @@ def plan_micro_batches(
         )
 
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    first_fit = _first_fit(longest_first, lengths, max_tokens)
+    first_fit: list[Bin] | None = None
     n_per_rank = _round_up(max(min_micro_batches, -(-_fewest_bins(lengths, max_tokens) // n_ranks)), multiple_of)
     while (bins := _balance(longest_first, lengths, n_ranks * n_per_rank, max_tokens, cost)) is None:
+        # Slow where there are many bins, and rarely needed: most lengths can be balanced.
+        first_fit = first_fit or _first_fit(longest_first, lengths, max_tokens)
         if len(first_fit) <= n_ranks * n_per_rank:
             # So tightly packed that the bins are nearly full, hence nearly even, without balancing.
             bins = first_fit + [[] for _ in range(n_ranks * n_per_rank - len(first_fit))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,11 +76,6 @@ class OpenRun:
     screen: RunConsole
     timers: PhaseTimers
     session: Session
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard's event files."""
-        return self.folder.tensorboard
 
 
 @contextmanager

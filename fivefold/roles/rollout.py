@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.cluster.group import WorkerGroup
+from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.roles.remote_batch import Piece, RemoteBatch
@@ -59,13 +60,7 @@ class Rollout:
         starts = range(0, size * len(self._group), size)
         shares = [(asked[start : start + size], requests[start : start + size], sampling) for start in starts]
         kept = self._group.keep_each(RolloutWorker.generate, shares)
-        responses = [response for answered, _ in kept for response in answered]
-        pieces = [
-            Piece(columns, np.arange(start, start + len(answered)))
-            for start, (answered, columns) in zip(starts, kept, strict=True)
-            if answered
-        ]
-        return _generated(asked, responses, pieces)
+        return generated(asked, kept)
 
     def take_weights(self, offer: WeightOffer) -> None:
         """Bring every replica to the weights that the actor offers, piece by piece."""
@@ -80,30 +75,54 @@ class Rollout:
         self._group.call(RolloutWorker.wake)
 
 
-@dataclass(frozen=True)
-class Response:
-    """What the driver is told of one trajectory."""
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """What the driver is told of a replica's N trajectories."""
 
-    text: str
-    """The sampled tokens, decoded without special tokens."""
-    finish_reason: FinishReason
-    n_tokens: int
-    n_sampled: int
-    versions: tuple[int, int]
-    """Oldest and newest version of the weights that sampled it."""
+    texts: list[str]
+    """The sampled tokens of each, decoded without special tokens."""
+    finish_reasons: list[FinishReason]
+    lengths_N: npt.NDArray[np.int64]
+    """Tokens of each."""
+    sampled_N: npt.NDArray[np.int64]
+    """Tokens of each that the policy sampled."""
+    versions_N2: npt.NDArray[np.int64]
+    """Oldest and newest version of the weights that sampled each."""
+
+    @staticmethod
+    def of(trajectories: Sequence[Trajectory], texts: list[str]) -> Responses:
+        """What is told of `trajectories`, whose sampled tokens decode to `texts`."""
+        sampled = [trajectory.versions_T[trajectory.mask_T] for trajectory in trajectories]
+        return Responses(
+            texts=texts,
+            finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
+            lengths_N=np.array([len(trajectory.tokens_T) for trajectory in trajectories], dtype=np.int64),
+            sampled_N=np.array([len(versions) for versions in sampled], dtype=np.int64),
+            versions_N2=np.array([(versions.min(), versions.max()) for versions in sampled], dtype=np.int64),
+        )
 
 
-def _generated(asked: Sequence[Prompt], responses: Sequence[Response], pieces: Sequence[Piece]) -> Generated:
+def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> Generated:
+    """What the replicas made of the prompts `asked`, one for each trajectory, in the order of the replicas."""
+    answered = [(responses, columns) for responses, columns in kept if responses.texts]
+    starts = np.cumsum([0, *(len(responses.texts) for responses, _ in answered)])
+    pieces = [Piece(columns, np.arange(*starts[i : i + 2])) for i, (_, columns) in enumerate(answered)]
+    lengths_N = np.concatenate([responses.lengths_N for responses, _ in answered])
+    sampled_N = np.concatenate([responses.sampled_N for responses, _ in answered])
+    versions_N2 = np.concatenate([responses.versions_N2 for responses, _ in answered])
     samples = [
-        Sample(prompt, response.text, response.finish_reason, response.n_tokens, response.n_sampled, response.versions)
-        for prompt, response in zip(asked, responses, strict=True)
+        Sample(prompt, text, reason, length, n_sampled, (oldest, newest))
+        for prompt, text, reason, length, n_sampled, (oldest, newest) in zip(
+            asked,
+            (text for responses, _ in answered for text in responses.texts),
+            (reason for responses, _ in answered for reason in responses.finish_reasons),
+            lengths_N.tolist(),
+            sampled_N.tolist(),
+            versions_N2.tolist(),
+            strict=True,
+        )
     ]
-    batch = RemoteBatch(
-        lengths_N=np.array([sample.n_tokens for sample in samples], dtype=np.int64),
-        trained_N=np.array([sample.n_sampled for sample in samples], dtype=np.int64),
-        pieces=tuple(pieces),
-    )
-    return Generated(samples, batch)
+    return Generated(samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces)))
 
 
 class RolloutWorker:
@@ -118,7 +137,7 @@ class RolloutWorker:
 
     def generate(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerationRequest], sampling: SamplingParams
-    ) -> tuple[list[Response], Columns | None]:
+    ) -> tuple[Responses, Columns | None]:
         """One trajectory for each request, which is for the prompt at the same place.
 
         Returns:
@@ -129,8 +148,7 @@ class RolloutWorker:
             Trajectory.single_turn(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
         texts = self._tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
-        responses = [_response(trajectory, text) for trajectory, text in zip(trajectories, texts, strict=True)]
-        return responses, Columns.of(trajectories) if trajectories else None
+        return Responses.of(trajectories, texts), Columns.of(trajectories) if trajectories else None
 
     def take_weights(self, buckets: Iterator[Bucket], version: int) -> None:
         """Replace all weights by those that the actor offers."""
@@ -143,14 +161,3 @@ class RolloutWorker:
     def wake(self) -> None:
         """Take the devices back; the weights come with the next `take_weights`."""
         self._engine.wake()
-
-
-def _response(trajectory: Trajectory, text: str) -> Response:
-    sampled = trajectory.versions_T[trajectory.mask_T]
-    return Response(
-        text=text,
-        finish_reason=trajectory.finish_reason,
-        n_tokens=len(trajectory.tokens_T),
-        n_sampled=len(sampled),
-        versions=(int(sampled.min()), int(sampled.max())),
-    )

@@ -75,8 +75,9 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
         "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1",
     ]  # fmt: skip
     setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
-    with pytest.raises((RunFailed, OSError)), RunDir.create(setup.recipe, overwrite=False) as folder:
-        run = OpenRun(folder, RunConsole(TRAIN_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+    folder = RunDir.create(setup.recipe, overwrite=False)
+    run = OpenRun(folder, RunConsole(TRAIN_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+    with pytest.raises((RunFailed, OSError)), folder:
         train._loop(setup, Roles(actor, rollout, None), run)
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)

@@ -1,0 +1,115 @@
+"""What a training step costs the driver: everything between the rollout's summaries and the trainer's calls.
+
+    python benchmarks/driver_step.py --tokens 10000000 --sequence 4096
+
+The tokens lie in an object store and are not touched, so the cost depends on the number of sequences and not on their
+lengths. Timed, in CPU seconds, are the parts that the driver runs itself: samples from what the replicas tell, rewards attached,
+advantages, the plan of every mini-batch, each rank's order, and pickling what is sent. The rewards' own time, texts of
+the usual length included in what is unpickled, is not: it is the reward function's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from fivefold.algorithms.advantages import compute_advantages
+from fivefold.algorithms.loss import PolicyLoss
+from fivefold.config.schema import ActorConfig, MicroBatchConfig
+from fivefold.data.batches import minibatches
+from fivefold.engine.sharing import BatchPlanner
+from fivefold.experience.samples import sample_metrics
+from fivefold.layout.parser import parse_backend
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.rollout import Responses, generated
+from fivefold.rollout.protocol import group_requests
+from fivefold.types import Prompt, Sample
+
+REPLICAS = 8
+GROUP = 8
+PROMPT = 256
+CHARACTERS_PER_TOKEN = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=10_000_000, help="tokens of a step, prompts included")
+    parser.add_argument("--sequence", type=int, default=4096, help="mean tokens of a sequence")
+    parser.add_argument("--layout", default="megatron:d8t2c2", help="of the actor")
+    parser.add_argument("--minibatches", type=int, default=4)
+    args = parser.parse_args()
+
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], object]) -> object:
+        began = time.process_time()
+        result = run()
+        seconds[name] = seconds.get(name, 0.0) + time.process_time() - began
+        return result
+
+    generator = np.random.default_rng(0)
+    n_groups = max(args.minibatches, args.tokens // args.sequence // GROUP // args.minibatches * args.minibatches)
+    n = n_groups * GROUP
+    prompts = [
+        Prompt(i, "p" * PROMPT * CHARACTERS_PER_TOKEN, tuple(map(int, generator.integers(0, 150_000, PROMPT))), "42")
+        for i in range(n_groups)
+    ]
+    # Lengths of answers are skewed: half as long to twice as long as the mean, and some that are cut off.
+    lengths = np.clip(generator.lognormal(0.0, 0.6, n) * args.sequence / 1.2, PROMPT + 1, 4 * args.sequence).astype(int)
+    told = [pickle.dumps(_responses(part)) for part in np.array_split(lengths, REPLICAS)]
+    layout = parse_backend(args.layout)
+    planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
+    config = ActorConfig(path="", ppo_n_minibatches=args.minibatches)
+    loss = PolicyLoss.from_config(config, 1.0)
+
+    def send_requests() -> None:
+        requests = group_requests([prompt.token_ids for prompt in prompts], GROUP, (1, "train", 1))
+        asked = [prompt for prompt in prompts for _ in range(GROUP)]
+        for part in np.array_split(np.arange(n), REPLICAS):
+            pickle.dumps((asked[part[0] : part[-1] + 1], requests[part[0] : part[-1] + 1]), protocol=5)
+
+    def receive() -> tuple[list[Sample], RemoteBatch]:
+        answers = [pickle.loads(part) for part in told]
+        asked = [prompt for prompt in prompts for _ in range(GROUP)]
+        made = generated(asked, [(answer, None) for answer in answers])  # type: ignore[misc]
+        return [sample.rewarded({"math": float(i % 3 == 0)}) for i, sample in enumerate(made.samples)], made.batch
+
+    def order(batch: RemoteBatch) -> None:
+        for replica_order, _ in batch.orders(planner.plan(batch.lengths_N.tolist())):
+            for _ in range(layout.world_size // layout.dp):
+                pickle.dumps((replica_order, loss), protocol=5)
+
+    timed("requests", send_requests)
+    samples, batch = timed("samples", receive)  # type: ignore[misc]
+    groups = [sample.prompt.index for sample in samples]
+    timed("metrics", lambda: sample_metrics(samples))
+    advantages = timed("advantages", lambda: compute_advantages([s.reward for s in samples], groups, config))
+    batch = batch.with_scalars(advantages=advantages.advantages_N.numpy())  # type: ignore[attr-defined]
+    timed("order of the log-probs", lambda: order(batch))
+    split = timed("mini-batches", lambda: minibatches(groups, args.minibatches, "seed"))
+    for indices in split:  # type: ignore[attr-defined]
+        timed("orders of the updates", lambda indices=indices: order(batch.select(indices)))
+
+    print(f"{int(lengths.sum()):,} tokens in {n:,} sequences of {n_groups:,} groups, {args.layout}")
+    for name, value in seconds.items():
+        print(f"  {name:<24}{value:8.3f} s")
+    print(f"  {'together':<24}{sum(seconds.values()):8.3f} s    Python {platform.python_version()}")
+
+
+def _responses(lengths: np.ndarray) -> Responses:
+    return Responses(
+        texts=["x" * (length - PROMPT) * CHARACTERS_PER_TOKEN for length in lengths.tolist()],
+        finish_reasons=["stop"] * len(lengths),
+        lengths_N=lengths.astype(np.int64),
+        sampled_N=lengths.astype(np.int64) - PROMPT,
+        versions_N2=np.full((len(lengths), 2), 3),
+    )
+
+
+if __name__ == "__main__":
+    main()
