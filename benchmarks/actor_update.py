@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.engine.sharing import Share
 from fivefold.families.flops import training_flops
 from fivefold.families.read import SHAPES
 from fivefold.layout.parser import parse_backend
@@ -39,24 +40,25 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": args.layers}))
         engine = build(args, folder)
     batch = make_batch(args, engine.shape.vocab)
+    share = engine.planner.plan(batch.lengths).share(batch, engine.groups.dp.rank())
     losses, seconds = [], []
     for _ in range(args.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        losses.append(engine.forward_backward(batch, SFTLoss())["loss"])
+        losses.append(engine.forward_backward(share, SFTLoss())["loss"])
         engine.optim_step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if dist.get_rank() == 0:
         report(args, engine, batch, losses, seconds)
     if args.profile:
-        profile(engine, batch)
+        profile(engine, share)
     dist.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen3-30B-A3B", help="one of fivefold/layout/shapes/, without .json")
+    parser.add_argument("--model", default="Qwen3-30B-A3B", help="one of fivefold/families/shapes/, without .json")
     parser.add_argument("--layers", type=int, default=8, help="in place of the model's own number")
     parser.add_argument("--backend", default="megatron:d1")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
@@ -113,10 +115,10 @@ def report(
     print(json.dumps(row), flush=True)
 
 
-def profile(engine: MegatronEngine, batch: Batch) -> None:
+def profile(engine: MegatronEngine, share: Share) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        engine.forward_backward(batch, SFTLoss())
+        engine.forward_backward(share, SFTLoss())
         engine.optim_step()
         torch.cuda.synchronize()
     if dist.get_rank() == 0:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -45,7 +46,8 @@ class RunConsole:
             screen.note("evaluation after step 20: accuracy 0.71")
             screen.end("finished in 1:23", {"weights": ...})
 
-    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only.
+    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only. Several threads
+    may write to it.
     """
 
     def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
@@ -55,6 +57,7 @@ class RunConsole:
         self._status = _Status()
         self._live: Live | None = None
         self._n_lines = 0
+        self._lock = threading.Lock()
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Run name and what it runs on."""
@@ -66,7 +69,7 @@ class RunConsole:
         self._status.begin(n_steps)
 
     def phase(self, name: str) -> None:
-        """The driver enters phase `name`: the `on_change` of `PhaseTimers`."""
+        """The phases under way are those of `name`: the `on_change` of `PhaseTimers`."""
         self._status.enter(name)
 
     def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
@@ -77,11 +80,12 @@ class RunConsole:
         """
         if self._table is None:
             raise RuntimeError("RunConsole.step was called before RunConsole.start")
-        if self._n_lines % HEADER_EVERY == 0:
-            for line in self._table.header(seconds):
-                self._line(Text(line, style="bold"))
-        self._n_lines += 1
-        self._line(_painted(self._table.row(step, metrics, seconds)))
+        with self._lock:
+            if self._n_lines % HEADER_EVERY == 0:
+                for line in self._table.header(seconds):
+                    self._line(Text(line, style="bold"))
+            self._n_lines += 1
+            self._line(_painted(self._table.row(step, metrics, seconds)))
         self._status.finish_step(step)
 
     def note(self, text: str, style: str = "") -> None:

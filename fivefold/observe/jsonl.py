@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,16 +13,19 @@ from typing import Any, Self
 
 
 class JsonLines:
-    """A file that grows by one JSON object a line."""
+    """A file that grows by one JSON object a line; several threads may write to it."""
 
     def __init__(self, path: Path) -> None:
         # Half a surrogate pair has no UTF-8; a backslash and its code point are how JSON spells it.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._lock = threading.Lock()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends `record`; floats that are not finite are written as null."""
-        self._file.write(json.dumps(finite(record), ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps(finite(record), ensure_ascii=False) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file; nothing is written after it."""

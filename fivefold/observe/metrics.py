@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ class MetricsLog:
 
         {"step": 3, "reward/mean": 0.41, "lr": 1e-06, "seconds/rollout": 2.9, ...}
 
-    A value that is not finite is null in the file and NaN in TensorBoard.
+    A value that is not finite is null in the file and NaN in TensorBoard. Several threads may write.
     """
 
     def __init__(self, path: Path, tensorboard: Path | None) -> None:
@@ -29,14 +30,16 @@ class MetricsLog:
         """
         self._lines = JsonLines(path)
         self._board = None if tensorboard is None else _open_board(tensorboard)
+        self._lock = threading.Lock()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keeps the numbers of `step`; they are on disk when this returns."""
         self._lines.write({"step": step, **metrics})
         if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
+            with self._lock:
+                for name, value in metrics.items():
+                    self._board.add_scalar(name, value, step)
+                self._board.flush()
 
     def close(self) -> None:
         self._lines.close()

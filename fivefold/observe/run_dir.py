@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -56,6 +57,7 @@ class RunDir:
         self.weights = path / "weights"
         self.summary = path / "summary.json"
         self.state: State = "setup"
+        self._lock = threading.Lock()
         self._began = _now()
 
     @classmethod
@@ -186,18 +188,19 @@ class RunDir:
         return name
 
     def _write_status(self, state: State, error: str | None = None) -> None:
-        self.state = state
-        write_json(
-            self.status,
-            {
-                "state": state,
-                "began": self._began,
-                "changed": _now(),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "error": error,
-            },
-        )
+        with self._lock:
+            self.state = state
+            write_json(
+                self.status,
+                {
+                    "state": state,
+                    "began": self._began,
+                    "changed": _now(),
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "error": error,
+                },
+            )
 
 
 def _now() -> str:

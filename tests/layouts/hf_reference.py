@@ -43,7 +43,7 @@ def logprobs_and_entropies(folder: Path, batch: Batch, temperature: float) -> tu
 def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: Path) -> tuple[float, Tensors]:
     """The loss, and its gradient under the names of the model's files."""
     model = load_model(folder)
-    return _accumulate(model, batch, loss), _gradients_as_in_files(model, scratch)
+    return _accumulate(model, batch, loss), gradients_as_in_files(model, scratch)
 
 
 def gradients_with_auxiliary_loss(
@@ -66,7 +66,7 @@ def gradients_with_auxiliary_loss(
             "moe_z_loss_coeff": logits_TE.logsumexp(-1).square().mean(),
         }
         (coefficient * losses[kind]).backward(retain_graph=True)
-    return value, _gradients_as_in_files(model, scratch)
+    return value, gradients_as_in_files(model, scratch)
 
 
 def train(
@@ -93,7 +93,7 @@ def train(
     return steps, _as_in_files(model, scratch)
 
 
-def _gradients_as_in_files(model: Any, scratch: Path) -> Tensors:
+def gradients_as_in_files(model: Any, scratch: Path) -> Tensors:
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return _as_in_files(model, scratch)
