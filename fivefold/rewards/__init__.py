@@ -1,4 +1,4 @@
-"""Verifiers: what a completion is worth."""
+"""Rewards: functions that judge completions."""
 
 from fivefold.rewards.resolve import NamedReward, Reward, check_ground_truths, compute_rewards, resolve_reward
 

@@ -1,4 +1,4 @@
-"""Reward 1 for an answer that equals the ground truth, else 0."""
+"""The reward `exact_match`: 1 for an answer that equals the ground truth, else 0."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Compares texts, surrounding white space aside.
+    """Compares texts; white space around them does not count.
 
         pattern=None                response " 42\\n"                 ground truth 42        1.0
         pattern="answer is (\\S+)"   response "The answer is 42"      ground truth 42        1.0
         numbers=True                response "1,000.0"               ground truth 1000      1.0
 
-    A ground truth that is a list or tuple holds alternatives.
+    If the ground truth is a list or a tuple, any of its items is right.
     """
 
     pattern: str | None = None
-    """Regular expression that finds the answer in the response: its last match counts, and there its first group
-    (without groups, all of it). A response without a match earns 0."""
+    """Regular expression that finds the answer in the response. Its last match counts: the first group of it, or all of
+    it if there are no groups. A response without a match earns 0. None: the whole response is the answer."""
     ignore_case: bool = False
+    """Whether upper and lower case are the same."""
     numbers: bool = False
-    """Compare as decimal numbers where both sides are numbers, thousands separators aside."""
+    """Whether two numbers are compared as decimal numbers; thousands separators do not count."""
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -36,7 +37,7 @@ class ExactMatch:
             raise ValueError(f"reward.kwargs.pattern={self.pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
-        """1.0 or 0.0."""
+        """Return 1.0 for a right answer and 0.0 for any other."""
         answer = self._answer(response)
         if answer is None:
             return 0.0
@@ -44,10 +45,10 @@ class ExactMatch:
         return float(any(self._normal_form(answer) == self._normal_form(str(truth)) for truth in accepted))
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Find out whether answers can be compared with `ground_truth`.
+        """Refuse a ground truth with which no answer can be compared.
 
         Raises:
-            ValueError: it is not one text or number, nor a list of some, or it is blank, as any empty response is.
+            ValueError: it is neither a text, a number nor a list of them, or it is blank, as an empty response is.
         """
         accepted = _alternatives(ground_truth)
         usable = [isinstance(truth, (str, int, float)) and bool(str(truth).strip()) for truth in accepted]

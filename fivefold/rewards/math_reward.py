@@ -1,10 +1,10 @@
-"""Reward 1 for a response whose final answer is mathematically equal to the ground truth, else 0.
+"""The reward `math`: 1 for a response whose final answer is mathematically equal to the ground truth, else 0.
 
 math-verify extracts the answer (the last `\\boxed{}`, else the last LaTeX, else the last plain number or expression)
-and compares it with SymPy. A model under training finds answers on which SymPy takes hours (`9^{9^{9^9}}`), some of
-them inside one big-integer operation that no Python-level time-out interrupts; and math-verify's own time-outs are
-signal handlers, which work on the main thread alone. So the comparison runs in processes of its own, `math_worker`,
-whose forks the kernel ends when their time is over. There are several, for a step may bring hundreds of such answers.
+and compares it with SymPy. A model in training finds answers for which SymPy takes hours (`9^{9^{9^9}}`), some of
+them inside one big-integer operation that no time-out in Python interrupts. math-verify's own time-outs are signal
+handlers, which work only on the main thread. Therefore separate processes, `math_worker`, compare the answers, and the
+kernel ends their forks when the time is over. There are several, because a step may have hundreds of such answers.
 
     this process, any thread  ── {"response", "golds", "timeout_s"} ──>  math_worker ── fork ──> math-verify
                               <── {"equal"} or {"error"} ──
@@ -28,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 MOST_PROCESSES = 8
-"""Each takes some 100 MB, and much more while it works on a hard answer."""
+"""Most processes: each takes some 100 MB, and much more while it works on a hard answer."""
 
 
 @dataclass(frozen=True)
 class MathReward:
-    """`\\frac{1}{2}`, `0.5` and `1/2` are the same answer. A ground truth that is a list holds alternatives."""
+    """Compares answers by their mathematical value: `\\frac{1}{2}`, `0.5` and `1/2` are the same.
+
+    If the ground truth is a list or a tuple, any of its items is right.
+    """
 
     timeout_s: float = 5.0
     """Most processor time, in seconds, that one answer may take; beyond it the reward is 0."""
@@ -44,23 +47,23 @@ class MathReward:
 
     @property
     def n_at_once(self) -> int:
-        """How many answers can be judged at the same time, each from a thread of its own."""
+        """Number of answers that can be judged at the same time, each from a thread of its own."""
         return n_processes()
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
-        """1.0 or 0.0.
+        """Return 1.0 for a right answer and 0.0 for any other, or if the comparison takes too long.
 
         Raises:
-            ValueError: the ground truth holds nothing to compare with.
+            ValueError: the ground truth holds no answer to compare with.
         """
         golds = [str(truth) for truth in _alternatives(ground_truth)]
         return float(_verifiers().is_equal(response, golds, self.timeout_s) or False)
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Find out whether answers can be compared with `ground_truth`.
+        """Refuse a ground truth with which no answer can be compared.
 
         Raises:
-            ValueError: it is neither text nor number, holds no mathematical answer, or cannot be read in time.
+            ValueError: it is neither text nor number, holds no mathematical answer, or takes too long to read.
         """
         accepted = _alternatives(ground_truth)
         if strays := [
@@ -79,22 +82,22 @@ class MathReward:
 
 
 def n_processes() -> int:
-    """One for each core, up to `MOST_PROCESSES`."""
+    """Return the number of processes: one for each core, and at most `MOST_PROCESSES`."""
     return min(MOST_PROCESSES, os.cpu_count() or 1)
 
 
 class VerifierProcess:
-    """One `math_worker`, started when it is first needed; threads may share it."""
+    """One `math_worker`, which is started when it is first needed. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, response: str, golds: list[str], timeout_s: float) -> bool | None:
-        """Whether the answer in `response` equals one of `golds`; None if finding out takes longer than `timeout_s`.
+        """Return whether the answer in `response` equals one of `golds`; None if it takes longer than `timeout_s`.
 
         Raises:
-            ValueError: no answer can be read from `golds`.
+            ValueError: `golds` holds no answer.
             RuntimeError: the process has ended.
         """
         with self._lock:
@@ -102,7 +105,7 @@ class VerifierProcess:
             try:
                 line = _ask(process, {"response": response, "golds": golds, "timeout_s": timeout_s})
             except BaseException:
-                # Interrupted: the reply, when it comes, must not be taken for that to the next job.
+                # The wait was interrupted: a reply that comes later must not be taken for that to the next job.
                 self.close()
                 raise
             if not line:
@@ -117,13 +120,13 @@ class VerifierProcess:
         return equal
 
     def close(self) -> None:
-        """End the process and its fork, also in the middle of a comparison."""
+        """End the process and its fork, even in the middle of a comparison."""
         process = self._process
         if process is None:
             return
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # The thread that waits for a reply, if any, has seen the end of the pipe by then.
+        # A thread that waits for a reply holds the lock until it reads the end of the pipe.
         with self._lock:
             process.communicate()
             self._process = None
@@ -134,13 +137,13 @@ class VerifierPool:
 
     def __init__(self, n: int) -> None:
         self._verifiers = [VerifierProcess() for _ in range(n)]
-        # The one that came back last goes out first: a caller that never needs two at once starts no second one.
+        # Last in, first out: a caller that needs one process at a time never starts a second one.
         self._free: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()
         for verifier in self._verifiers:
             self._free.put(verifier)
 
     def is_equal(self, response: str, golds: list[str], timeout_s: float) -> bool | None:
-        """As `VerifierProcess.is_equal`; waits until a process is free."""
+        """Compare like `VerifierProcess.is_equal`, on a process that is free; wait until there is one."""
         verifier = self._free.get()
         try:
             return verifier.is_equal(response, golds, timeout_s)
@@ -166,19 +169,19 @@ def _alternatives(ground_truth: Any) -> Sequence[Any]:
 
 def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        # -P: the worker's folder stays off sys.path.
+        # -P keeps the worker's folder off sys.path.
         [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        # Its own session: Ctrl-C is for the run to handle; the worker ends with its pipe.
+        # In a session of its own, Ctrl-C does not reach the worker, which ends with its pipe.
         start_new_session=True,
     )
 
 
 def _ask(process: subprocess.Popen[str], job: Mapping[str, Any]) -> str:
-    """The reply's line; empty if the process ends instead."""
+    """Return the line of the reply; it is empty if the process ended instead."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -1,9 +1,9 @@
-"""The process in which math-verify compares answers: JSON lines in, JSON lines out (see `math_reward`).
+"""The process in which math-verify compares answers: it reads and writes JSON lines (see `math_reward`).
 
-It imports math-verify once and leaves the jobs to a fork of itself. A fork that the kernel ends, because a job's time
-is over or because SymPy has crashed, is replaced by the next one within milliseconds.
+It imports math-verify once, and a fork of it does the jobs. When the kernel ends a fork, because a job's time is over
+or because SymPy has crashed, the next fork takes its place within milliseconds.
 
-Started by its file name: a module of the package would first import the package, and with it torch.
+It is started by its file name, because a module of the package would import the package first, and with it torch.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from typing import Any, TextIO
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 MEMORY_BYTES = 2 << 30
-"""Address space of a process: a big integer that needs more raises MemoryError, which counts as unequal."""
+"""Address space of a process, in bytes. An integer that needs more raises MemoryError; the answer then is wrong."""
 
 ANSWERS_FAULT = {signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT}
-"""What ends the fork when a comparison outlasts its time, recurses too deep for C, or runs out of memory in C."""
+"""Signals that end a fork if a comparison takes too long, recurses too deep for C, or runs out of memory in C."""
 
 _WARM_UP = r"$x^2$ is \boxed{\frac{1}{2}}"
-"""An answer to compare before the first fork: the parser's tables, once filled, are those of all forks."""
+"""An answer that is compared before the first fork, so that all forks have the parser's tables filled."""
 
 _BOX = "\\boxed{"
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def main() -> int:
-    """Answer jobs until the pipe closes; returns the exit status.
+    """Answer jobs until the pipe closes; return the exit status.
 
-    A job is `{"response", "golds", "timeout_s"}`, a reply what `compare` returns, or `{"equal": None}` if the fork was
-    ended instead.
+    A job is `{"response", "golds", "timeout_s"}`. A reply is the result of `compare`, or `{"equal": None}` if the
+    kernel ended the fork.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
-    # Both may have been inherited as ignored; with SIGCHLD ignored, the kernel forgets how a fork ended.
+    # This process may have inherited that both are ignored. With SIGCHLD ignored, the kernel forgets how a fork ended.
     for number in (signal.SIGPROF, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    replies, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed must not get between the replies
+    replies, sys.stdout = sys.stdout, sys.stderr  # nothing else that is printed may come between the replies
     compare(_WARM_UP, ["0.5"])
     while (status := _fork(replies)) < 0:
         if -status not in ANSWERS_FAULT:
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _fork(replies: TextIO) -> int:
-    """Let a fork answer jobs; returns its exit status, or the negative of the signal that ended it."""
+    """Let a fork answer jobs; return its exit status, or the negative of the signal that ended it."""
     child = os.fork()
     if child == 0:
         _answer_jobs(replies)
@@ -65,10 +65,10 @@ def _fork(replies: TextIO) -> int:
 
 
 def _answer_jobs(replies: TextIO) -> None:
-    # A job is sent after the reply to the one before, so none is lost in this process's buffer when it ends.
+    # A job is sent only after the reply to the one before, so that no job is in this process's buffer when it ends.
     for line in sys.stdin:
         job = json.loads(line)
-        # Processor time: what an answer earns must not depend on how busy the machine is.
+        # Processor time is limited, so that a reward does not depend on how busy the machine is.
         signal.setitimer(signal.ITIMER_PROF, job["timeout_s"])
         reply = compare(job["response"], job["golds"])
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -80,7 +80,7 @@ def _reply(reply: dict[str, Any], replies: TextIO) -> None:
 
 
 def compare(response: str, golds: list[str]) -> dict[str, Any]:
-    """`{"equal": bool}`, or `{"error": str}` if `golds` hold no answer."""
+    """Return `{"equal": bool}`, or `{"error": str}` if `golds` hold no answer."""
     parsed = [answer for gold in golds for answer in parse(_as_answer(gold), parsing_timeout=None)]
     if not parsed:
         return {
@@ -92,7 +92,7 @@ def compare(response: str, golds: list[str]) -> dict[str, Any]:
 
 
 def last_box(text: str) -> str | None:
-    """The last whole `\\boxed{...}` of a text: math-verify by itself would join neighbouring boxes to one set."""
+    """Return the last complete `\\boxed{...}` of a text; math-verify would join neighbouring boxes to one set."""
     start = text.rfind(_BOX)
     while start >= 0:
         depth = 0
@@ -105,7 +105,7 @@ def last_box(text: str) -> str | None:
 
 
 def _as_answer(gold: str) -> str:
-    """Bare LaTeX is only recognised inside a box or dollar signs."""
+    """Put bare LaTeX in a box, because math-verify recognises LaTeX only inside a box or dollar signs."""
     return gold if "\\boxed" in gold or "$" in gold else f"\\boxed{{{gold}}}"
 
 

@@ -1,4 +1,4 @@
-"""From the recipe's `reward` section to a function, and from completions to rewards."""
+"""Finds the reward function that a recipe names, and computes the rewards of completions with it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ BUILT_IN: Mapping[str, type[ExactMatch] | type[MathReward]] = {"exact_match": Ex
 class Reward(Protocol):
     """Judges one response.
 
-    A function of your own has this signature, with `reward.kwargs` as further keyword arguments:
+    A user's own function has this signature, with `reward.kwargs` as further keyword arguments:
 
         def word_count(response, ground_truth, *, data_source, extra_info, target=10):
             return -abs(len(response.split()) - target)
     """
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
-        """
+        """Return the reward of one response.
+
         Args:
             response: the completion, decoded without special tokens.
-            ground_truth: what the data set holds for the prompt.
-            data_source: name of the data set or task the prompt comes from.
-            extra_info: the data set's `extra_info`.
+            ground_truth: the ground truth of the prompt in the data set.
+            data_source: name of the data set or task that the prompt comes from.
+            extra_info: the `extra_info` of the prompt in the data set.
 
         Returns:
             A finite number; higher is better.
@@ -49,7 +50,7 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class UserReward:
-    """A function of the user's with `reward.kwargs` bound to it."""
+    """A user's function with its `reward.kwargs`."""
 
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
@@ -60,7 +61,7 @@ class UserReward:
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A reward and the name that errors call it by."""
+    """A reward with its name, which errors mention."""
 
     name: str
     reward: Reward
@@ -69,15 +70,15 @@ class NamedReward:
 
     @property
     def n_at_once(self) -> int:
-        """How many responses may be judged at the same time. A function of the user's need not be safe for threads."""
+        """Number of responses that may be judged at the same time: 1 for a user's function, which may not be thread-safe."""
         return self.reward.n_at_once if isinstance(self.reward, MathReward) else 1
 
     def judge(self, prompt: Prompt, response: str) -> float:
-        """The reward of one response.
+        """Return the reward of one response.
 
         Raises:
             ValueError: the function returned something else than a finite number.
-            Exception: whatever the function raised, with a note that names function and prompt.
+            Exception: the function's own exception, with a note that names the function and the prompt.
         """
         try:
             value = self.reward(
@@ -99,15 +100,16 @@ class NamedReward:
 
 
 def resolve_reward(config: RewardConfig, timeout_s: float | None = None) -> NamedReward:
-    """The reward that a recipe names: `exact_match`, `math`, or a `module:function` of the user's.
+    """Return the reward that a recipe names: `exact_match`, `math`, or a user's `module:function`.
 
-    Modules are looked for among the installed ones, then in the working folder.
+    A module is searched for among the installed ones first, and then in the working folder.
 
     Args:
+        config: the recipe's `reward` section.
         timeout_s: `scheduler.timeout_s`, the most seconds that all rewards of a step may take; None: no limit.
 
     Raises:
-        ValueError: no such function, or one that cannot be called as `Reward` asks.
+        ValueError: there is no such function, or it cannot be called with the arguments of `Reward`.
     """
     if config.fn in BUILT_IN:
         kind = BUILT_IN[config.fn]
@@ -130,11 +132,17 @@ def resolve_reward(config: RewardConfig, timeout_s: float | None = None) -> Name
 
 
 def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """One reward for each response, in their order; `prompts` holds the prompt that each answers.
+    """Return one reward for each response, in their order.
+
+    Args:
+        reward: the reward.
+        prompts: the prompt of each response.
+        responses: the completions, decoded without special tokens.
 
     Raises:
-        ValueError: they took longer than `reward.timeout_s` (on the main thread; elsewhere there is no limit).
-        Exception: what `NamedReward.judge` raises.
+        ValueError: not one prompt for each response, or rewards that took longer than `reward.timeout_s`. Only on the
+            main thread is there a limit.
+        Exception: see `NamedReward.judge`.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give the prompt of each response")
@@ -142,7 +150,7 @@ def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: S
         with time_limit(reward.timeout_s):
             return _in_threads(reward.judge, reward.n_at_once, prompts, responses)
     except OutOfTime as error:
-        where = "".join(f", being {note}" for note in getattr(error, "__notes__", ()))
+        where = "".join(f", and was {note}" for note in getattr(error, "__notes__", ()))
         raise ValueError(
             f"the reward function {reward.name!r} took longer than scheduler.timeout_s={reward.timeout_s:g} s for "
             f"{len(responses)} responses{where}. Give it a limit of its own, or raise scheduler.timeout_s"
@@ -150,17 +158,17 @@ def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: S
 
 
 def check_ground_truths(reward: NamedReward, prompts: Sequence[Prompt]) -> None:
-    """Find out before a run whether every ground truth is one that the reward can compare answers with.
+    """Refuse, before a run, ground truths with which the reward cannot compare answers.
 
-    Functions of the user's are not asked: they alone know what they accept.
+    A user's function is not asked: it alone knows which ground truths it accepts.
 
     Raises:
-        ValueError: naming the prompt, its ground truth and what is wrong with it.
+        ValueError: a ground truth that cannot be compared, with its prompt.
     """
     check = reward.reward.check_ground_truth if isinstance(reward.reward, (ExactMatch, MathReward)) else None
     if check is None:
         return
-    # Many data sets have few distinct answers.
+    # Many data sets have few distinct answers: each is checked once, at its first prompt.
     first = {repr(prompt.ground_truth): prompt for prompt in reversed(prompts)}
 
     def check_one(prompt: Prompt) -> None:
@@ -176,7 +184,7 @@ def check_ground_truths(reward: NamedReward, prompts: Sequence[Prompt]) -> None:
 
 
 def _in_threads(function: Callable[..., Result], n_threads: int, *arguments: Sequence[Any]) -> list[Result]:
-    """`map`; the first exception, in order, leaves the rest undone."""
+    """Return `function` of each set of arguments, in order; after the first exception, the rest is not called."""
     if n_threads == 1:
         return list(map(function, *arguments))
     with ThreadPoolExecutor(n_threads) as pool:
@@ -189,8 +197,8 @@ def _import(name: str) -> Callable[..., Any]:
         raise ValueError(f"reward.fn={name!r} is neither one of {sorted(BUILT_IN)} nor of the form module:function")
     folder = str(Path.cwd())
     if folder not in sys.path:
-        # Last, so that files in the working folder never hide an installed module; for good, because the module may
-        # import its neighbours later.
+        # The folder is last, so that its files never hide an installed module. It stays on the path, because the module
+        # may import its neighbours later.
         sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
@@ -211,7 +219,7 @@ def _as_number(value: object) -> float | None:
         return None
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: tensors of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors of several elements raise RuntimeError
         return None
 
 

@@ -1,4 +1,4 @@
-"""A limit on the time of a function that is not ours."""
+"""A time limit for functions that users write."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNAL = signal.SIGUSR2
-"""Not SIGALRM: reward functions use it for limits of their own, as math-verify does."""
+"""This is not SIGALRM, because reward functions use that for time limits of their own, as math-verify does."""
 
 
 class OutOfTime(BaseException):
-    """Raised inside `time_limit`, wherever the main thread is. No `except Exception` of a reward function takes it."""
+    """The time of `time_limit` is over. As it is no `Exception`, no `except Exception` of a reward function catches it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Inside, the main thread is interrupted by `OutOfTime` after `seconds`; None: never.
+    """Interrupt the main thread with `OutOfTime` after `seconds` inside this context; None: never.
 
-    A signal interrupts what waits (sleep, network, locks) and Python code, but no call into C that neither lets go of
-    the interpreter nor looks for signals. Only the main thread has signals: on another one there is no limit.
+    A signal interrupts Python code and waiting (sleep, network, locks), but no call into C that neither releases the
+    interpreter nor checks for signals. Only the main thread gets signals, so on other threads there is no limit.
+
+    Raises:
+        OutOfTime: the time is over.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -45,7 +48,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             with lock:
                 is_over = True
         finally:
-            # A signal that has just come raises here, before the handler is gone.
+            # A signal that arrives just now raises here, while its handler is still set.
             signal.signal(_SIGNAL, before)
 
 

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder by model: written by transformers' own `save_pretrained`, with tensors that all differ."""
+    """Return a folder for each family, which transformers has saved, with tensors that all differ."""
     import transformers as hf
 
     base = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}

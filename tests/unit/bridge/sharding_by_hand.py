@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread 8 processes; what is left over replicates."""
+    """A layout of 8 processes; those that its degrees do not use are replicas."""
 
     tp: int = 1
     etp: int = 1
@@ -51,7 +51,7 @@ class Position:
 def shard_by_hand(
     hf: Mapping[str, Tensor], config: Mapping[str, int], layout: Layout, at: Position
 ) -> dict[str, Tensor]:
-    """The parameters of the rank at `at`, by Megatron-Core's names with global layer numbers."""
+    """Return the parameters of the rank at `at`, by Megatron-Core's names with global layer numbers."""
     out: dict[str, Tensor] = {}
     if at.pp == 0:
         out["embedding.word_embeddings.weight"] = vocabulary_rows(hf["model.embed_tokens.weight"], layout.tp, at.tp)

@@ -1,4 +1,4 @@
-"""Nothing is left over silently, on either side."""
+"""A tensor or a parameter that is left over is an error that names it."""
 
 from __future__ import annotations
 

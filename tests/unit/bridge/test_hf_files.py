@@ -52,7 +52,7 @@ def test_shards_stay_below_their_size_and_the_index_finds_all(source: Path, tmp_
     assert all(torch.equal(contents(tmp_path / "out")[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_the_tokenizer_may_be_another_models(source: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_may_come_from_another_model(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for name in ("config.json", "tokenizer.json", "vocab.txt"):
@@ -81,7 +81,7 @@ def test_views_of_one_buffer_are_written(source: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "out")["columns"].equal(buffer[:, 1:3])
 
 
-def test_tokenizer_comes_along_and_the_config_tells_the_dtype(source: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied_and_the_config_states_the_dtype(source: Path, tmp_path: Path) -> None:
     half = {name: tensor.bfloat16() for name, tensor in TENSORS.items()}
     save_hf(tmp_path / "out", {**half, "router": torch.zeros(2)}.items(), source)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
@@ -116,7 +116,7 @@ def test_an_interrupted_save_leaves_the_earlier_model(source: Path, tmp_path: Pa
     assert {folder.name for folder in tmp_path.iterdir()} == {"source", "out"}
 
 
-def test_a_save_replaces_the_earlier_model_whole(source: Path, tmp_path: Path) -> None:
+def test_a_save_leaves_nothing_of_the_earlier_model(source: Path, tmp_path: Path) -> None:
     save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
     save_hf(tmp_path / "out", {"layer.0": torch.zeros(3)}.items(), source)
     assert contents(tmp_path / "out").keys() == {"layer.0"}

@@ -31,7 +31,7 @@ def case_name(family: str, layout: Layout) -> str:
 
 
 def layouts_of(family: str) -> tuple[Layout, ...]:
-    """Every layout for one dense and one MoE family, two mixed ones for the others, whose names alone differ."""
+    """Return all layouts for one dense and one MoE family, and one or two for the others, which differ in names only."""
     dense = tuple(layout for layout in LAYOUTS if layout.etp == layout.ep == 1)
     return {"qwen2": dense, "qwen3_moe": LAYOUTS}.get(family, dense[-1:] if family in DENSE else LAYOUTS[-3:-1])
 
@@ -40,7 +40,7 @@ CASES = [(family, layout) for family in (*DENSE, *MOE) for layout in layouts_of(
 
 
 def strided_groups(layout: Layout, rank: int) -> tuple[Position, ShardGroups]:
-    """Megatron-Core's rank order: tensor ranks next to each other, pipeline stages furthest apart."""
+    """Return a rank's place in Megatron-Core's order: tensor ranks side by side, pipeline stages furthest apart."""
     stage = WORLD // layout.pp
     at = Position(
         tp=rank % layout.tp,
@@ -82,7 +82,7 @@ def is_router(name: str) -> bool:
 
 
 def check_case(folder: Path, layout: Layout, at: Position, groups: ShardGroups) -> dict[str, list[str]]:
-    """What differs, by check; nothing is raised, so that all ranks stay in step."""
+    """Return what differs, by check; nothing is raised, so that all ranks stay in step."""
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     bridge = Bridge(load_shape(folder))
@@ -108,7 +108,7 @@ def check_case(folder: Path, layout: Layout, at: Position, groups: ShardGroups) 
 
 
 def check_stray_errors(folder: Path, layout: Layout, at: Position, groups: ShardGroups) -> dict[str, str]:
-    """A layer that no stage has, and a parameter on one stage that nothing maps: each rank's message."""
+    """Return each rank's messages about a layer that no stage has, and about a parameter that nothing maps."""
     bridge = Bridge(load_shape(folder))
     config = json.loads((folder / "config.json").read_text())
     with HFWeights(folder) as source:
@@ -148,7 +148,7 @@ def worker(rank: int, folders: dict[str, Path], scratch: Path) -> None:
 def found(
     hf_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, list[str]]]]:
-    """What each of the 8 ranks found, by case. One start of the processes serves all cases."""
+    """Return what each of the 8 ranks found, by case. The processes are started once for all cases."""
     scratch = tmp_path_factory.mktemp("layouts")
     mp.set_forkserver_preload(["torch.distributed", "safetensors.torch", "fivefold.bridge.bridge"])
     mp.start_processes(worker, (hf_models, scratch), nprocs=WORLD, start_method="forkserver")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ def test_weights_and_logits_are_those_of_the_original(family: str, tiny_model: M
     assert shape.family == family
 
 
-def test_config_keeps_numbers_as_they_were_meant(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_the_config_has_decimal_numbers_as_they_were_meant(tiny_model: MakeModel, tmp_path: Path) -> None:
     convert_gguf(GGUFFile(tiny_model("llama")).write(tmp_path / "model.gguf"), tmp_path / "out")
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.rms_norm_eps == 1e-5
@@ -70,7 +69,7 @@ def test_end_tokens_and_chat_template_are_kept(tiny_model: MakeModel, tmp_path: 
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT_TEMPLATE
 
 
-def test_an_earlier_folder_is_replaced_on_demand_alone(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_an_earlier_folder_is_replaced_only_with_overwrite(tiny_model: MakeModel, tmp_path: Path) -> None:
     source = GGUFFile(tiny_model("llama")).write(tmp_path / "model.gguf")
     out = tmp_path / "out"
     out.mkdir()
@@ -164,11 +163,3 @@ def test_without_the_gguf_package_the_extra_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"pip install 'fivefold\[gguf\]'"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
-
-
-def test_the_config_names_no_trace_of_the_conversion(tiny_model: MakeModel, tmp_path: Path) -> None:
-    convert_gguf(GGUFFile(tiny_model("qwen3_moe")).write(tmp_path / "model.gguf"), tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["model_type"] == "qwen3_moe"
-    assert config["norm_topk_prob"] is True
-    assert "quantization_config" not in config

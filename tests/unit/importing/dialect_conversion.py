@@ -1,4 +1,4 @@
-"""Fixtures converted, their entries by key; and their keys, read by PyYAML and by bash in place of Fivefold."""
+"""Conversions of fixtures and texts, and the keys of fixtures as PyYAML and bash read them, without Fivefold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -17,6 +17,10 @@ from fivefold.importing.recipe import convert
 from fivefold.importing.report import Report
 
 FIXTURES = Path(__file__).parent / "fixtures"
+SOURCES: list[tuple[Framework, str]] = [
+    (framework, path.name) for framework in get_args(Framework) for path in sorted(FIXTURES.glob(f"{framework}_*"))
+]
+"""Each fixture with the framework that it is written for."""
 ENVIRONMENT = {"HOME": "/home/someone"}
 KEY = re.compile(r"\+{0,2}(--[\w-]+|[A-Za-z_][\w.]*)=")
 PRINTS_ITS_ARGUMENTS = """
@@ -25,36 +29,50 @@ ray() { while [ "$1" != python3 ]; do shift; done; "$@"; }
 date() { :; }
 echo() { :; }
 """
+"""Makes bash print the arguments of a script's training command in the place of running it."""
 
 
 @dataclass(frozen=True)
 class Conversion:
+    """A converted recipe, flat, with its report."""
+
     recipe: dict[str, Any]
-    """By dotted key."""
+    """The recipe's values by dotted key."""
     report: Report
 
     def __getitem__(self, key: str) -> Entry:
-        """The only entry of the source's `key`."""
+        """Return the only entry of the source's `key`."""
         (entry,) = [entry for entry in self.report.entries if entry.key == key]
         return entry
 
     def unsupported(self) -> set[str]:
+        """Return the source's own keys that are unsupported."""
         return {entry.key for entry in self.report.of("unsupported")}
 
 
-def convert_fixture(
-    framework: Framework, *names: str, overrides: Sequence[str] = (), environment: Mapping[str, str] = ENVIRONMENT
+def convert_files(
+    framework: Framework, files: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
 ) -> Conversion:
-    recipe, report = convert(framework, [FIXTURES / name for name in names], overrides, environment)
+    recipe, report = convert(framework, files, overrides, environment)
     return Conversion(dict(leaves(recipe)), report)
+
+
+def convert_fixture(
+    framework: Framework, name: str, overrides: Sequence[str] = (), environment: Mapping[str, str] = ENVIRONMENT
+) -> Conversion:
+    return convert_files(framework, [FIXTURES / name], overrides, environment)
 
 
 def convert_text(framework: Framework, folder: Path, text: str, *overrides: str) -> Conversion:
-    """Of a YAML text, or of a script if it has a line that starts `python3`."""
+    """Convert a YAML text, or a script if the text has a command that starts with `python3`."""
     path = folder / ("launch.sh" if "python3" in text else "config.yaml")
     path.write_text(text, encoding="utf-8")
-    recipe, report = convert(framework, [path], overrides, ENVIRONMENT)
-    return Conversion(dict(leaves(recipe)), report)
+    return convert_files(framework, [path], overrides, ENVIRONMENT)
+
+
+def convert_words(framework: Framework, *overrides: str) -> Conversion:
+    """Convert overrides alone, without a file."""
+    return convert_files(framework, [], overrides, {})
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -69,7 +87,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def bash_arguments(script: str, environment: Mapping[str, str] = ENVIRONMENT) -> list[str]:
-    """What the script hands to python3, from bash itself."""
+    """Return what bash hands to python3 when it runs the script."""
     done = subprocess.run(
         ["bash"],
         input=PRINTS_ITS_ARGUMENTS + script,
@@ -82,7 +100,7 @@ def bash_arguments(script: str, environment: Mapping[str, str] = ENVIRONMENT) ->
 
 
 def keys_of(fixture: str) -> set[str]:
-    """The fixture's keys."""
+    """Return the fixture's keys."""
     text = (FIXTURES / fixture).read_text(encoding="utf-8")
     if fixture.endswith(".yaml"):
         return {key for key, _ in leaves(yaml.safe_load(text))}

@@ -1,4 +1,4 @@
-"""The memory of a dense MLP against its passes on the CPU, every storage counted while it lives."""
+"""The memory of a dense MLP against its passes on the CPU, where every storage is counted while it is alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN = 128
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside, now and at the most."""
+    """Counts the bytes of storages that are made inside: `now`, and at the `most`."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Linear(torch.autograd.Function):
-    """As Megatron-Core's parallel layers under DDP: the weight's gradient only wakes a hook."""
+    """A linear layer as Megatron-Core's under DDP, where the weight's gradient only starts a hook."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -64,13 +64,13 @@ class Linear(torch.autograd.Function):
 
 
 def mlp(normed: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Megatron-Core's MLP without fusions."""
+    """Compute Megatron-Core's MLP without fusions."""
     gate, value = torch.chunk(Linear.apply(normed, up), 2, dim=-1)
     return Linear.apply(F.silu(gate) * (value + 0.0), down)
 
 
 class Recomputed(torch.autograd.Function):
-    """As Megatron-Core's checkpoint: the input is kept, the rest is computed again."""
+    """The MLP under Megatron-Core's checkpoint, which keeps the input and computes the rest again."""
 
     @staticmethod
     def forward(ctx: Any, normed: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -91,16 +91,16 @@ class Recomputed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes of a forward and a backward pass."""
+    """Bytes that a forward and a backward pass need."""
 
     saved: int
-    """Kept between the two, without the input and the output."""
+    """Bytes kept between the two, without the input and the output."""
     worst: int
-    """At the worst moment of the backward pass, besides what was there before: `saved`, the output, its gradient."""
+    """Bytes at the worst moment of the backward pass, without `saved`, the output and its gradient."""
 
 
 def passes(half: Callable[..., torch.Tensor], tokens: int, width: int) -> Passes:
-    """`half` on random tokens."""
+    """Run `half`, the second half of a layer, on random tokens."""
     up, down = (torch.randn(*size, dtype=torch.bfloat16) for size in ((2 * width, HIDDEN), (HIDDEN, width)))
     stream = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16)
     for tensor in (up, down, stream):
@@ -125,7 +125,7 @@ SIZES = pytest.mark.parametrize(("tokens", "width"), [(512, 384), (512, 1024), (
 
 
 @SIZES
-def test_a_dense_mlp_takes_what_is_planned(tokens: int, width: int) -> None:
+def test_a_dense_mlp_needs_the_memory_that_is_planned(tokens: int, width: int) -> None:
     """The worst moment is at the activation, at the projection down, or (few tokens) at the projection up."""
     found, costs = passes(mlp, tokens, width), planned(tokens, width)
     assert found.saved == costs.mlp
@@ -134,7 +134,7 @@ def test_a_dense_mlp_takes_what_is_planned(tokens: int, width: int) -> None:
 
 
 @SIZES
-def test_selective_recomputation_keeps_nothing_of_it_and_needs_it_all_again(tokens: int, width: int) -> None:
+def test_selective_recomputation_saves_nothing_and_needs_all_of_it_again(tokens: int, width: int) -> None:
     found, costs = passes(Recomputed.apply, tokens, width), planned(tokens, width)
     assert found.saved == 0
     # The output is computed again too, where the plan has the second of the two gradients.

@@ -1,4 +1,4 @@
-"""Which groups of ranks stay inside a node, where roles lie as a user put them."""
+"""Groups of ranks that stay inside a node, for roles that are placed by an allocation or on lists of devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spreads(text: str, role: str = "actor", n_nodes: int = 2, *, is_moe: bool = 
     return {spread.dimension: spread for spread in group_spreads(placed, is_moe=is_moe)}
 
 
-def test_the_folded_example() -> None:
+def test_a_folded_layout_has_the_groups_of_both_its_halves() -> None:
     found = spreads("sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", n_nodes=4)
     assert {name: (each.n_groups, each.size) for name, each in found.items()} == {
         "tp": (8, 2), "cp": (8, 2), "ep": (4, 4), "dp": (8, 2), "pp": (4, 4)
@@ -42,16 +42,18 @@ def test_replicas_of_an_engine_have_no_group() -> None:
 
 
 @pytest.mark.parametrize("backend", ["(attn:d4p2t4c2|ffn:e16)", "(attn:d8t4|ffn:t4e8)", "d8p2t2c4e32", "d16t2e4"])
-def test_from_the_first_gpu_of_a_node_on_it_is_what_the_search_assumes(backend: str) -> None:
+def test_traffic_knows_how_much_of_each_group_is_on_one_node(backend: str) -> None:
     shape = find_shape("Qwen3-30B-A3B")
     found = spreads(f"megatron:{backend}", n_nodes=16)
     layout = parse(f"megatron:{backend}").resolve()["actor"]
     together = ranks_together(from_node_start(layout, 8), is_moe=True)
     for item in step_traffic(layout, shape, WORK, stages(layout, shape)[0], together):
-        assert item.ranks_per_node == found[item.dimension].ranks_per_node
+        spread = found[item.dimension]
+        assert item.ranks_per_node == spread.ranks_per_node
+        assert item.crosses_nodes == (spread.n_inside < spread.n_groups)
 
 
-def test_a_role_that_begins_within_a_node_pays_for_it() -> None:
+def test_tensor_parallel_groups_over_two_nodes_take_longer() -> None:
     shape, gpu = find_shape("Qwen3-8B"), find_gpu("h100")
     found = spreads("sglang:d4+megatron:d1t8", is_moe=False)
     assert (found["tp"].n_inside, found["tp"].ranks_per_node) == (0, 4)
@@ -61,7 +63,7 @@ def test_a_role_that_begins_within_a_node_pays_for_it() -> None:
     assert apart.exposed > 2 * beside.exposed
 
 
-def test_a_list_decides_who_is_neighbour() -> None:
+def test_a_list_of_devices_decides_which_ranks_share_a_node() -> None:
     role = parse_role("megatron:d2t2")
     across = place_by_list({"actor": (role, (0, 8, 1, 9))}, 2, 8)["actor"]
     tensor, data = group_spreads(across, is_moe=False)
@@ -71,7 +73,7 @@ def test_a_list_decides_who_is_neighbour() -> None:
 
 @pytest.mark.parametrize("backend", ["(attn:d3p2t2c2|ffn:e4)", "(attn:d4p3t2|ffn:t2e4)", "d3p2t2c2"])
 @pytest.mark.parametrize("first", [0, 3, 5])
-def test_spreads_count_the_ranks_of_every_group(backend: str, first: int) -> None:
+def test_spreads_are_those_of_groups_counted_rank_by_rank(backend: str, first: int) -> None:
     devices = tuple(range(first, first + 48, 2))[:24]
     placed = place_by_list({"actor": (parse_role(f"megatron:{backend}"), devices)}, 8, 8)["actor"]
     found = {spread.dimension: spread for spread in group_spreads(placed, is_moe=True)}

@@ -1,4 +1,4 @@
-"""The memory of ranks, against measured runs, parameter counts by another way, and the schedules played through."""
+"""Memory of ranks against measured runs, against formulas, and against schedules that are played through."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_peak_is_what_was_measured_on_gpus(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
-def test_the_step_takes_about_as_long_as_it_was_measured_to(run: dict[str, Any]) -> None:
+def test_the_time_of_a_step_is_about_what_was_measured_on_gpus(run: dict[str, Any]) -> None:
     shape = layers_of(run["model"], run["layers"])
     layout = parse_backend(run["backend"])
     together = ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe)
@@ -60,7 +60,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("name", "backend"), LAYOUTS)
-def test_shards_of_all_ranks_make_up_the_model(name: str, backend: str) -> None:
+def test_shards_of_all_ranks_add_up_to_the_model(name: str, backend: str) -> None:
     """Experts appear once in each group of ep * etp ranks; of dense weights, some are whole on each of tp ranks."""
     shape, layout = find_shape(name), parse_backend(backend)
     held = [rank_parameters(layout, shape, stage) for stage in stages(layout, shape)]
@@ -92,7 +92,7 @@ def test_uneven_stages_are_planned_only_for_models_that_are_not_trained() -> Non
 
 
 def played(pp: int, stage: int, vpp: int, count: int) -> int:
-    """The most forward passes without their backward pass, from playing one rank's schedule through."""
+    """Play one rank's schedule through, and return the most forward passes that wait for their backward pass."""
     total = count * vpp
     warm_up = min(total, pp - stage - 1 if vpp == 1 else (pp - stage - 1) * 2 + (vpp - 1) * pp)
     waiting = most = warm_up
@@ -118,7 +118,7 @@ def first(backend: str, shape: ModelShape | None = None, **changes: Any) -> Rank
     return training_memory(parse_backend(backend), shape or layers_of("Qwen3-30B-A3B", 8), Workload(**values))[0]
 
 
-def test_state_follows_the_formula() -> None:
+def test_state_is_so_many_bytes_a_parameter() -> None:
     shape = layers_of("Qwen3-30B-A3B", 8)
     alone = first("megatron:d1")
     assert alone.weights == 2 * shape.n_parameters
@@ -157,7 +157,7 @@ def test_gathered_keys_and_values_grow_with_context_parallelism() -> None:
     assert kept[4] == pytest.approx(kept[1] / 4 + extra, rel=1e-3)
 
 
-def test_a_longer_sequence_than_a_micro_batch_counts_in_full() -> None:
+def test_a_sequence_longer_than_a_micro_batch_counts_in_full() -> None:
     assert first("megatron:d1", sequence_length=16384).activations == 2 * first("megatron:d1").activations
 
 

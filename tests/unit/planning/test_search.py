@@ -24,7 +24,7 @@ WORK = Workload(4096, 256, 8192)
 
 
 @pytest.mark.parametrize(("name", "n_gpus"), [("Qwen3-8B", 8), ("Qwen3-30B-A3B", 16), ("Llama-3.1-70B", 24)])
-def test_every_layout_is_one_that_the_model_can_take(name: str, n_gpus: int) -> None:
+def test_the_model_can_take_every_layout_that_is_tried(name: str, n_gpus: int) -> None:
     shape = find_shape(name)
     found = list(layouts(shape, Cluster.whole(find_gpu("h100"), n_gpus, 8), WORK))
     assert found
@@ -35,7 +35,7 @@ def test_every_layout_is_one_that_the_model_can_take(name: str, n_gpus: int) -> 
         assert 8 % layout.tp == 0
 
 
-def test_the_seeds_layouts_are_among_them() -> None:
+def test_folded_layouts_and_pipelines_are_among_them() -> None:
     shape = find_shape("Qwen3-30B-A3B")
     sixteen = set(layouts(shape, Cluster.whole(find_gpu("h100"), 16, 8), WORK))
     assert parse_backend("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)") in sixteen
@@ -121,7 +121,7 @@ def question(text: str, devices: dict[str, tuple[int, ...]] | None = None, **cha
 def test_the_ranking_has_the_times_of_the_plans(
     model: str, rollout: int, devices: dict[str, tuple[int, ...]] | None
 ) -> None:
-    """Wherever the actor's GPUs begin, and whatever lies between them."""
+    """That holds wherever the actor's GPUs begin, and whatever lies between them."""
     servers = f"sglang[rollout]:d{rollout}"
     n_gpus = 16 - rollout
     asked = question(f"{servers}+megatron[actor]:d{n_gpus}", devices, shape=find_shape(model))
@@ -143,8 +143,8 @@ def test_tensor_parallel_groups_stay_on_the_nodes_that_there_are() -> None:
     assert {layout.tp for layout in layouts(pairs.shape, Cluster.of(pairs), WORK)} == {1, 2}
 
 
-def test_layouts_suit_the_reference_in_the_same_processes() -> None:
-    """36 layers of the actor, 28 of the reference."""
+def test_layouts_divide_the_reference_in_the_same_processes_too() -> None:
+    """The actor has 36 layers, the reference 28."""
     cluster, small = Cluster.whole(find_gpu("h100"), 36, 4), find_shape("Qwen3-0.6B")
     shape = find_shape("Qwen3-8B")
     assert 9 in {layout.pp for layout in layouts(shape, cluster, WORK)}

@@ -70,7 +70,7 @@ def test_the_reference_may_be_another_model() -> None:
 
 @pytest.mark.parametrize("backend", ["vllm", "transformers"])
 def test_the_search_leaves_room_for_the_engine(backend: str) -> None:
-    """Without a look at the engine the fastest layout keeps so much that no sequence can be generated beside it."""
+    """The layout that is fastest without regard to the engine leaves no memory to generate a sequence."""
     text = f"{backend}[rollout]:d8|megatron[actor]:d*"
     tight = question(text, shape=find_shape("Qwen3-14B"), generation_batch=8)
     cluster = Cluster.of(tight)
@@ -85,7 +85,7 @@ def test_the_search_leaves_room_for_the_engine(backend: str) -> None:
     assert draw_up(replace(tight, allocation=chosen, work=work)).problems == ()
 
 
-def test_a_search_that_finds_nothing_names_the_roles_beside() -> None:
+def test_a_search_that_finds_nothing_advises_devices_for_the_other_roles() -> None:
     full = question("vllm[rollout]:d8|megatron[actor]:d*", shape=find_shape("Qwen3-32B"))
     found = search(full.shape, Cluster.of(full), full.work)
     assert found.best == ()
@@ -106,22 +106,22 @@ def test_a_server_takes_the_fraction_that_it_is_given(engine: str, fraction: flo
 
 @pytest.mark.parametrize(("fraction", "problem"), [(0.9, "a rank needs 76.4 GB"), (0.2, "leave no room for")])
 def test_a_fraction_that_is_too_large_or_too_small_is_a_problem(fraction: float, problem: str) -> None:
-    """Of 84.9 GB. The server's weights are 16.4 GB, and the trainer keeps its own besides."""
+    """The GPU has 84.9 GB. The server's weights are 16.4 GB, and the trainer keeps its own on the same GPU."""
     asked = question("vllm[rollout]:d8|megatron[actor]:d2p4", memory_fraction=fraction)
     assert [line for line in draw_up(asked).problems if line.startswith("rollout: ") and problem in line]
 
 
 @pytest.mark.parametrize(("fraction", "is_found"), [(0.1, False), (0.25, True), (0.7, True), (0.8, False)])
-def test_the_search_finds_what_suits_a_server_of_that_fraction(fraction: float, is_found: bool) -> None:
+def test_the_search_finds_the_layouts_that_fit_with_a_server_of_that_fraction(fraction: float, is_found: bool) -> None:
     asked = question("vllm[rollout]:d8|megatron[actor]:d*", memory_fraction=fraction)
 
-    def suits(candidate: Candidate) -> bool:
+    def fits(candidate: Candidate) -> bool:
         chosen = parse("vllm[rollout]:d8|" + candidate.text.replace("megatron", "megatron[actor]"))
         work = asked.work.recomputing(candidate.recompute)
         return draw_up(replace(asked, allocation=chosen, work=work)).fits
 
     cluster = Cluster.of(asked)
     without_server = search(asked.shape, replace(cluster, engines=()), asked.work, limit=1000).best
-    expected = {candidate.text for candidate in without_server if suits(candidate)}
+    expected = {candidate.text for candidate in without_server if fits(candidate)}
     assert {candidate.text for candidate in search(asked.shape, cluster, asked.work, limit=1000).best} == expected
     assert bool(expected) == is_found

@@ -1,4 +1,4 @@
-"""Traffic of a step against groups counted rank by rank and bytes counted by hand."""
+"""Traffic of a step against bytes counted by hand, and the time that it takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
-from fivefold.layout.grid import Axis, rank_groups
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.gpus import find_gpu
@@ -30,30 +29,7 @@ def time(layout: ParallelLayout, shape: ModelShape, work: Workload) -> StepTime:
     return step_time(layout, shape, work, H200, ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe))
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)",
-        "megatron:(attn:d4p2t4c2|ffn:e16)",
-        "megatron:(attn:d8t4|ffn:t4e8)",
-        "megatron:d8p2t2c4e32",
-        "megatron:d16t2e4",
-    ],
-)
-def test_ranks_of_a_group_on_one_node_are_counted_right(backend: str) -> None:
-    layout = parse_backend(backend)
-    axes: dict[str, tuple[Axis, ...]] = {
-        "tp": ("tp",), "cp": ("cp",), "dp": ("cp", "dp"), "pp": ("pp",), "ep": ("ep",), "etp": ("etp",), "edp": ("edp",)
-    }  # fmt: skip
-    for dimension, item in traffic(backend).items():
-        for group in rank_groups(layout, *axes[dimension]):
-            nodes = [rank // 8 for rank in group]
-            # The worst-off member has that many of its group beside it.
-            assert min(nodes.count(node) for node in nodes) == item.ranks_per_node
-            assert item.crosses_nodes == (len(set(nodes)) > 1)
-
-
-def test_bytes_counted_by_hand() -> None:
+def test_a_step_sends_the_bytes_that_are_counted_by_hand() -> None:
     shape = find_shape("Qwen3-30B-A3B")
     tokens = 64 * 4096
     stream = tokens * 2048 * 2

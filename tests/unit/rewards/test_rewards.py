@@ -342,7 +342,7 @@ def test_a_function_that_hangs_ends_with_an_error_that_says_where() -> None:
     start = time.perf_counter()
     with pytest.raises(
         ValueError,
-        match=r"'my_rewards_under_test:slow' took longer than scheduler.timeout_s=0.2 s for 1 responses, being at "
+        match=r"'my_rewards_under_test:slow' took longer than scheduler.timeout_s=0.2 s for 1 responses, and was at "
         r"prompt 5 \(data_source 'sums', ground truth 'truth'\), response 'response'",
     ) as caught:
         judge(resolve_reward(config, timeout_s=0.2), "response", "truth")
