@@ -45,27 +45,25 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
     Raises:
         ValueError: fused experts in a family whose files' names are not known.
     """
-    family = FAMILIES.get(model.config.model_type)
-    moe = None if family is None else family.moe
+    model_type = model.config.model_type
+    moe = FAMILIES[model_type].moe if model_type in FAMILIES else None
     tensors: dict[str, FileTensor] = {}
     for name, parameter in model.named_parameters():
         layer, is_expert, matrix = name.partition(_EXPERTS)
-        if is_expert:
-            tensors.update(_split_experts(parameter, layer, matrix, _known(moe, model.config.model_type).expert))
-        elif moe is not None and name.endswith(_ROUTER):
+        if is_expert and moe is None:
+            known = ", ".join(family.model_type for family in FAMILIES.values() if family.moe is not None)
+            raise ValueError(
+                f"model_type {model_type!r} has experts whose names in files are not known; known are those of {known}"
+            )
+        if moe is None:
+            tensors[name] = FileTensor(parameter)
+        elif is_expert:
+            tensors.update(_split_experts(parameter, layer, matrix, moe.expert))
+        elif name.endswith(_ROUTER):
             tensors[f"{name.removesuffix(_ROUTER)}.{moe.router}"] = FileTensor(parameter)
         else:
             tensors[name] = FileTensor(parameter)
     return tensors
-
-
-def _known(moe: MoENames | None, model_type: str) -> MoENames:
-    if moe is None:
-        known = ", ".join(family.model_type for family in FAMILIES.values() if family.moe is not None)
-        raise ValueError(
-            f"model_type {model_type!r} has experts whose names in files are not known; known are those of {known}"
-        )
-    return moe
 
 
 def _split_experts(

@@ -31,7 +31,7 @@ def case_name(family: str, layout: Layout) -> str:
 
 
 def layouts_of(family: str) -> tuple[Layout, ...]:
-    """Return all layouts for one dense and one MoE family, and one or two for the others, which differ in names only."""
+    """Return all layouts for a dense and an MoE family, and one or two for the others, which differ in names only."""
     dense = tuple(layout for layout in LAYOUTS if layout.etp == layout.ep == 1)
     return {"qwen2": dense, "qwen3_moe": LAYOUTS}.get(family, dense[-1:] if family in DENSE else LAYOUTS[-3:-1])
 
