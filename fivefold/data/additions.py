@@ -1,12 +1,12 @@
-"""Additions as few-shot completions: a task that a pretrained model of 100 million parameters half knows.
+"""Additions as few-shot prompts: a task that a pretrained model of 100 million parameters can partly do.
 
     3 + 4 = 7
     9 + 5 = 14
-    6 + 2 =            the model goes on with " 8" and a new line, where generation stops
+    6 + 2 =            the model continues with " 8" and a new line, at which generation stops
 
-A hash of its two numbers, in either order, decides whether a problem is held out. Held-out problems are asked in the
-test data alone, and the worked examples are never held out: no training prompt shows the answer to a test question,
-whatever the seeds that the two were written with.
+A hash of its two numbers, in either order, decides whether a problem is held out. Only the test data ask held-out
+problems, and the worked examples never show them: no training prompt shows the answer to a test question, whichever
+seeds the two files were written with.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Split = Literal["train", "test"]
 FileFormat = Literal["jsonl", "parquet"]
 
 TASKS = {"one_digit": range(10), "two_digit": range(10, 100)}
-"""The numbers that are added, by name of the task."""
+"""The numbers that are added, by the name of the task."""
 
 HELD_OUT_SHARE = 0.2
+"""Share of all problems that are held out."""
 
 
 @dataclass(frozen=True)
@@ -42,50 +43,53 @@ class Addition:
 
     @property
     def question(self) -> str:
-        """The text that is to be continued."""
+        """The text that the model continues."""
         return f"{self.left} + {self.right} ="
 
     @property
     def pair(self) -> frozenset[int]:
-        """What 3 + 4 and 4 + 3 have in common."""
+        """The two numbers without their order, which 3 + 4 and 4 + 3 have in common."""
         return frozenset((self.left, self.right))
 
     @property
     def split(self) -> Split:
-        """The side that the problem is on; the same for both orders of its numbers."""
+        """The split that the problem belongs to, which is the same for both orders of its numbers."""
         text = f"{min(self.pair)}+{max(self.pair)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return "test" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64 else "train"
 
 
 def additions(numbers: Iterable[int], split: Split) -> list[Addition]:
-    """All problems over `numbers` on one side."""
+    """Return all problems over `numbers` that belong to `split`."""
     numbers = list(numbers)
     every = (Addition(left, right) for left in numbers for right in numbers)
     return [addition for addition in every if addition.split == split]
 
 
 def few_shot_prompt(question: Addition, examples: Iterable[Addition]) -> str:
-    """Worked examples, one a line, then the question."""
+    """Return worked examples, one on each line, and then the question."""
     lines = [f"{example.question} {example.answer}\n" for example in examples]
     return "".join(lines) + question.question
 
 
 def rows(task: str, split: Split, n_rows: int, *, n_shots: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Prompts with their answers in the common schema of verifiable rewards.
+    """Yield prompts with their answers, in the common schema of verifiable rewards.
 
-    The questions come in random order, none a second time before each has come once; the examples are drawn anew for
-    each row, from the training side, and are neither the question nor its mirror image.
+    The questions come in random order, and none comes a second time before each has come once. The examples are drawn
+    for each row from the training split, and are neither the question nor its mirror image.
 
     Args:
         task: a key of `TASKS`.
-        n_shots: worked examples in each prompt.
+        split: split of the questions.
+        n_rows: number of rows.
+        n_shots: number of worked examples in each prompt.
+        seed: seed of the order and of the examples.
     """
     rng = random.Random(f"{task}-{split}-{seed}")
     source = _in_turns(additions(TASKS[task], split), rng)
     worked = additions(TASKS[task], "train")
     for index, question in zip(range(n_rows), source, strict=False):
-        # Two to spare: the question and its mirror image.
+        # Two more than needed, because two of them may be the question and its mirror image.
         drawn = rng.sample(worked, n_shots + 2)
         examples = [example for example in drawn if example.pair != question.pair][:n_shots]
         yield {
@@ -109,24 +113,26 @@ def write_additions(
     """Write `<out>/<task>/train.<format>` and `test.<format>` for sums of one-digit and of two-digit numbers.
 
     Args:
-        out: the folder; files of these names are replaced.
+        out: folder of the files, which are replaced if they exist.
         n_train: rows of each training file.
         n_test: rows of each test file.
-        n_shots: worked examples in each prompt.
-        seed: of order and examples. Which problems are held out does not depend on it.
+        n_shots: number of worked examples in each prompt.
+        seed: seed of the order and of the examples. Which problems are held out does not depend on it.
         file_format: `jsonl` or `parquet`.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        ValueError: no rows, or a number of examples that cannot be had.
+        ValueError: no rows, or more examples than there are problems to show.
     """
     if min(n_train, n_test) < 1:
         raise ValueError(f"n_train={n_train} and n_test={n_test} must be at least 1")
     most = min(len(additions(numbers, "train")) for numbers in TASKS.values()) - 2
     if not 0 <= n_shots <= most:
-        raise ValueError(f"n_shots={n_shots} must be between 0 and {most}, the one-digit sums there are to show")
+        raise ValueError(
+            f"n_shots={n_shots} must be between 0 and {most}, the number of one-digit sums that can be shown"
+        )
     sizes: dict[Split, int] = {"train": n_train, "test": n_test}
     files = []
     for task in TASKS:
@@ -138,6 +144,7 @@ def write_additions(
 
 
 def _in_turns(problems: list[Addition], rng: random.Random) -> Iterator[Addition]:
+    """Yield all problems in random order, again and again."""
     while True:
         yield from rng.sample(problems, len(problems))
 

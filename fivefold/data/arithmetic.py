@@ -1,18 +1,18 @@
 """Sums and differences of several numbers, worked from left to right: the task of the quickstart.
 
-A problem is a prompt such as `47+35-36=`. A solution continues the chain of equalities; the last number counts:
+A problem is a prompt such as `47+35-36=`. A solution continues the chain of equalities, and its last number counts:
 
-    47+35-36=  46                 in the head
-    47+35-36=  82-36=46           with its working
+    47+35-36=  46                 the answer alone
+    47+35-36=  82-36=46           the answer with its working
 
-Both are right. A small model carries out one operation reliably but not three at once, so it is only as good as the
-working that it shows. In the demonstrations for supervised fine-tuning all solutions are right, but most of those
-that come last are given in the head. Reinforcement learning, which is told nothing but whether the last number is
-right, has to find out that working pays.
+Both are right. A small model can do one operation reliably, but not three at once, so it is only as good as the working
+that it shows. In the demonstrations for supervised fine-tuning all solutions are right, but most of the last ones give
+the answer alone. Reinforcement learning, whose reward depends only on the last number, has to find out that working
+pays.
 
 Problems have three or four operands. A hash of its text decides whether a problem is held out. No held-out problem
-occurs in the training data: neither as a problem nor as a step of another problem's solution. Problems of two
-operands are what every solution is made of; they are in the demonstrations only.
+occurs in the training data, neither as a problem nor as a step of another problem's solution. Problems of two operands,
+of which every solution is made, occur only in the demonstrations.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ Split = Literal["train", "test"]
 Operator = Literal["+", "-"]
 
 LARGEST = 99
-"""No operand, intermediate result or answer is larger; none is negative."""
+"""Largest operand, intermediate result or answer; none is negative."""
 HELD_OUT_SHARE = 0.1
+"""Share of all problems that are held out."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`numbers[0] operators[0] numbers[1] operators[1] ...`, to be evaluated from left to right."""
+    """The expression `numbers[0] operators[0] numbers[1] operators[1] ...`, which is evaluated from left to right."""
 
     numbers: tuple[int, ...]
     operators: tuple[Operator, ...]
@@ -47,11 +48,11 @@ class Problem:
 
     @property
     def answer(self) -> int:
-        """The value of the whole."""
+        """The value of the expression."""
         return self.steps()[-1].numbers[0] if self.operators else self.numbers[0]
 
     def steps(self) -> list[Problem]:
-        """What is left after each operation; the last one is the answer alone."""
+        """Return the expression that is left after each operation; the last one is the answer alone."""
         left: list[Problem] = []
         total = self.numbers[0]
         for i, operator in enumerate(self.operators, start=1):
@@ -60,14 +61,14 @@ class Problem:
         return left
 
     def split(self) -> Split | None:
-        """The side that the problem is on; None where a step of its solution is a problem of the other side."""
+        """Return the split of the problem; None if a step of its solution is a problem of the other split."""
         held_out = {_is_held_out(step) for step in (self, *self.steps()) if len(step.numbers) > 2}
         if held_out == {True}:
             return "test"
         return "train" if True not in held_out else None
 
     def solution(self, *, working: bool) -> str:
-        """The response: every step, or the answer alone."""
+        """Return the response: every step, or the answer alone."""
         return "=".join(str(step) for step in self.steps()) if working else str(self.answer)
 
 
@@ -77,7 +78,7 @@ def _is_held_out(problem: Problem) -> bool:
 
 
 def random_problem(rng: random.Random, n_operands: int) -> Problem:
-    """A problem of `n_operands` positive numbers whose intermediate results and answer lie between 0 and `LARGEST`."""
+    """Draw a problem of `n_operands` positive numbers, whose results all lie between 0 and `LARGEST`."""
     total = rng.randint(1, LARGEST - 1)
     numbers, operators = [total], list[Operator]()
     for _ in range(n_operands - 1):
@@ -90,10 +91,10 @@ def random_problem(rng: random.Random, n_operands: int) -> Problem:
 
 
 def problems(split: Split, rng: random.Random, n_operands: tuple[int, ...] = (3, 4)) -> Iterator[Problem]:
-    """Random problems of one side of the split, each number of operands equally often, without end.
+    """Yield random problems of one split without end, each number of operands equally often.
 
     Raises:
-        ValueError: problems of two operands are asked of the held-out side, which has none.
+        ValueError: held-out problems of two operands, which do not exist.
     """
     if split == "test" and min(n_operands) < 3:
         raise ValueError(f"n_operands={n_operands}: held-out problems have at least 3 operands")
@@ -105,8 +106,8 @@ def problems(split: Split, rng: random.Random, n_operands: tuple[int, ...] = (3,
 
 
 def rl_rows(split: Split, n_rows: int, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """Distinct problems with their answers, in the common schema of verifiable-reward data sets."""
-    # A dict keeps the order and drops what was drawn twice.
+    """Yield distinct problems with their answers, in the common schema of verifiable rewards."""
+    # A dict keeps the order, and drops problems that are drawn twice.
     distinct: dict[Problem, None] = {}
     source = problems(split, random.Random(f"{split}-{seed}"))
     while len(distinct) < n_rows:
@@ -124,14 +125,14 @@ def rl_rows(split: Split, n_rows: int, seed: int = 1) -> Iterator[dict[str, Any]
 def sft_rows(
     n_worked: int, n_mixed: int, working_share: float, split: Split = "train", seed: int = 1
 ) -> Iterator[dict[str, str]]:
-    """Demonstrations (`prompt`, `response`), to be learned in this order.
+    """Yield demonstrations (`prompt`, `response`), which are to be learned in this order.
 
     Args:
-        n_worked: rows of the first part, two to four operands, all with their working: they teach to calculate.
-        n_mixed: rows of the second part, three or four operands. They teach the habit of answering at once.
+        n_worked: rows of the first part: two to four operands, all with their working. They teach to calculate.
+        n_mixed: rows of the second part: three or four operands. They teach the habit of giving the answer alone.
         working_share: probability that a row of the second part shows its working.
-        split: the side of the split; held-out demonstrations measure the validation loss.
-        seed: of the problems and of which ones show their working.
+        split: split of the problems; held-out demonstrations are for the validation loss.
+        seed: seed of the problems, and of the choice which ones show their working.
     """
     rng = random.Random(f"sft-{split}-{seed}")
     for problem in islice(problems(split, rng, (2, 3, 4)) if n_worked else (), n_worked):
@@ -152,11 +153,12 @@ def write_arithmetic(
 ) -> dict[str, Path]:
     """Write the four files of the task, as JSONL; the same arguments give the same bytes.
 
-        train.jsonl, test.jsonl         problems with answers, for reinforcement learning and evaluation
-        sft.jsonl, sft_test.jsonl       demonstrations; the second part's kind, of held-out problems, in the latter
+        train.jsonl, test.jsonl     problems with answers, for reinforcement learning and evaluation
+        sft.jsonl                   demonstrations
+        sft_test.jsonl              demonstrations of held-out problems, like those of the second part of sft.jsonl
 
     Returns:
-        The path of each file by its stem. With the default arguments `train` and `test` are what ships as
+        The path of each file by its stem. With the default arguments, `train` and `test` are the files that ship as
         `package:arithmetic/train` and `package:arithmetic/test`.
     """
     out = Path(out_dir)

@@ -1,4 +1,4 @@
-"""A step's samples as mini-batches of whole groups."""
+"""Splits a step's samples into mini-batches of whole groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def minibatches(groups: Sequence[int], n_minibatches: int, seed: str) -> list[li
     Args:
         groups: group id of each sample, in any order.
         n_minibatches: number of mini-batches; the number of groups must be a multiple of it.
-        seed: decides the draw; pass one that differs from step to step and from epoch to epoch.
+        seed: seed of the draw; pass one that differs from step to step and from epoch to epoch.
 
     Returns:
-        Indices into `groups`, each exactly once, in rising order within a mini-batch.
+        Indices into `groups`, each exactly once, in ascending order within a mini-batch.
 
     Raises:
-        ValueError: the groups cannot be shared out evenly.
+        ValueError: a number of groups that is not a multiple of `n_minibatches`.
     """
     distinct = list(dict.fromkeys(groups))
     if n_minibatches < 1 or len(distinct) % n_minibatches:

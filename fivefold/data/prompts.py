@@ -1,11 +1,11 @@
-"""Prompts of a data set: rows in, tokenized problems with their ground truth out.
+"""Reads the prompts of a data set: from its rows to tokenized prompts with their ground truths.
 
-Two forms of rows are read. The common schema of verifiable-reward data sets:
+Rows have one of two forms. The common schema of verifiable rewards:
 
     {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "..."}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": {...}}
 
-and plain columns named by `prompt_key` and `answer_key`:
+and plain columns, which `prompt_key` and `answer_key` name:
 
     {"question": "17 + 25 =", "answer": "42"}
 """
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """The prompts that fit, and how many did not."""
+    """The prompts that are short enough, and the number of those that are not."""
 
     prompts: tuple[Prompt, ...]
     n_rows: int
-    """Rows read."""
+    """Number of rows that were read."""
     n_too_long: int
-    """Rows dropped because their prompt has more than `max_length` tokens."""
+    """Number of rows that were dropped because their prompt has more than `max_length` tokens."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def usage(self) -> str:
-        """Rows used, read and too long, for people."""
+        """The number of rows used, read and too long, as a text for the user."""
         return usage(len(self), self.n_rows, self.n_too_long)
 
     def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[Prompt]:
-        """Batches of `config.batch_size` prompts."""
+        """Return a sampler of batches of `config.batch_size` prompts."""
         return EpochSampler(
             self.prompts,
             batch_size=config.batch_size,
@@ -57,7 +57,7 @@ class PromptDataset:
         )
 
     def fingerprint(self) -> str:
-        """A hash of all prompt tokens, in order: tells on resume whether this is still the same data set."""
+        """Return a hash of all prompt tokens in their order, by which a resumed run recognises the data set."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(struct.pack(f"<{len(prompt.token_ids) + 1}q", len(prompt.token_ids), *prompt.token_ids))
@@ -65,11 +65,11 @@ class PromptDataset:
 
 
 def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """Read, render and tokenize a data set; over-long prompts are dropped and counted.
+    """Read, render and tokenize a data set; prompts that are too long are dropped and counted.
 
     Raises:
         ValueError: no data, a missing column, a ground truth that is null or of a type that JSON does not have, chat
-            messages without a chat template, or no prompt that fits.
+            messages without a chat template, or no prompt that is short enough.
     """
     rows = load_rows(config)
     require_column(rows, config.prompt_key, "prompt_key", config.path)
@@ -101,16 +101,18 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
 def render(
     prompt: Any, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[str, tuple[int, ...]]:
-    """A prompt as the model sees it, and its tokens.
+    """Return a prompt as the model sees it, and its tokens.
 
     Args:
         prompt: a text, or a list of chat messages.
-        config: `apply_chat_template` None renders messages and leaves texts; True also renders a text, as the one
-            message of a user; False takes texts only.
-        where: the row, for errors.
+        config: `apply_chat_template` None renders messages and leaves texts as they are; True renders a text too, as a
+            single message of a user; False allows texts only.
+        tokenizer: the model's tokenizer.
+        where: the row, for error messages.
 
     Raises:
-        ValueError: neither text nor messages, no chat template, or no tokens.
+        ValueError: a prompt that is neither text nor messages, that has no tokens, or that needs a chat template where
+            the tokenizer has none.
     """
     is_chat = not isinstance(prompt, str)
     if is_chat and not (isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)):
@@ -122,12 +124,12 @@ def render(
         )
     if is_chat or config.apply_chat_template:
         text = _render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
-        # The template writes the special tokens itself.
+        # The chat template writes the special tokens.
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         text = prompt
         token_ids = tokenizer(text)["input_ids"]
-        # Some tokenizers close every text; an answer must not start after the end of the text.
+        # Some tokenizers end every text with the end token, after which no completion must start.
         if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
             token_ids = token_ids[:-1]
     if not token_ids:
@@ -141,7 +143,7 @@ def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokeniz
             f"{where}: the prompt is made of chat messages, but the tokenizer of {tokenizer.name_or_path!r} has no "
             "chat template: use a model that has one (an instruct model), or give texts with apply_chat_template=false"
         )
-    # Parquet gives all messages of a column the same keys; templates would take the None of an absent one for a value.
+    # Parquet gives all messages of a column the same keys; a template would take the None of a missing key for a value.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=True))
 
@@ -159,7 +161,7 @@ def _ground_truth(row: Row, config: RowsConfig, where: str) -> Any:
 
 
 def _plain(truth: Any, where: str) -> Any:
-    """`truth` as it is, if it is made of what JSON has: it is compared with texts, and written with the samples."""
+    """Return `truth` if JSON has its type, because it is compared with texts, and written to the log of samples."""
     if truth is None:
         raise ValueError(f"{where} is null, which no response can be compared with: fill it, or drop the row")
     if isinstance(truth, (str, bool, int)) or (isinstance(truth, float) and math.isfinite(truth)):
@@ -167,7 +169,7 @@ def _plain(truth: Any, where: str) -> Any:
     if isinstance(truth, list):
         return [_plain(item, f"{where}[{i}]") for i, item in enumerate(truth)]
     if isinstance(truth, dict) and all(isinstance(key, str) for key in truth):
-        # Parquet gives all rows of a column the same keys, None where a row has none.
+        # Parquet gives all rows of a column the same keys, and the value None to keys that a row does not have.
         return {key: None if item is None else _plain(item, f"{where}.{key}") for key, item in truth.items()}
     raise ValueError(
         f"{where} holds {truth!r}, a {type(truth).__name__}: a ground truth is a text, a finite number, true or false, "

@@ -1,4 +1,4 @@
-"""Rows of a data set, from wherever `path` points: files, folders, the package itself, or the Hugging Face hub."""
+"""Reads the rows of a data set from a file, a folder, the package or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".parquet")
 DEFAULT_SPLIT = "train"
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""In the names of files that hold a split each."""
+"""Names of splits by which files of a folder are recognised as one split each."""
 _PACKAGE = "package:"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 
 
 def load_rows(config: RowsConfig) -> list[Row]:
-    """The rows of `config.path`, the first `config.limit` of them, as plain Python values.
+    """Return the first `config.limit` rows of `config.path`, as plain Python values.
 
     `config.path` is one of
 
         data/train.parquet, data/train.jsonl     a file
         data/train                               a folder of such files, read in the order of their names
-        data                                     the same; of files named by splits, those of `config.split`
+        data                                     a folder whose files are named after splits; those of `config.split`
         package:arithmetic/train                 a file that ships with Fivefold
-        package:arithmetic                       the same, `config.split` naming the file
-        openai/gsm8k:main                        a `datasets` name (and configuration), read at `config.split`
+        package:arithmetic                       a folder that ships with Fivefold; its file of `config.split`
+        openai/gsm8k:main                        a `datasets` name (and configuration); its rows of `config.split`
 
     Raises:
-        ValueError: nothing there, no rows, a split that is not there or of a single file, or a file that is not what
-            its suffix says.
+        ValueError: a path that does not exist, a data set without rows, a split that does not exist or that is asked of
+            a single file, or a file whose content is not what its suffix says.
     """
     rows = list(islice(_iterate(config), config.limit))
     if not rows:
@@ -46,20 +46,20 @@ def load_rows(config: RowsConfig) -> list[Row]:
 
 
 def usage(n_used: int, n_rows: int, n_too_long: int) -> str:
-    """What became of a data set's rows, for people: `90 of 100 rows, 10 too long`."""
+    """Return the use of a data set's rows as a text: `90 of 100 rows, 10 too long`."""
     return f"{n_used:,} of {n_rows:,} rows" + (f", {n_too_long:,} too long" if n_too_long else "")
 
 
 def columns(rows: list[Row]) -> list[str]:
-    """Names of the columns that any row has."""
+    """Return the names of the columns that any row has."""
     return sorted({name for row in rows for name in row})
 
 
 def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
-    """Check that all rows have column `name`, which recipe key `key` asks for.
+    """Check that all rows have the column `name`, which the recipe's key `key` asks for.
 
     Raises:
-        ValueError: naming the first row without it, and the columns that there are.
+        ValueError: a row without the column.
     """
     for number, row in enumerate(rows):
         if name not in row:
@@ -96,7 +96,7 @@ def _refuse_split(path: str, split: str | None) -> None:
 
 
 def _files_of(folder: Path, split: str | None) -> list[Path]:
-    """The files of a split in `folder`; all of them, if no split is asked for and none of their names holds one."""
+    """Return the files of a split in `folder`, or all files if no split is asked for and no file is named after one."""
     found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     if not found:
         raise ValueError(f"the folder {str(folder)!r} holds no {' or '.join(SUFFIXES)} file: give the folder that does")
@@ -113,7 +113,7 @@ def _files_of(folder: Path, split: str | None) -> list[Path]:
 
 
 def _is_of_split(file: Path, split: str) -> bool:
-    """Whether the file's name holds the split's, set off as in `train.jsonl`, `test-00000-of-00002.parquet`."""
+    """Return whether the file is named after the split, as `train.jsonl` or `test-00000-of-00002.parquet` is."""
     return re.search(rf"(^|[-_. ]){re.escape(split)}([-_. ]|$)", file.stem) is not None
 
 
@@ -146,7 +146,7 @@ def _read_file(file: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-    # Split before it is decoded: an error then has a line number.
+    # Lines are split before they are decoded, so that a decoding error has a line number.
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -1,4 +1,4 @@
-"""The order in which a data set is read, as a function of (seed, epoch, position) alone."""
+"""The order in which a data set is read, which depends on (seed, epoch, position) alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class SamplerState(TypedDict):
-    """All that a sampler needs to go on where it stopped; plain values, fit for JSON."""
+    """The state from which a sampler can continue, as plain values that JSON has."""
 
     seed: int
     shuffle: bool
@@ -22,26 +22,27 @@ class SamplerState(TypedDict):
 
 
 class EpochSampler(Generic[Item]):
-    """Batches of `batch_size` items, epoch after epoch, without end.
+    """Gives out batches of `batch_size` items, epoch after epoch, without end.
 
-    Each epoch is a permutation of its own (`shuffle`) or the data set's order. Within an epoch no item comes twice,
-    and no batch mixes two epochs: the `n_dropped` items at the end of an epoch that do not fill a batch are left out
-    of that epoch, and the next shuffle leaves out others.
+    Each epoch has its own permutation (`shuffle`), or the order of the data set. Within an epoch no item comes twice,
+    and no batch mixes two epochs: the `n_dropped` items at the end of an epoch that do not fill a batch are left out,
+    and the next shuffle leaves out others.
     """
 
     def __init__(
         self, items: Sequence[Item], *, batch_size: int, shuffle: bool, seed: int, fingerprint: str = ""
     ) -> None:
-        """
+        """Start at the first batch.
+
         Args:
             items: the data set.
-            batch_size: items in a batch.
-            shuffle: whether each epoch has an order of its own.
-            seed: decides those orders.
-            fingerprint: identifies the data set's content; a state only loads where it is the same.
+            batch_size: number of items in a batch.
+            shuffle: whether each epoch has its own order.
+            seed: seed of these orders.
+            fingerprint: identifies the content of the data set; a state loads only if it has the same fingerprint.
 
         Raises:
-            ValueError: fewer items than one batch takes.
+            ValueError: fewer items than a batch has.
         """
         if not 1 <= batch_size <= len(items):
             raise ValueError(
@@ -56,22 +57,22 @@ class EpochSampler(Generic[Item]):
         self.epoch = 0
         """Epoch of the next batch, from 0."""
         self.position = 0
-        """Batches of this epoch already handed out."""
+        """Number of batches of this epoch that have been given out."""
         self._order: list[int] = []
         self._ordered_epoch: int | None = None
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in an epoch."""
+        """Number of batches in an epoch."""
         return len(self._items) // self._batch_size
 
     @property
     def n_dropped(self) -> int:
-        """Items that each epoch leaves out, because they do not fill a batch."""
+        """Number of items that each epoch leaves out, because they do not fill a batch."""
         return len(self._items) % self._batch_size
 
     def next_batch(self) -> list[Item]:
-        """The next `batch_size` items."""
+        """Return the next `batch_size` items."""
         start = self.position * self._batch_size
         if self._ordered_epoch != self.epoch:
             self._order, self._ordered_epoch = self._order_of(self.epoch), self.epoch
@@ -82,7 +83,7 @@ class EpochSampler(Generic[Item]):
         return batch
 
     def state_dict(self) -> SamplerState:
-        """The place in the data, and what it belongs to."""
+        """Return the position in the data set, and what identifies the data set and its order."""
         return SamplerState(
             seed=self._seed,
             shuffle=self._shuffle,
@@ -94,10 +95,10 @@ class EpochSampler(Generic[Item]):
         )
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on exactly where the sampler of `state` stopped.
+        """Continue exactly where the sampler of `state` stopped.
 
         Raises:
-            ValueError: the state belongs to another data set, batch size, order or seed.
+            ValueError: a state of another data set, batch size, order or seed.
         """
         here = self.state_dict()
         resumed = SamplerState(**{**here, "epoch": state["epoch"], "position": state["position"]})
@@ -113,6 +114,6 @@ class EpochSampler(Generic[Item]):
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._items)))
         if self._shuffle:
-            # A string seed is hashed with SHA-512: neighbouring seeds and epochs give unrelated orders.
+            # random hashes a string with SHA-512, so that neighbouring seeds and epochs give unrelated orders.
             random.Random(f"{self._seed}-{epoch}").shuffle(order)
         return order

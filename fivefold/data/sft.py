@@ -1,4 +1,4 @@
-"""Prompts with the responses to learn: rows in, tokenized examples and columns out.
+"""Reads prompts with the responses to learn: from rows to tokenized examples, and to columns.
 
 {"prompt": "17 + 25 =", "response": " 42"}
 tokens   17 + 25 =  42 <eos>
@@ -30,30 +30,31 @@ class SFTExample:
     """One tokenized prompt and the response to learn."""
 
     prompt_ids: tuple[int, ...]
+    """Tokens of the prompt."""
     response_ids: tuple[int, ...]
-    """The response and the end-of-sequence token."""
+    """Tokens of the response, and the end-of-sequence token."""
 
 
 @dataclass(frozen=True)
 class SFTDataset:
-    """The examples that fit, and how many did not."""
+    """The examples that are short enough, and the number of those that are not."""
 
     examples: tuple[SFTExample, ...]
     n_rows: int
-    """Rows read."""
+    """Number of rows that were read."""
     n_too_long: int
-    """Rows dropped because prompt, response and end token are more than `max_length` tokens."""
+    """Number of rows that were dropped because prompt, response and end token are more than `max_length` tokens."""
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @property
     def usage(self) -> str:
-        """Rows used, read and too long, for people."""
+        """The number of rows used, read and too long, as a text for the user."""
         return usage(len(self), self.n_rows, self.n_too_long)
 
     def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[SFTExample]:
-        """Lists of `config.batch_size` examples; `sft_columns` lays one end to end."""
+        """Return a sampler of lists of `config.batch_size` examples; `sft_columns` lays such a list end to end."""
         return EpochSampler(
             self.examples,
             batch_size=config.batch_size,
@@ -63,7 +64,7 @@ class SFTDataset:
         )
 
     def fingerprint(self) -> str:
-        """A hash of all tokens, in order: tells on resume whether this is still the same data set."""
+        """Return a hash of all tokens in their order, by which a resumed run recognises the data set."""
         digest = hashlib.sha256()
         for example in self.examples:
             for ids in (example.prompt_ids, example.response_ids):
@@ -72,12 +73,13 @@ class SFTDataset:
 
 
 def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-    """Read and tokenize a data set of prompts and responses; over-long examples are dropped and counted.
+    """Read and tokenize a data set of prompts and responses; examples that are too long are dropped and counted.
 
-    The prompt is rendered as in training with rewards, chat template included; the response follows it unchanged.
+    The prompt is rendered as in reinforcement learning, with its chat template; the response follows it unchanged.
 
     Raises:
-        ValueError: no data, a missing column, a response that is no text, no end-of-sequence token, or none that fits.
+        ValueError: no data, a missing column, a response that is no text, a tokenizer without an end-of-sequence token,
+            or no example that is short enough.
     """
     if config.answer_key is not None:
         raise ValueError(
@@ -108,7 +110,7 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDa
 
 
 def sft_columns(examples: Sequence[SFTExample]) -> Columns:
-    """Examples laid end to end, as the columns `tokens` and `mask`, which is true on responses and their end tokens."""
+    """Lay examples end to end as the columns `tokens` and `mask`, which is true on responses and their end tokens."""
     lengths = [(len(example.prompt_ids), len(example.response_ids)) for example in examples]
     tokens = [token for example in examples for token in (*example.prompt_ids, *example.response_ids)]
     mask_T = np.repeat([False, True] * len(examples), [n for pair in lengths for n in pair])

@@ -70,7 +70,7 @@ class NamedReward:
 
     @property
     def n_at_once(self) -> int:
-        """Number of responses that may be judged at the same time: 1 for a user's function, which may not be thread-safe."""
+        """Number of responses to judge at the same time: 1 for a user's function, which may not be thread-safe."""
         return self.reward.n_at_once if isinstance(self.reward, MathReward) else 1
 
     def judge(self, prompt: Prompt, response: str) -> float:

@@ -13,7 +13,7 @@ _SIGNAL = signal.SIGUSR2
 
 
 class OutOfTime(BaseException):
-    """The time of `time_limit` is over. As it is no `Exception`, no `except Exception` of a reward function catches it."""
+    """The time of `time_limit` is over. An `except Exception` of a reward function does not catch it."""
 
 
 @contextmanager
