@@ -1,1 +1,1 @@
-"""What Fivefold knows of each model family: its configuration, its sizes and its tensor names. No torch."""
+"""Model families: how their configs are read, the sizes that follow, and their tensor names. No torch."""

@@ -26,8 +26,8 @@ def read_dense(
 
     Args:
         config: the model's config.json.
-        has_window: whether a layer attends to a sliding window; `layer_types` is looked at besides.
-        knows_attention_bias: whether the family's models have the bias that `attention_bias` speaks of.
+        has_window: whether the family's own keys give a layer a sliding window; `layer_types` is checked in any case.
+        knows_attention_bias: whether `attention_bias` is a key of the family; else it is ignored.
         qkv_bias: whether Q, K and V have biases (and the output projection none).
         qk_norm: whether there is a norm on each query and key head.
 

@@ -105,7 +105,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     """Sizes of multi-head latent attention; None for grouped-query attention."""
     name: str = field(default="", compare=False)
-    """What tables and pictures call the model; empty where nobody named it."""
+    """What tables and pictures call the model; empty where it has no name."""
 
     @property
     def is_moe(self) -> bool:

@@ -115,7 +115,7 @@ def _stage_memory(
 def _kept_and_temporary(
     shape: ModelShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
 ) -> tuple[int, int]:
-    """Return (bytes that a micro-batch keeps on the stage, bytes that a layer needs for a moment besides)."""
+    """Return (bytes that a micro-batch keeps on the stage, further bytes that a layer needs for a moment)."""
     counts = {
         is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
     }
