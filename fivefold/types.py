@@ -277,4 +277,5 @@ class StepResult:
     skipped: bool
     """The gradient was not finite, and no weight was changed."""
     non_finite: tuple[str, ...] = ()
-    """The first few parameters whose gradient is not finite, if the step was skipped."""
+    """The first few parameters whose gradient is not finite, if the step was skipped. None of them: all gradients are
+    finite, but their norm is beyond float32."""

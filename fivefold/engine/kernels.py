@@ -78,15 +78,21 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """float32 [4, N]: max l, sum e^(l - max), sum e^(l - max) l, the target's logit (0 if it is not among the V)."""
+    """The four numbers that log-probs and entropies follow from, float32 [4, N].
+
+    They are max l, sum e^(l - max), sum e^(l - max) (l - max), and the target's logit (0 if it is not among the V).
+    """
     if _on_triton(logits_NV):
         return triton_logits.logit_statistics(logits_NV, targets_N)
     logits = logits_NV.float()
     maximum = logits.amax(dim=-1)
-    weights = (logits - maximum[:, None]).exp()
+    below = logits - maximum[:, None]
+    weights = below.exp()
+    # The weight of -inf is 0, and 0 * -inf would be NaN.
+    weighted = torch.where(weights > 0, weights * below, 0.0)
     inside = (targets_N >= 0) & (targets_N < logits.shape[1])
     target = logits.gather(1, targets_N.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
-    return torch.stack((maximum, weights.sum(-1), (weights * logits).sum(-1), torch.where(inside, target, 0.0)))
+    return torch.stack((maximum, weights.sum(-1), weighted.sum(-1), torch.where(inside, target, 0.0)))
 
 
 def logit_gradient(

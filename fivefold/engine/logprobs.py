@@ -63,12 +63,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             logits = _logits(hidden[rows], weight[:real_rows], temperature)
             statistics[:, rows] = logit_statistics(logits, targets[rows] - first)
-        log_normalizer, target_logit, entropy = _combine(statistics, group)
+        log_normalizer, logprobs, entropy = _combine(statistics, group)
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
         ctx.constants = (temperature, entropy_gradient, chunk_size, first, real_rows)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return target_logit - log_normalizer, entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(
@@ -108,7 +108,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
 
 
 def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-normaliser, target logit and entropy, float32 [N] each, from every rank's statistics."""
+    """Log-normaliser, log-prob of the target and entropy, float32 [N] each, from every rank's statistics."""
     shards = statistics_4N.unsqueeze(0)
     if group.size() > 1 and statistics_4N.numel() > 0:
         gathered = statistics_4N.new_empty(group.size() * 4, statistics_4N.shape[1])
@@ -116,11 +116,13 @@ def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
         shards = gathered.view(group.size(), *statistics_4N.shape)
     maximum_RN, sums_RN, weighted_RN, target_RN = shards.unbind(1)
     maximum = maximum_RN.amax(0)
-    scale_RN = (maximum_RN - maximum).exp()
+    below_RN = maximum_RN - maximum
+    scale_RN = below_RN.exp()
     total = (sums_RN * scale_RN).sum(0)
-    log_normalizer = maximum + total.log()
-    entropy = log_normalizer - (weighted_RN * scale_RN).sum(0) / total
-    return log_normalizer, target_RN.sum(0), entropy
+    # Everything is relative to the maximum: what all logits have in common would cost the entropy its digits.
+    shifted_RN = torch.where(scale_RN > 0, scale_RN * (weighted_RN + below_RN * sums_RN), 0.0)
+    entropy = total.log() - shifted_RN.sum(0) / total
+    return maximum + total.log(), (target_RN.sum(0) - maximum) - total.log(), entropy
 
 
 class _WeightGradient:

@@ -9,12 +9,17 @@ import triton.language as tl
 
 # Stands for minus infinity where a difference of two of them must not be NaN.
 _LOWEST = tl.constexpr(-1e30)
+# e^x is 0 below it, and products with it stay finite.
+_LEAST = tl.constexpr(-1e4)
 _STATISTICS_BLOCK = 2048
 _GRADIENT_BLOCK = 4096
 
 
 def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """float32 [4, N]: max l, sum e^(l - max), sum e^(l - max) l, the target's logit (0 if it is not among the V)."""
+    """The four numbers that log-probs and entropies follow from, float32 [4, N].
+
+    They are max l, sum e^(l - max), sum e^(l - max) (l - max), and the target's logit (0 if it is not among the V).
+    """
     logits = logits_NV.contiguous()
     n_rows, vocab = logits.shape
     statistics = logits.new_empty(4, n_rows, dtype=torch.float32)
@@ -44,15 +49,17 @@ def _statistics_kernel(
         logit = tl.load(start_of_row + column, mask=column < vocab, other=_LOWEST).to(tl.float32)
         # Either the new logit or the old sums are scaled, never both: one exponential does for the two cases.
         rises = logit > maximum
-        factor = tl.exp(-tl.abs(logit - maximum))
-        weight = tl.where(rises, 1.0, factor)
-        scale = tl.where(rises, factor, 1.0)
-        total = total * scale + weight
-        weighted = weighted * scale + weight * logit
+        distance = tl.maximum(-tl.abs(logit - maximum), _LEAST)
+        factor = tl.exp(distance)
+        # The sum of e^(l - max) (l - max) moves with the maximum: by `distance` for each unit of weight so far.
+        weighted = tl.where(rises, factor * (weighted + distance * total), weighted + factor * distance)
+        total = tl.where(rises, total * factor + 1.0, total + factor)
         maximum = tl.maximum(maximum, logit)
     # A lane that saw no column at all holds _LOWEST, so this factor removes what it counted.
     row_maximum = tl.max(maximum, 0)
-    scale = tl.exp(maximum - row_maximum)
+    below = tl.maximum(maximum - row_maximum, _LEAST)
+    scale = tl.exp(below)
+    weighted += below * total
     target = tl.load(targets + row)
     is_inside = (target >= 0) & (target < vocab)
     tl.store(statistics + row, row_maximum)

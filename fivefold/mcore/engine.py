@@ -23,7 +23,7 @@ from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.config.schema import EngineConfig, OptimizerConfig, SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead
 from fivefold.engine.metrics import reduce_metrics
@@ -61,6 +61,7 @@ class MegatronEngine:
         seed: int,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
+        timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -81,7 +82,7 @@ class MegatronEngine:
         self._folder = resolve_model_folder(config.path)
         self.shape = load_shape(self._folder)
         check_layout(layout, self.shape)
-        self.groups = initialize_parallel(layout, seed)
+        self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._bridge = Bridge(self.shape)
         self._device = torch.device(torch.cuda.current_device())
@@ -96,6 +97,7 @@ class MegatronEngine:
                 for index, chunk in enumerate(self._decoders)
             ]
         self._load(seed)
+        self._has_gradients = False
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
             megatron_optimizer = settings.optimizer_config(config, optimizer)
@@ -134,7 +136,8 @@ class MegatronEngine:
         scale = 1.0 / max(1, totals.n_tokens)
         self._megatron_config.grad_scale_func = lambda value: value * scale
         step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
-        kept = self._run(share, step, loss, backward=True)
+        with self._earlier_gradients():
+            kept = self._run(share, step, loss, backward=True)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
@@ -142,6 +145,7 @@ class MegatronEngine:
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and forget the gradient."""
+        self._has_gradients = False
         return self._trained("train").step()
 
     @torch.no_grad()
@@ -198,6 +202,8 @@ class MegatronEngine:
         On CPU processes nothing moves. `onload` the same before the next verb that needs them.
         """
         optimizer = self._trained("offload")
+        if "grads" in what:
+            self._has_gradients = False
         if self._device.type == "cpu":
             return
         for buffer in self._gradient_buffers():
@@ -217,6 +223,22 @@ class MegatronEngine:
 
     def _gradient_buffers(self) -> list[Any]:
         return [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    @contextmanager
+    def _earlier_gradients(self) -> Iterator[None]:
+        """Set the gradient of earlier mini-batches aside, and add it again at the end.
+
+        It is reduced over the ranks already; within the buffers it would be reduced a second time.
+        """
+        buffers = self._gradient_buffers()
+        earlier = [buffer.grad_data.clone() for buffer in buffers] if self._has_gradients else []
+        if earlier:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+        yield
+        for buffer, gradients in zip(buffers, earlier, strict=False):
+            buffer.grad_data += gradients
+        self._has_gradients = True
 
     def _trained(self, verb: str) -> Optimizer:
         if self.optimizer is None:

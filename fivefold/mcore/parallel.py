@@ -11,7 +11,7 @@ from fivefold.bridge.groups import ShardGroups
 from fivefold.layout.parallel import ParallelLayout
 
 
-def initialize_parallel(layout: ParallelLayout, seed: int) -> ProcessGroupCollection:
+def initialize_parallel(layout: ParallelLayout, seed: int, timeout_s: float) -> ProcessGroupCollection:
     """Make Megatron-Core's groups for `layout` over all processes, once. A second model must have the same layout.
 
     Raises:
@@ -38,6 +38,7 @@ def initialize_parallel(layout: ParallelLayout, seed: int) -> ProcessGroupCollec
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

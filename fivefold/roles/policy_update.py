@@ -87,10 +87,16 @@ class SkipGuard:
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if self._in_a_row >= MOST_SKIPPED:
             raise RunFailed(
-                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}, "
-                f"first in {', '.join(result.non_finite)}. The weights are those before them. "
+                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}"
+                f"{_where(result)}. The weights are those before them. "
                 "Lower actor.optimizer.lr, or look at what these steps trained on"
             )
+
+
+def _where(result: UpdateResult) -> str:
+    if result.non_finite:
+        return f", first in {', '.join(result.non_finite)}"
+    return ": each parameter's is, but the norm of all of them is beyond float32"
 
 
 def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:

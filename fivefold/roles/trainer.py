@@ -116,7 +116,12 @@ class TrainerWorker:
             backend = "nccl"
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
         self._engine = MegatronEngine(
-            spec.model, spec.layout, seed=spec.seed, optimizer=spec.optimizer, total_steps=spec.total_steps
+            spec.model,
+            spec.layout,
+            seed=spec.seed,
+            optimizer=spec.optimizer,
+            total_steps=spec.total_steps,
+            timeout_s=spec.timeout_s,
         )
         self._tokenizer = spec.tokenizer
         self._reference = (

@@ -89,6 +89,7 @@ class Case:
     micro_batches: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=50))
     dtype: str = "float32"
     init_from_scratch: bool = False
+    timeout_s: float = 120.0
 
     @property
     def world_size(self) -> int:
@@ -105,7 +106,10 @@ class Case:
             mb_spec=self.micro_batches,
             megatron=self.megatron,
         )
-        return OpenEngine(config, lay_out(self.layout), seed=seed, optimizer=optimizer, total_steps=total_steps)
+        layout = lay_out(self.layout)
+        return OpenEngine(
+            config, layout, seed=seed, optimizer=optimizer, total_steps=total_steps, timeout_s=self.timeout_s
+        )
 
 
 def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:

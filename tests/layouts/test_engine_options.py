@@ -225,6 +225,19 @@ def test_an_actor_and_a_reference_share_their_processes(workers: Workers, models
         assert before.equal(after)
 
 
+def group_timeouts(case: Case, folder: Path) -> set[float]:
+    """In a worker: the seconds that collectives of Megatron-Core's groups may wait."""
+    lay_out("megatron:d2" if case.layout != "megatron:d2" else "megatron:t2")  # so that the groups are made anew
+    groups = case.engine(folder).groups
+    backends = [group._get_backend(torch.device("cpu")) for group in (groups.tp, groups.pp, groups.ep, groups.dp)]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_collectives_of_all_groups_give_up_after_the_time_limit(workers: Workers, models: Path) -> None:
+    case = Case("megatron:(attn:t2|ffn:e2)", timeout_s=77.0)
+    assert workers(2).run(group_timeouts, case, models / "qwen3_moe") == [{77.0}] * 2
+
+
 # --- unusual batches
 
 
@@ -247,11 +260,13 @@ def accumulated(case: Case, folder: Path, batches: list[Batch]) -> Tensors:
     return {name: tensor.clone() for name, tensor in engine.gradients()}
 
 
-def test_gradients_accumulate_over_mini_batches(workers: Workers, models: Path) -> None:
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:t2p2|ffn:e2)", "megatron:d2p2v2"])
+def test_gradients_accumulate_over_mini_batches(workers: Workers, models: Path, layout: str) -> None:
     first, second = uneven_batch(0), uneven_batch(1)
-    case, folder = Case("megatron:d1"), models / "qwen3_moe_mixed"
-    apart = [workers(1).run(accumulated, case, folder, [batch])[0] for batch in (first, second)]
-    (together,) = workers(1).run(accumulated, case, folder, [first, second])
+    case, folder = Case(layout), models / "qwen3_moe_mixed"
+    ranks = workers(case.world_size)
+    apart = [ranks.run(accumulated, case, folder, [batch])[0] for batch in (first, second)]
+    together = ranks.run(accumulated, case, folder, [first, second])[0]
     assert_close(together, {name: apart[0][name] + apart[1][name] for name in together}, 1e-5)
 
 

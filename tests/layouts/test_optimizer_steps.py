@@ -203,6 +203,25 @@ def test_a_bad_gradient_changes_no_weight_and_is_named(
     assert all(results[0].next_weights[name].equal(tensor) for name, tensor in undisturbed.items())
 
 
+def step_with_a_huge_gradient(case: Case, folder: Path) -> tuple[StepResult, bool]:
+    """In a worker: a step whose gradient is finite, though the sum of its squares is not; did it change weights?"""
+    engine = case.engine(folder, OptimizerConfig(lr=0.1))
+    before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
+    for parameter in engine.parameters.values():
+        parameter.main_grad.fill_(1e19)
+    result = engine.optim_step()
+    return result, all(parameter.equal(before[name]) for name, parameter in engine.parameters.items())
+
+
+def test_a_norm_beyond_float32_is_skipped_without_blaming_a_parameter(workers: Workers, models: Path) -> None:
+    for result, is_unchanged in workers(2).run(step_with_a_huge_gradient, Case("megatron:d2"), models / "qwen3"):
+        assert result.skipped
+        assert result.grad_norm == math.inf
+        assert result.non_finite == ()
+        assert is_unchanged
+
+
 class ExplodingLoss(SFTLoss):
     """Infinite, as a loss whose ratio overflows."""
 

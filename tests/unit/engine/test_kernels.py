@@ -73,7 +73,7 @@ def test_statistics_and_gradient_are_those_of_log_softmax(vocab: int) -> None:
     logprob, entropy = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
     log_normalizer = maximum + total.log()
     torch.testing.assert_close(target_logit - log_normalizer, logprob.detach())
-    torch.testing.assert_close(log_normalizer - weighted / total, entropy.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total.log() - weighted / total, entropy.detach(), rtol=1e-5, atol=1e-5)
 
     grad_logprob, grad_entropy = random(n_rows, seed=8), random(n_rows, seed=9)
     for with_entropy in (False, True):
@@ -89,6 +89,18 @@ def test_statistics_and_gradient_are_those_of_log_softmax(vocab: int) -> None:
             torch.float32,
         )
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [3000.0, -3000.0])
+def test_what_all_logits_have_in_common_costs_no_digits(offset: float) -> None:
+    logits = random(6, 33, seed=7) + offset
+    targets = torch.arange(6)
+    maximum, total, weighted, target_logit = kernels.logit_statistics(logits, targets)
+    log_p = torch.log_softmax(logits.double(), dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1).float()
+    torch.testing.assert_close(total.log() - weighted / total, entropy, rtol=1e-6, atol=1e-6)
+    logprob = log_p.gather(1, targets[:, None]).squeeze(1).float()
+    torch.testing.assert_close((target_logit - maximum) - total.log(), logprob, rtol=1e-6, atol=1e-6)
 
 
 def test_target_of_another_shard_has_logit_zero() -> None:

@@ -22,6 +22,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.launch import Roles
 from fivefold.roles.opening import OpenRun
+from fivefold.roles.policy_update import SkipGuard
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.rollout import Generated, Rollout
@@ -151,3 +152,15 @@ def test_roles_on_the_same_devices_give_their_memory_back() -> None:
     log.clear()
     ReferenceAlone(references, actor_on_devices=Actor(actors)).logprobs(batch, 1.0)
     assert log == ["actor: release", "ref: ref_logprobs of its own model", "ref: release"]
+
+
+@pytest.mark.parametrize(
+    ("non_finite", "where"),
+    [(("layers.0", "layers.3"), "first in layers.0, layers.3"), ((), "the norm of all of them is beyond float32")],
+)
+def test_a_run_ends_after_three_skipped_updates_and_says_where(non_finite: tuple[str, ...], where: str) -> None:
+    guard, skipped = SkipGuard(), UpdateResult({}, skipped=True, non_finite=non_finite)
+    for result in (skipped, skipped, UpdateResult({}, skipped=False), skipped, skipped):
+        guard.check(result, step=4)
+    with pytest.raises(RunFailed, match=f"3 updates in a row.*step 4.*{where}"):
+        guard.check(skipped, step=4)
