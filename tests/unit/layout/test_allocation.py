@@ -1,4 +1,4 @@
-"""Allocation strings: what they mean, what is refused and where the caret stands, and that printing parses again."""
+"""Allocation strings: their values, the carets of their errors, and that a printed allocation parses to the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse, parse_backend
 
-LETTERS_OF = {"megatron": "tpcv", "fsdp": "tc", "transformers": "", "vllm": "tp", "sglang": "tp"}
+LETTERS_OF = {"megatron": "dtpcev", "fsdp": "dtc", "transformers": "d", "vllm": "dtp", "sglang": "dtp"}
 
 
 def layout(backend: str, **degrees: int) -> ParallelLayout:
@@ -25,32 +25,25 @@ def layout(backend: str, **degrees: int) -> ParallelLayout:
     [
         ("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", layout("megatron", tp=2, pp=4, cp=2, ep=4)),
         ("megatron:d2p2t2c2e2", layout("megatron", dp=2, pp=2, tp=2, cp=2, ep=2, edp=4)),
-        ("megatron:(attn:d1t2|ffn:e2)", layout("megatron", tp=2, ep=2)),
         ("megatron:(attn:d4t2|ffn:t2e2)", layout("megatron", dp=4, tp=2, etp=2, ep=2, edp=2)),
         ("megatron:p2v4", layout("megatron", pp=2, vpp=4)),
         ("megatron:(attn:d2p2v2|ffn:p2v2e2)", layout("megatron", dp=2, pp=2, vpp=2, ep=2)),
-        ("megatron:t2c2d2", layout("megatron", dp=2, tp=2, cp=2, edp=8)),
-        ("megatron:d4", layout("megatron", dp=4, edp=4)),
-        ("fsdp:d4", layout("fsdp", dp=4, edp=4)),
         ("fsdp:d2t2c2", layout("fsdp", dp=2, tp=2, cp=2, etp=2, edp=4)),
         ("sglang:d4t4", layout("sglang", dp=4, tp=4, etp=4, edp=4)),
         ("vllm:t2p2", layout("vllm", tp=2, pp=2, etp=2)),
         ("transformers:d2", layout("transformers", dp=2, edp=2)),
         ("megatron:d8t2p2v8c1e4", layout("megatron", dp=8, tp=2, pp=2, vpp=8, ep=4, edp=4)),
-        ("megatron:d1t2p4c1", layout("megatron", tp=2, pp=4, edp=2)),
-        ("megatron:d1t2p1e1", layout("megatron", tp=2, edp=2)),
         ("megatron:d2t2\n", layout("megatron", dp=2, tp=2, edp=4)),
         (" megatron : ( attn : d2 | ffn : e2 ) ", layout("megatron", dp=2, ep=2)),
     ],
 )
-def test_one_role(text: str, expected: ParallelLayout) -> None:
+def test_a_role_has_the_degrees_that_are_written(text: str, expected: ParallelLayout) -> None:
     assert parse_backend(text) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "sizes", "n_devices"),
     [
-        ("sglang:d4+fsdp:d4", {"rollout": 4, "actor": 4}, 8),
         ("sglang:d4+megatron:d4", {"rollout": 4, "actor": 4}, 8),
         ("sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", {"rollout": 16, "actor": 16}, 32),
         ("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4", {"rollout": 2, "actor": 4, "critic": 4}, 6),
@@ -59,7 +52,7 @@ def test_one_role(text: str, expected: ParallelLayout) -> None:
         ("megatron[actor]:d2+megatron[ref]:d1", {"actor": 2, "ref": 1}, 3),
     ],
 )
-def test_several_roles(text: str, sizes: dict[str, int], n_devices: int) -> None:
+def test_several_roles_have_their_names_and_sizes(text: str, sizes: dict[str, int], n_devices: int) -> None:
     allocation = parse(text)
     assert {name: role.world_size for name, role in allocation.resolve().items()} == sizes
     assert allocation.n_devices == n_devices
@@ -76,69 +69,46 @@ REFUSED = [
     ("", 0, "a backend is expected"),
     ("megatrn:d4", 0, "unknown backend `megatrn`"),
     ("archon:d4", 0, "archon backend is not offered"),
-    ("megatron", 8, "a `:` follows"),
     ("megatron d4", 9, "a `:` follows"),
     ("megatron:", 9, "degrees are expected"),
-    ("megatron:4", 9, "degrees are expected"),
-    ("megatron:q2", 9, "unknown dimension `q`"),
     ("megatron:D2", 9, "unknown dimension `D`"),
     ("megatron:d", 10, "a number is missing"),
-    ("megatron:dt2", 10, "a number is missing"),
     ("megatron:d²", 10, "a number is missing"),
-    ("megatron:d0", 10, "a degree is 1 or more"),
     ("megatron:d02", 10, "a degree is 1 or more"),
-    ("megatron:d-2", 10, "a number is missing"),
     ("megatron:d1234567", 10, "at most 6 digits"),
     ("megatron:d" + "0" * 5000, 10, "a degree is 1 or more"),
-    ("megatron:d4d2", 11, "`d` (data) is given twice"),
     ("megatron:(attn:t2t2|ffn:e2)", 17, "`t` (tensor) is given twice"),
     ("megatron:t*", 10, "goes with d only"),
     ("megatron:d2v2", 11, "one stage only"),
     ("megatron:e2", 9, "does not divide the 1 ranks"),
     ("megatron:d2t2e3", 13, "does not divide the 4 ranks"),
     ("megatron:d1)", 11, "closes nothing"),
-    ("megatron:d1 d2", 12, "does not belong here"),
     ("megatron:d1,fsdp:d1", 11, "does not belong here"),
     ("megatron:(attn:d1|ffn:e1", 24, "is not closed"),
     ("megatron:(attn:d1)", 17, "`|ffn:...` follows"),
-    ("megatron:(attn:d1|ffn:e1))", 25, "closes nothing"),
-    ("megatron:(ffn:d1|attn:d1)", 10, "`attn:` is expected"),
     ("megatron:(attn:d1|mlp:d1)", 18, "`ffn:` is expected"),
-    ("megatron:(attn:|ffn:e1)", 15, "degrees are expected"),
     ("megatron:(attn:d2e2|ffn:e2)", 17, "attn takes"),
     ("megatron:(attn:d2|ffn:c2)", 22, "ffn takes"),
-    ("megatron:(attn:d2p2|ffn:p4e2)", 24, "share the pipeline"),
     ("megatron:(attn:d2p2v2|ffn:v4e2)", 26, "share the pipeline"),
     ("megatron:(attn:d2t2|ffn:d2e4)", 24, "fill the same ranks"),
     ("megatron:(attn:d*t3|ffn:d2e2)", 24, "fill the same ranks"),
     ("megatron:(attn:d2t2|ffn:t4e2)", 26, "does not divide the 4 ranks"),
     ("megatron:(attn:d2t2|ffn:t3)", 24, "does not divide the 4 ranks"),
     ("fsdp:(attn:d1|ffn:d1)", 5, "one layout for all layers"),
-    ("fsdp:d2p2", 7, "fsdp takes d, t, c only"),
-    ("fsdp:d2e2", 7, "fsdp takes d, t, c only"),
-    ("sglang:d2c2", 9, "sglang takes d, t, p only"),
-    ("vllm:d2e2", 7, "vllm takes d, t, p only"),
-    ("vllm:d2p2v2", 9, "vllm takes d, t, p only"),
-    ("transformers:d2t2", 15, "transformers takes d only"),
-    ("megatron[:d1", 9, "a role's name is expected"),
-    ("megatron[]:d1", 9, "a role's name is expected"),
     ("megatron[1a]:d1", 9, "a role's name is expected"),
     ("megatron[a:d1", 10, "is not closed"),
-    ("sglang:d1+", 10, "a backend is expected"),
     ("sglang:d1|", 10, "a backend is expected"),
     ("+sglang:d1", 0, "a backend is expected"),
     ("megatron:d1+megatron:d1", 12, "two roles are both `actor`"),
-    ("vllm[a]:d1+fsdp[a]:d1", 11, "two roles are both `a`"),
     ("vllm[actor]:d1+fsdp:d1", 15, "two roles are both `actor`"),
     ("vllm[a]:d1+fsdp:d1+fsdp[c]:d1", 11, "each one is named"),
-    ("vllm:d4|megatron:d2", 8, "their sizes differ"),
     ("vllm[a]:d2|fsdp[b]:d2+vllm[c]:d2|fsdp[d]:d4", 33, "their sizes differ"),
     ("vllm:d*+megatron:d*", 17, "two groups of devices ask for it"),
 ]
 
 
 @pytest.mark.parametrize(("text", "position", "rule"), REFUSED)
-def test_refused_with_a_caret(text: str, position: int, rule: str) -> None:
+def test_an_error_has_a_caret_under_the_character_at_fault(text: str, position: int, rule: str) -> None:
     with pytest.raises(AllocationError) as caught:
         parse(text)
     error = caught.value
@@ -150,7 +120,18 @@ def test_refused_with_a_caret(text: str, position: int, rule: str) -> None:
     assert caret == " " * (position + 2) + "^"
 
 
-def test_close_backend_is_suggested() -> None:
+@pytest.mark.parametrize(("backend", "letters"), LETTERS_OF.items())
+def test_a_backend_refuses_the_letters_that_it_does_not_take(backend: str, letters: str) -> None:
+    for letter in set("dtpcev") - set(letters):
+        with pytest.raises(
+            AllocationError, match=f"{backend} takes {', '.join(letters)} only, not `{letter}`"
+        ) as caught:
+            parse_backend(f"{backend}:d2{letter}2")
+        assert caught.value.position == len(f"{backend}:d2")
+        assert caught.value.fix
+
+
+def test_a_close_backend_is_suggested() -> None:
     with pytest.raises(AllocationError, match="write `megatron`"):
         parse("megatrn:d4")
     with pytest.raises(AllocationError, match="write `vllm`"):
@@ -161,11 +142,10 @@ def test_close_backend_is_suggested() -> None:
     ("text", "position", "rule"),
     [
         ("sglang:d4+megatron:d4", 9, "lays out one role"),
-        ("sglang:d4|megatron:d4", 9, "lays out one role"),
         ("megatron[actor]:d4", 8, "names the role already"),
     ],
 )
-def test_one_role_keys_take_one_unnamed_role(text: str, position: int, rule: str) -> None:
+def test_a_key_of_one_role_takes_one_role_without_a_name(text: str, position: int, rule: str) -> None:
     with pytest.raises(AllocationError) as caught:
         parse_backend(text)
     assert rule in caught.value.rule
@@ -175,21 +155,19 @@ def test_one_role_keys_take_one_unnamed_role(text: str, position: int, rule: str
 @pytest.mark.parametrize(
     ("text", "n_devices", "dp"),
     [
-        ("megatron:d*", 8, {"actor": 8}),
         ("megatron:d*t2p2", 16, {"actor": 4}),
         ("vllm:d2t2+megatron:d*t2", 8, {"rollout": 2, "actor": 2}),
-        ("vllm:d*+megatron:d4", 6, {"rollout": 2, "actor": 4}),
         ("vllm:d*t2|megatron:d4t2", 64, {"rollout": 4, "actor": 4}),
         ("vllm:d*t2|megatron:d*t4", 16, {"rollout": 8, "actor": 4}),
         ("vllm[a]:d1+fsdp[b]:d*|fsdp[c]:d*t2", 5, {"a": 1, "b": 4, "c": 2}),
         ("megatron:(attn:d*t2c2|ffn:t2e2)", 8, {"actor": 2}),
     ],
 )
-def test_star_is_what_is_left(text: str, n_devices: int, dp: dict[str, int]) -> None:
+def test_a_star_takes_the_devices_that_are_left(text: str, n_devices: int, dp: dict[str, int]) -> None:
     assert {name: role.dp for name, role in parse(text).resolve(n_devices).items()} == dp
 
 
-def test_star_follows_from_the_other_part_of_a_hybrid() -> None:
+def test_a_star_follows_from_the_other_part_of_a_hybrid() -> None:
     assert parse_backend("megatron:(attn:d*t2|ffn:d2t2e2)").dp == 4
     assert parse_backend("megatron:(attn:d4t2|ffn:d*t2e2)").edp == 2
 
@@ -199,13 +177,11 @@ def test_star_follows_from_the_other_part_of_a_hybrid() -> None:
     [
         ("megatron:d*", None, "not known"),
         ("megatron:d*t4", 6, "one replica takes t*p*c = 4"),
-        ("megatron:d*t4", 2, "one replica takes t*p*c = 4"),
         ("vllm:d8+megatron:d*", 8, "`d*` has 0 devices"),
-        ("vllm:d9+megatron:d*", 8, "`d*` has -1 devices"),
         ("megatron:d*e4", 6, "`d*` is d6 on 6 devices: e4 does not divide the 6 ranks"),
     ],
 )
-def test_star_that_cannot_be_filled(text: str, n_devices: int | None, rule: str) -> None:
+def test_a_star_that_cannot_be_filled_is_an_error(text: str, n_devices: int | None, rule: str) -> None:
     with pytest.raises(AllocationError) as caught:
         parse(text).resolve(n_devices)
     assert rule in caught.value.rule
