@@ -1,4 +1,4 @@
-"""AReaL: its keys are native where they mean the same; older spellings of layouts are brought up to date."""
+"""AReaL: its keys are Fivefold's where they mean the same, and older forms of layouts are converted."""
 
 from __future__ import annotations
 
@@ -27,24 +27,43 @@ ONE_STRING = [f"allocation_mode=sglang:d4t4+{FOLDED}"]
 A_STRING_EACH = ["rollout.backend=sglang:d4t4", f"actor.backend={FOLDED}"]
 
 
-@pytest.mark.parametrize("layout", [ONE_STRING, A_STRING_EACH], ids=["allocation_mode", "backends"])
-def test_command_lines_convert_without_anything_unsupported(layout: list[str]) -> None:
-    conversion = convert_fixture("areal", "areal_moe_megatron.yaml", overrides=[*COMMON, *layout])
-    assert conversion.report.unsupported == []
-    expected = dict(word.split("=", 1) for word in layout)
-    assert conversion.recipe.items() >= expected.items()
-    assert conversion.recipe["scheduler.type"] == "ray"
-    assert conversion.recipe["experiment_name"] == "moe-run"
-    assert conversion.recipe["cluster.n_nodes"] == 4
-    assert conversion.recipe["actor.megatron.use_deterministic_algorithms"] is True
-    assert conversion["actor.megatron.bridge_type"].outcome == "implied"
-    assert conversion.recipe["actor.megatron.recompute"] == "selective"
-    assert conversion.recipe["actor.kl_in"] == "reward"
-    assert not [note for note in conversion.report.notes if "does not fit" in note]
+def test_command_lines_for_a_mixture_of_experts_convert_without_anything_unsupported() -> None:
+    for layout in (ONE_STRING, A_STRING_EACH):
+        conversion = convert_fixture("areal", "areal_moe_megatron.yaml", overrides=[*COMMON, *layout])
+        assert conversion.recipe == {
+            **dict(word.split("=", 1) for word in layout),
+            "experiment_name": "moe-run",
+            "trial_name": "trial-7",
+            "scheduler.type": "ray",
+            "cluster.n_nodes": 4,
+            "cluster.n_gpus_per_node": 8,
+            "actor.path": "Qwen/Qwen3-30B-A3B",
+            "actor.megatron.use_deterministic_algorithms": True,
+            "actor.megatron.router_dtype": "fp32",
+            "actor.megatron.token_dispatcher": "alltoall",
+            "actor.megatron.recompute": "selective",
+            "actor.megatron.ddp.overlap_grad_reduce": True,
+            "actor.optimizer.lr": 5e-6,
+            "actor.optimizer.warmup_steps_proportion": 0.001,  # this and the next are AReaL's defaults
+            "actor.ppo_n_minibatches": 4,
+            "actor.recompute_logprob": False,
+            "actor.reward_clip": 20.0,
+            "actor.kl_in": "reward",
+            "actor.kl_ctl": 0.05,
+            "actor.kl_estimator": "k1",
+            "actor.reward_norm.mean_level": "none",
+            "actor.reward_norm.std_level": "none",
+            "gconfig.n_samples": 4,
+            "gconfig.max_new_tokens": 256,
+            "train_dataset.path": "data/train.parquet",
+            "train_dataset.batch_size": 16,
+        }
+        assert conversion.report.unsupported == []
+        assert conversion["actor.megatron.bridge_type"].outcome == "implied"
+        assert not [note for note in conversion.report.notes if "does not fit" in note]
 
 
-@pytest.mark.parametrize("layout", [ONE_STRING, A_STRING_EACH], ids=["allocation_mode", "backends"])
-def test_command_lines_are_recipes_overrides_as_they_stand(layout: list[str], tmp_path: Path) -> None:
+def test_command_lines_override_a_recipe_as_they_stand(tmp_path: Path) -> None:
     base = tmp_path / "recipe.yaml"
     base.write_text(
         "experiment_name: base\n"
@@ -53,62 +72,58 @@ def test_command_lines_are_recipes_overrides_as_they_stand(layout: list[str], tm
         "train_dataset: {path: data/train.parquet, batch_size: 8}\n",
         encoding="utf-8",
     )
-    recipe = load_recipe(base, [*COMMON, *layout], TrainRecipe)
-    assert (recipe.scheduler.type, recipe.experiment_name, recipe.trial_name) == ("ray", "moe-run", "trial-7")
-    assert (recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node) == (4, 8)
-    assert recipe.actor.path == "Qwen/Qwen3-30B-A3B"
-    assert recipe.actor.megatron.use_deterministic_algorithms is True
-    if layout is ONE_STRING:
-        assert recipe.allocation_mode is not None
-        roles = {role.role: role for group in parse(recipe.allocation_mode).groups for role in group}
-    else:
-        roles = {"rollout": parse_role(recipe.rollout.backend), "actor": parse_role(recipe.actor.backend)}
-    assert (roles["rollout"].dp, roles["rollout"].tp) == (4, 4)
-    actor = roles["actor"]
-    assert (actor.dp, actor.pp, actor.tp, actor.cp, actor.ep, actor.etp) == (1, 4, 2, 2, 4, 1)
+    for layout in (ONE_STRING, A_STRING_EACH):
+        recipe = load_recipe(base, [*COMMON, *layout], TrainRecipe)
+        assert (recipe.scheduler.type, recipe.experiment_name, recipe.trial_name) == ("ray", "moe-run", "trial-7")
+        assert (recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node) == (4, 8)
+        assert recipe.actor.path == "Qwen/Qwen3-30B-A3B"
+        assert recipe.actor.megatron.use_deterministic_algorithms is True
+        if layout is ONE_STRING:
+            assert recipe.allocation_mode is not None
+            roles = {role.role: role for group in parse(recipe.allocation_mode).groups for role in group}
+        else:
+            roles = {"rollout": parse_role(recipe.rollout.backend), "actor": parse_role(recipe.actor.backend)}
+        assert (roles["rollout"].dp, roles["rollout"].tp) == (4, 4)
+        actor = roles["actor"]
+        assert (actor.dp, actor.pp, actor.tp, actor.cp, actor.ep, actor.etp) == (1, 4, 2, 2, 4, 1)
 
 
-def test_bridges_of_others_are_refused_natively(tmp_path: Path) -> None:
+def test_a_recipe_refuses_the_bridges_of_other_frameworks(tmp_path: Path) -> None:
     base = tmp_path / "recipe.yaml"
     base.write_text("experiment_name: b\nactor: {path: m}\ntrain_dataset: {path: d.parquet}\n", encoding="utf-8")
     with pytest.raises(RecipeError, match=r"actor\.megatron\.bridge_type"):
         load_recipe(base, ["actor.megatron.bridge_type=mbridge"], TrainRecipe)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("sglang:d4p1t1+d4p1t1", "sglang:d4+fsdp:d4"),
-        ("sglang.d4p1t1+d2t2", "sglang:d4+fsdp:d2t2"),
-        ("vllm:d2t2+d1p2t2", "vllm:d2t2+megatron:d1p2t2"),
-        ("sglang:d1t1p1+fsdp:d1t1p1", "sglang:d1+fsdp:d1"),
-        (f"sglang:d4t4+{FOLDED}", f"sglang:d4t4+{FOLDED}"),
-        ("megatron:d1p10t1", "megatron:d1p10t1"),
-    ],
-)
-def test_old_layouts_are_brought_up_to_date(old: str, new: str) -> None:
-    assert modern(old) == new
-    parse_role(new) if "+" not in new else parse(new)
+def test_older_layouts_name_their_backends_and_leave_degrees_of_1_out() -> None:
+    for old, new in {
+        "sglang:d4p1t1+d4p1t1": "sglang:d4+fsdp:d4",
+        "sglang.d4p1t1+d2t2": "sglang:d4+fsdp:d2t2",
+        "vllm:d2t2+d1p2t2": "vllm:d2t2+megatron:d1p2t2",
+        "sglang:d1t1p1+fsdp:d1t1p1": "sglang:d1+fsdp:d1",
+        f"sglang:d4t4+{FOLDED}": f"sglang:d4t4+{FOLDED}",
+        "megatron:d1p10t1": "megatron:d1p10t1",
+    }.items():
+        assert modern(old) == new
+        parse_role(new) if "+" not in new else parse(new)
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "layout"),
-    [
+def test_other_trainers_degrees_become_megatrons(tmp_path: Path) -> None:
+    text = "actor: {path: Qwen/Qwen2.5-1.5B, gradient_checkpointing: true}\n"
+    sides = "sglang[rollout]:d8|{}[actor]:d4t2"
+    for words, key, layout in (
         (["allocation_mode=vllm:d4t2+fsdp:d8"], "allocation_mode", "vllm:d4t2+megatron:d8"),
-        (["allocation_mode=sglang[rollout]:d8|fsdp[actor]:d4t2"], "allocation_mode", "sglang[rollout]:d8|megatron[actor]:d4t2"),
+        ([f"allocation_mode={sides.format('fsdp')}"], "allocation_mode", sides.format("megatron")),
         (["allocation_mode=sglang:d4p1t1+d2c2"], "allocation_mode", "sglang:d4+megatron:d2c2"),
         (["actor.backend=fsdp:d4c2", "rollout.backend=vllm:d8"], "actor.backend", "megatron:d4c2"),
         (["actor.backend=archon:d2p2t2", "rollout.backend=vllm:d8"], "actor.backend", "megatron:d2p2t2"),
-    ],
-)  # fmt: skip
-def test_other_trainers_degrees_become_megatrons(words: list[str], key: str, layout: str, tmp_path: Path) -> None:
-    text = "actor: {path: Qwen/Qwen2.5-1.5B, gradient_checkpointing: true}\n"
-    conversion = convert_text("areal", tmp_path, text, *words)
-    assert conversion.recipe[key] == layout
-    assert "Megatron-Core trains in its place" in conversion[key].note
-    assert conversion.recipe["actor.megatron.recompute"] == "full"
-    assert conversion.unsupported() == set()
-    assert any("fivefold plan RECIPE --search" in note for note in conversion.report.notes)
+    ):
+        conversion = convert_text("areal", tmp_path, text, *words)
+        assert conversion.recipe[key] == layout
+        assert "Megatron-Core trains in its place" in conversion[key].note, words
+        assert conversion.recipe["actor.megatron.recompute"] == "full", words
+        assert conversion.unsupported() == set(), words
+        assert any("fivefold plan RECIPE --search" in note for note in conversion.report.notes), words
 
 
 def test_options_of_an_engine_that_does_not_train_have_no_effect(tmp_path: Path) -> None:
@@ -121,20 +136,53 @@ def test_options_of_an_engine_that_does_not_train_have_no_effect(tmp_path: Path)
     assert "actor.megatron.virtual_pipeline_parallel_size" not in conversion.recipe
 
 
-def test_a_full_recipe_keeps_its_values() -> None:
+def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
     conversion = convert_fixture("areal", "areal_grpo_fsdp.yaml")
-    expected = {
+    assert conversion.recipe == {
         "experiment_name": "sums-grpo",
+        "trial_name": "first",
         "seed": 3,
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 8,
         "cluster.fileroot": "/scratch/runs",
+        "total_train_epochs": 4,
         "allocation_mode": "sglang:d4+megatron:d4",
-        "actor.optimizer.lr": 2e-5,
+        "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "actor.dtype": "bfloat16",
+        "actor.init_from_scratch": False,
         "actor.mb_spec.max_tokens_per_mb": 9216,
+        "actor.optimizer.lr": 2e-5,
+        "actor.optimizer.weight_decay": 0.02,
+        "actor.optimizer.beta1": 0.9,
+        "actor.optimizer.beta2": 0.95,
+        "actor.optimizer.eps": 1e-8,
+        "actor.optimizer.lr_scheduler_type": "constant",
+        "actor.optimizer.warmup_steps_proportion": 0.01,
+        "actor.optimizer.gradient_clipping": 1.0,
+        "actor.ppo_n_minibatches": 2,
+        "actor.eps_clip": 0.3,
+        "actor.kl_ctl": 0.0,
+        "actor.recompute_logprob": True,
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "group",
+        "actor.reward_scaling": 8.0,
+        "actor.reward_bias": -0.5,
         "actor.reward_clip": 20.0,  # AReaL's default
+        "rollout.memory_fraction": 0.7,
+        "gconfig.n_samples": 6,
+        "gconfig.max_new_tokens": 512,
+        "gconfig.min_new_tokens": 0,
+        "gconfig.greedy": False,
         "gconfig.temperature": 0.9,
+        "train_dataset.path": "openai/gsm8k",
+        "train_dataset.batch_size": 48,
+        "train_dataset.shuffle": True,
+        "train_dataset.max_length": 700,
+        "valid_dataset.path": "openai/gsm8k",
         "valid_dataset.split": "test",
+        "valid_dataset.max_length": 700,
+        "evaluator.freq_steps": 20,
     }
-    assert conversion.recipe.items() >= expected.items()
     assert conversion.unsupported() == {
         "async_training",
         "rollout.max_head_offpolicyness",
@@ -142,40 +190,82 @@ def test_a_full_recipe_keeps_its_values() -> None:
         "actor.behav_imp_weight_cap",
         "saver.freq_epochs",
     }
-    # Interpolated values are compared with what they repeat.
+    # `${gconfig.n_samples}` is filled in before the group's size is compared with the number of samples.
     assert conversion["actor.group_size"].outcome == "implied"
     assert conversion["ref.path"].note.startswith("no reference model is loaded")
 
 
-RECOMPUTE = "actor.recompute_logprob"
+def test_ppo_with_a_critic_and_lora() -> None:
+    conversion = convert_fixture("areal", "areal_ppo.yaml")
+    assert conversion.recipe == {
+        "experiment_name": "with-critic",
+        "trial_name": "t",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 4,
+        "actor.path": "Qwen/Qwen2.5-0.5B",
+        "actor.backend": "megatron:d2",
+        "actor.optimizer.lr": 1e-3,  # this and the next three are AReaL's defaults
+        "actor.optimizer.warmup_steps_proportion": 0.001,
+        "actor.ppo_n_minibatches": 4,
+        "actor.reward_clip": 20.0,
+        "actor.recompute_logprob": False,
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "none",
+        "actor.reward_scaling": 4 / 3,
+        "rollout.backend": "vllm:d2",
+        "gconfig.n_samples": 4,
+        "gconfig.max_new_tokens": 128,
+        "train_dataset.path": "data/train.parquet",
+        "train_dataset.batch_size": 8,
+    }
+    assert conversion.unsupported() == {
+        "actor.adv_norm.mean_level",
+        "actor.adv_norm.std_level",
+        "actor.use_lora",
+        "critic.backend",
+        "critic.path",
+        "critic.optimizer.lr",
+    }
+    assert "no critic" in conversion["critic.optimizer.lr"].note
+    assert "LoRA" in conversion["actor.use_lora"].note
+    key = "critic.scheduling_strategy.type"
+    assert key in convert_fixture("areal", "areal_ppo.yaml", overrides=[f"{key}=colocation"]).unsupported()
 
 
-@pytest.mark.parametrize(
-    ("words", "written", "outcome"),
-    [
+def test_a_mean_that_leaves_one_out_is_exact_up_to_a_factor() -> None:
+    """r_i less the mean of the 3 others is 4/3 times r_i less the mean of all 4."""
+    conversion = convert_fixture("areal", "areal_ppo.yaml")
+    rewards = [1.0, 0.0, 0.0, 0.5]
+    for place, reward in enumerate(rewards):
+        others = [other for index, other in enumerate(rewards) if index != place]
+        left_out = reward - sum(others) / 3
+        ours = conversion.recipe["actor.reward_scaling"] * (reward - sum(rewards) / 4)
+        assert ours == pytest.approx(left_out)
+
+
+def test_areal_says_whether_old_log_probs_are_computed(tmp_path: Path) -> None:
+    key = "actor.recompute_logprob"
+    cases: list[tuple[list[str], bool | None, str]] = [
         # AReaL's old log-probs are the inference engine's, unless told otherwise.
         ([], False, "mapped"),
         (["actor.use_decoupled_loss=false"], False, "mapped"),
-        (["actor.recompute_logprob=true"], True, "mapped"),
-        (["actor.recompute_logprob=true", "actor.use_decoupled_loss=true"], True, "mapped"),
+        ([f"{key}=true"], True, "mapped"),
+        ([f"{key}=true", "actor.use_decoupled_loss=true"], True, "mapped"),
         # The decoupled loss computes them anyway.
         (["actor.use_decoupled_loss=true"], None, "implied"),
-        (["actor.recompute_logprob=false", "actor.use_decoupled_loss=true"], None, "implied"),
-        # The rollout's log-probs are of a cut distribution.
+        ([f"{key}=false", "actor.use_decoupled_loss=true"], None, "implied"),
+        # The rollout's log-probs are those of a distribution that top_p or top_k has cut.
         (["gconfig.top_p=0.9"], None, "unsupported"),
         (["gconfig.top_k=50"], None, "unsupported"),
-        (["gconfig.top_p=0.9", "actor.recompute_logprob=true"], True, "mapped"),
-    ],
-)
-def test_old_log_probs_are_whose_areal_says(
-    words: list[str], written: bool | None, outcome: str, tmp_path: Path
-) -> None:
-    conversion = convert_text("areal", tmp_path, "actor: {path: some/model}\n", *words)
-    assert conversion.recipe.get(RECOMPUTE) is written
-    assert conversion[RECOMPUTE].outcome == outcome
+        (["gconfig.top_p=0.9", f"{key}=true"], True, "mapped"),
+    ]
+    for words, written, outcome in cases:
+        conversion = convert_text("areal", tmp_path, "actor: {path: some/model}\n", *words)
+        assert conversion.recipe.get(key) is written, words
+        assert conversion[key].outcome == outcome, words
 
 
-def test_a_split_is_of_a_hub_name_not_of_a_file(tmp_path: Path) -> None:
+def test_a_hub_name_has_a_split_and_a_file_has_none(tmp_path: Path) -> None:
     text = "train_dataset: {path: openai/gsm8k, split: main}\nvalid_dataset: {path: data/test.jsonl}\n"
     recipe = convert_text("areal", tmp_path, text).recipe
     assert recipe["train_dataset.split"] == "main"
@@ -187,28 +277,7 @@ def test_a_group_of_another_size_is_unsupported() -> None:
     assert "actor.reward_norm.group_size" in conversion.unsupported()
 
 
-def test_leave_one_out_is_exact_up_to_a_factor() -> None:
-    """r_i less the mean of the 3 others is 4/3 times r_i less the mean of all 4."""
-    conversion = convert_fixture("areal", "areal_ppo.yaml")
-    rewards = [1.0, 0.0, 0.0, 0.5]
-    for place, reward in enumerate(rewards):
-        others = [other for index, other in enumerate(rewards) if index != place]
-        left_out = reward - sum(others) / 3
-        ours = conversion.recipe["actor.reward_scaling"] * (reward - sum(rewards) / 4)
-        assert ours == pytest.approx(left_out)
-    assert conversion.recipe["actor.reward_norm.std_level"] == "none"
-
-
-def test_critics_and_lora_are_unsupported_with_the_reason() -> None:
-    conversion = convert_fixture("areal", "areal_ppo.yaml")
-    assert "no critic" in conversion["critic.optimizer.lr"].note
-    assert "LoRA" in conversion["actor.use_lora"].note
-    assert {"critic.backend", "critic.path", "actor.use_lora"} <= conversion.unsupported()
-    conversion = convert_fixture("areal", "areal_ppo.yaml", overrides=["critic.scheduling_strategy.type=colocation"])
-    assert "critic.scheduling_strategy.type" in conversion.unsupported()
-
-
-def test_steps_and_roles_that_share_devices(tmp_path: Path) -> None:
+def test_an_actor_that_is_scheduled_onto_the_rollout_shares_its_devices(tmp_path: Path) -> None:
     text = """
     cluster: {n_nodes: 1, n_gpus_per_node: 8}
     actor:

@@ -4,64 +4,91 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dialect_conversion import convert_fixture, convert_text
-
-from fivefold.importing.recipe import convert
+from dialect_conversion import convert_files, convert_fixture, convert_text, convert_words
 
 TREE = "trainer.trainer_config."
 
 
 def test_grpo_with_devices_for_explorer_and_trainer() -> None:
     conversion = convert_fixture("trinity", "trinity_grpo.yaml", environment={"CHECKPOINTS": "/scratch"})
-    expected = {
+    assert conversion.recipe == {
         "experiment_name": "sums",
         "trial_name": "grpo-small",
-        "cluster.fileroot": "/scratch",
         "cluster.n_nodes": 2,
-        "rollout.backend": "vllm:d2t2",
+        "cluster.n_gpus_per_node": 4,
+        "cluster.fileroot": "/scratch",
+        "total_train_epochs": 3,
+        "saver.freq_steps": 80,
+        "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
         "actor.backend": "megatron:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
+        "actor.mb_spec.max_tokens_per_mb": 2 * 12288,  # the budget of each of 2 context shards
+        "actor.megatron.recompute": "full",
+        "actor.optimizer.lr": 4e-6,
+        "actor.optimizer.beta1": 0.9,
+        "actor.optimizer.beta2": 0.95,
+        "actor.optimizer.gradient_clipping": 1.0,
+        "actor.c_clip": 3.0,
+        "actor.kl_in": "loss",
+        "actor.kl_ctl": 0.004,
+        "actor.kl_estimator": "k3",
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "group",
+        "rollout.backend": "vllm:d2t2",
+        "rollout.dtype": "bfloat16",
         "rollout.colocate": False,
         "gconfig.n_samples": 6,
         "gconfig.max_new_tokens": 768,
         "gconfig.temperature": 0.9,
-        "train_dataset.max_length": 1280 - 768,
         "train_dataset.path": "openai/gsm8k:main",
+        "train_dataset.split": "train",
+        "train_dataset.batch_size": 96,
+        "train_dataset.max_length": 1280 - 768,
         "train_dataset.prompt_key": "question",
         "train_dataset.answer_key": "answer",
-        "train_dataset.batch_size": 96,
         "valid_dataset.path": "openai/gsm8k:main",
         "valid_dataset.split": "test",
-        "actor.mb_spec.max_tokens_per_mb": 2 * 12288,
-        "actor.kl_in": "loss",
-        "actor.kl_estimator": "k3",
-        "actor.kl_ctl": 0.004,
-        "actor.optimizer.lr": 4e-6,
-        "actor.optimizer.beta2": 0.95,
+        "valid_dataset.max_length": 1280 - 768,
+        "valid_dataset.prompt_key": "question",
+        "valid_dataset.answer_key": "answer",
         "evaluator.freq_steps": 40,
-        "saver.freq_steps": 80,
-        "total_train_epochs": 3,
     }
-    assert conversion.recipe.items() >= expected.items()
     second = "buffer.explorer_input.eval_tasksets.1."
-    assert {second + "name", second + "path"} <= conversion.unsupported()
-
-
-def test_ppo_on_megatron() -> None:
-    """8 devices less 4 engines: 4 for training. Experts are split as attention: e2 * t2 fill a stage of 4."""
-    conversion = convert_fixture("trinity", "trinity_ppo_megatron.yaml")
-    expected = {
-        "actor.backend": "megatron:(attn:d2t2|ffn:d1t2e2)",
-        "rollout.backend": "vllm:d4",
-        "actor.megatron.recompute": "full",
-        "actor.mb_spec.max_tokens_per_mb": 3 * (256 + 1024),
-        "train_dataset.path": "./data/train.jsonl",
+    assert conversion.unsupported() == {
+        *(second + name for name in ("name", "storage_type", "path", "split")),
+        "explorer.rollout_model.enforce_eager",
     }
-    assert conversion.recipe.items() >= expected.items()
+
+
+def test_ppo_with_a_critic_on_megatron() -> None:
+    conversion = convert_fixture("trinity", "trinity_ppo_megatron.yaml")
+    assert conversion.recipe == {
+        "experiment_name": "sums",
+        "trial_name": "ppo-megatron",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 8,
+        "total_train_epochs": 1,
+        "actor.path": "Qwen/Qwen3-30B-A3B",
+        # 8 devices less the explorer's 4. Experts are split as attention is: e2 * t2 fill the 4.
+        "actor.backend": "megatron:(attn:d2t2|ffn:d1t2e2)",
+        "actor.mb_spec.max_tokens_per_mb": 3 * (256 + 1024),
+        "actor.megatron.recompute": "full",
+        "actor.c_clip": 3.0,
+        "actor.kl_in": "loss",
+        "actor.kl_ctl": 0.001,  # Trinity-RFT's default, as is the estimator
+        "actor.kl_estimator": "k2",
+        "rollout.backend": "vllm:d4",
+        "rollout.colocate": False,
+        "gconfig.n_samples": 4,
+        "gconfig.max_new_tokens": 1024,
+        "train_dataset.path": "./data/train.jsonl",
+        "train_dataset.batch_size": 64,
+        "train_dataset.max_length": 256,
+    }
     critic = {entry.key for entry in conversion.report.entries if entry.key.startswith(TREE + "critic.")}
     assert len(critic) == 14
     filled = {key for key in critic if conversion[key].value is not None}
-    assert {"algorithm.algorithm_type", "synchronizer.sync_interval", *filled} <= conversion.unsupported()
-    # A reference is loaded only for a KL term.
+    assert conversion.unsupported() == {"algorithm.algorithm_type", "synchronizer.sync_interval", *filled}
+    # The reference is laid out as the actor, so the keys of its layout have no effect.
     reference = [entry for entry in conversion.report.entries if entry.key.startswith(TREE + "actor_rollout_ref.ref.")]
     assert reference
     assert {entry.outcome for entry in reference} == {"implied"}
@@ -77,14 +104,12 @@ def test_the_trainers_file_may_stand_apart(tmp_path: Path) -> None:
         "actor_rollout_ref: {actor: {strategy: megatron, megatron: {tensor_model_parallel_size: 3}}}\n",
         encoding="utf-8",
     )
-    recipe, report = convert("trinity", [run], [], {})
-    (path,) = [entry for entry in report.entries if entry.key == "trainer.trainer_config_path"]
-    assert path.outcome == "unsupported"
-    recipe, report = convert("trinity", [run, trainer], [], {})
-    (path,) = [entry for entry in report.entries if entry.key == "trainer.trainer_config_path"]
-    assert path.outcome == "implied"
-    # The number of nodes is not written, so neither is that of the replicas.
-    assert recipe["actor"]["backend"] == "megatron:d*t3"
+    path = "trainer.trainer_config_path"
+    assert convert_files("trinity", [run], [], {})[path].outcome == "unsupported"
+    conversion = convert_files("trinity", [run, trainer], [], {})
+    assert conversion[path].outcome == "implied"
+    # The number of nodes is not written, so the number of replicas is not known.
+    assert conversion.recipe["actor.backend"] == "megatron:d*t3"
 
 
 def test_interpolations_of_the_trainers_file_stay_in_it(tmp_path: Path) -> None:
@@ -94,13 +119,52 @@ def test_interpolations_of_the_trainers_file_stay_in_it(tmp_path: Path) -> None:
         "data: {clip: 0.1}\nactor_rollout_ref: {actor: {grad_clip: '${data.clip}', ppo_epochs: '${.epochs}', epochs: 2}}\n",
         encoding="utf-8",
     )
-    recipe, _ = convert("trinity", [run, trainer], [], {})
-    assert recipe["actor"]["optimizer"]["gradient_clipping"] == 0.1
-    assert recipe["actor"]["ppo_epochs"] == 2
+    recipe = convert_files("trinity", [run, trainer], [], {}).recipe
+    assert recipe["actor.optimizer.gradient_clipping"] == 0.1
+    assert recipe["actor.ppo_epochs"] == 2
 
 
-def test_keys_of_the_first_releases(tmp_path: Path) -> None:
+def test_keys_of_the_first_releases_are_read_by_their_later_names(tmp_path: Path) -> None:
     text = "model: {model_path: some/model}\ndata: {dataset_path: a.jsonl}\nexplorer: {engine_num: 3}\n"
     recipe = convert_text("trinity", tmp_path, text).recipe
     assert recipe["train_dataset.path"] == "a.jsonl"
     assert recipe["rollout.backend"].endswith(":d3")
+
+
+def test_trinitys_own_keys_override_those_of_the_tree() -> None:
+    loss = "algorithm.policy_loss_fn_args."
+    actor = TREE + "actor_rollout_ref.actor."
+    devices = ["cluster.node_num=2", "cluster.gpu_per_node=8", "explorer.rollout_model.engine_num=8"]
+    recipe = convert_words(
+        "trinity",
+        *devices,
+        f"{loss}clip_range_low=0.1",
+        f"{loss}clip_range_high=0.3",
+        f"{actor}clip_ratio=0.4",
+        "trainer.trainer_strategy=megatron",
+        "trainer.megatron.tensor_model_parallel_size=4",
+        f"{actor}strategy=fsdp",
+        f"{actor}megatron.tensor_model_parallel_size=2",
+        "trainer.max_token_len_per_gpu=1000",
+        f"{actor}ppo_micro_batch_size_per_gpu=3",
+    ).recipe
+    assert (recipe["actor.eps_clip"], recipe["actor.eps_clip_higher"]) == (0.1, 0.3)
+    assert recipe["actor.backend"] == "megatron:d2t4"
+    assert recipe["actor.mb_spec.max_tokens_per_mb"] == 1000
+    assert convert_words("trinity", f"{actor}clip_ratio=0.4").recipe["actor.eps_clip"] == 0.4
+
+
+def test_the_kl_term_is_a_loss_or_a_penalty() -> None:
+    loss, penalty = "algorithm.kl_loss_fn", "algorithm.kl_penalty_fn"
+    for words, place, weight, estimator in (
+        (["algorithm.algorithm_type=grpo"], "loss", 0.001, "k2"),
+        (["algorithm.algorithm_type=dapo"], None, None, None),
+        ([f"{loss}=none"], None, None, None),
+        ([f"{loss}=none", f"{penalty}=k1", f"{penalty}_args.kl_coef=0.1"], "reward", 0.1, "k1"),
+        # The first releases had it in verl's tree.
+        ([f"{TREE}actor_rollout_ref.actor.use_kl_loss=True"], "loss", 0.001, "k3"),
+    ):
+        recipe = convert_words("trinity", *words).recipe
+        written = tuple(recipe.get(f"actor.{name}") for name in ("kl_in", "kl_ctl", "kl_estimator"))
+        assert written == (place, weight, estimator), words
+    assert convert_words("trinity", f"{penalty}=k1").unsupported() >= {penalty}

@@ -1,0 +1,199 @@
+"""Importing: which values the recipe takes, which it gives back, and when nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dialect_conversion import ENVIRONMENT, FIXTURES, convert_text
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import TrainRecipe
+from fivefold.importing.framework import Framework
+from fivefold.importing.recipe import import_recipe, split_arguments
+
+VERL_IN_SHORT = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
+
+
+def test_strict_refuses_unsupported_keys_and_accepts_all_others(tmp_path: Path) -> None:
+    output, fixture = tmp_path / "recipe.yaml", FIXTURES / "verl_ppo_fsdp.sh"
+    with pytest.raises(ValueError, match=r"(?s)--strict.*critic\.optim\.lr: there is no critic") as caught:
+        import_recipe("verl", [fixture], [], output, strict=True, environment=ENVIRONMENT)
+    assert "algorithm.adv_estimator" in str(caught.value)
+    words = [*VERL_IN_SHORT, "algorithm.adv_estimator=grpo", "data.new_key=1"]
+    with pytest.raises(ValueError, match=r"^1 key is unsupported"):
+        import_recipe("verl", [], words, output, strict=True, environment={})
+    assert not output.exists()
+    moe = FIXTURES / "areal_moe_megatron.yaml"
+    import_recipe("areal", [moe], ["rollout.backend=sglang:d4"], output, strict=True, environment=ENVIRONMENT)
+    assert output.exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file, not a folder", encoding="utf-8")
+    for place, reason in {
+        "": "is a folder",
+        "file/recipe.yaml": "file is a file",
+        "file/deeper/recipe.yaml": "file is a file",
+        "r" * 300: "File name too long",
+        "r" * 300 + "/recipe.yaml": "File name too long",
+    }.items():
+        output = tmp_path / place
+        with pytest.raises(ValueError, match=reason) as caught:
+            import_recipe("verl", [], VERL_IN_SHORT, output, overwrite=True, environment={})
+        assert f"-o {output}" in str(caught.value)
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to import"):
+        import_recipe("verl", [], [], tmp_path / "recipe.yaml")
+
+
+def test_arguments_are_files_or_overrides(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b.yaml"
+    odd.write_text("a: 1\n", encoding="utf-8")
+    files, overrides = split_arguments(["run.sh", "a.b=c", "+d=e", str(odd), "x/y=z.yaml"])
+    assert files == [Path("run.sh"), odd]
+    assert overrides == ["a.b=c", "+d=e", "x/y=z.yaml"]
+    too_long_for_a_file = "a.b=" + "c" * 300
+    assert split_arguments([too_long_for_a_file]) == ([], [too_long_for_a_file])
+
+
+def test_texts_that_look_like_something_else_stay_texts(tmp_path: Path) -> None:
+    source, output = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    for name in ("1e-06", "2e5", "1_0e3", "12:30", "007", "null", "on", "-1e3"):
+        quoted = json.dumps(name)
+        source.write_text(
+            f"trainer: {{experiment_name: {quoted}, project_name: p}}\n"
+            f"data: {{train_files: {quoted}, val_files: {quoted}, prompt_key: {quoted}}}\n"
+            "actor_rollout_ref: {model: {path: m}}\n",
+            encoding="utf-8",
+        )
+        import_recipe("verl", [source], [], output, overwrite=True, environment={})
+        recipe = load_recipe(output, [], TrainRecipe)
+        assert recipe.trial_name == name.replace(":", "-").strip("-")
+        assert recipe.train_dataset.path == recipe.train_dataset.prompt_key == name
+        assert recipe.valid_dataset is not None
+        assert recipe.valid_dataset.path == name
+
+
+def test_a_number_as_the_name_of_a_run_is_written_as_a_text(tmp_path: Path) -> None:
+    output = tmp_path / "recipe.yaml"
+    import_recipe("verl", [], [*VERL_IN_SHORT, "trainer.experiment_name=1e-6"], output, environment={})
+    assert load_recipe(output, [], TrainRecipe).trial_name == "1e-06"
+
+
+def test_interpolations_that_lead_nowhere_are_not_written(tmp_path: Path) -> None:
+    cases: list[tuple[Framework, str, str]] = [
+        ("areal", "gconfig.stop", "'${'"),
+        ("areal", "gconfig.stop", "'[a, ${nowhere}]'"),
+        ("areal", "actor.path", "'${'"),
+        ("areal", "actor.path", "'[a, ${nowhere}]'"),
+        ("verl", "data.train_files", "['${data.none}/a.parquet', b.parquet]"),
+    ]
+    for framework, key, value in cases:
+        conversion = convert_text(framework, tmp_path, f"{key}: {value}\n")
+        assert key in conversion.unsupported(), (key, value)
+        assert "${" not in str(conversion.recipe), (key, value)
+        assert conversion.report.to_give == ("actor.path", "train_dataset.path"), (key, value)
+
+
+def test_unknown_keys_are_unsupported_and_empty_ones_imply_the_default(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, "pretrain: some/model\nbrand_new: 3\nbrand_empty: ~\n")
+    assert conversion["brand_new"].outcome == "unsupported"
+    assert conversion["brand_empty"].outcome == "implied"
+    assert "not a key of ROLL" in conversion["brand_new"].note
+
+
+def test_a_value_that_the_source_leaves_open_is_left_to_the_user(tmp_path: Path) -> None:
+    conversion = convert_text("verl", tmp_path, "actor_rollout_ref: {model: {path: '???'}}\n")
+    assert conversion["actor_rollout_ref.model.path"].outcome == "unsupported"
+    assert conversion.recipe["actor.path"] == "???"
+    assert "actor.path" in conversion.report.to_give
+
+
+def test_values_that_a_script_does_not_know_are_unsupported_or_carry_a_note(tmp_path: Path) -> None:
+    text = "python3 -m t data.train_files=$DATA trainer.experiment_name=run-$(date) trainer.nnodes=$NODES"
+    conversion = convert_text("verl", tmp_path, text)
+    assert conversion["data.train_files"].outcome == "unsupported"
+    assert "DATA=" in conversion["data.train_files"].note
+    assert conversion["trainer.experiment_name"].outcome == "mapped"
+    assert "not run" in conversion["trainer.experiment_name"].note
+    assert conversion["trainer.nnodes"].outcome == "unsupported"
+    assert conversion.report.to_give == ("actor.path", "train_dataset.path")
+
+
+def test_values_that_the_recipe_refuses_are_taken_back(tmp_path: Path) -> None:
+    rollout, actor = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+    cases: list[tuple[Framework, str, str, dict[str, object]]] = [
+        # A value that is out of range, and values of another type.
+        ("verl", f"python3 -m t {rollout}top_p=1.5", f"{rollout}top_p", {}),
+        ("areal", "actor: {eps_clip: wide}", "actor.eps_clip", {}),
+        ("areal", "gconfig: {stop_token_ids: [3, -1]}", "gconfig.stop_token_ids", {}),
+        (
+            "areal",
+            "actor: {megatron: {ddp: {overlap_grad_reduce: often}}}",
+            "actor.megatron.ddp.overlap_grad_reduce",
+            {},
+        ),
+        # Greedy sampling gives a group of equal responses.
+        ("areal", "gconfig: {greedy: true}", "gconfig.greedy", {}),
+        # Two keys that contradict one another. The estimator k1 has no gradient in a loss.
+        (
+            "verl",
+            f"python3 -m t {actor}use_kl_loss=True {actor}kl_loss_type=kl",
+            f"{actor}kl_loss_type",
+            {"actor.kl_in": "loss"},
+        ),
+        # The rollout's log-probabilities are those of a distribution that top_p has cut.
+        (
+            "areal",
+            "actor: {recompute_logprob: false}\ngconfig: {top_p: 0.9}",
+            "actor.recompute_logprob",
+            {"gconfig.top_p": 0.9},
+        ),
+        (
+            "areal",
+            "actor: {ppo_n_minibatches: 3}\ntrain_dataset: {batch_size: 8}",
+            "actor.ppo_n_minibatches",
+            {"train_dataset.batch_size": 8},
+        ),
+        (
+            "areal",
+            "eval_gconfig: {greedy: true, n_samples: 4}\nvalid_dataset: {path: a.jsonl}",
+            "eval_gconfig.n_samples",
+            {"evaluator.greedy": True},
+        ),
+        (
+            "areal",
+            "gconfig: {min_new_tokens: 9, max_new_tokens: 8}",
+            "gconfig.min_new_tokens",
+            {"gconfig.max_new_tokens": 8},
+        ),
+    ]
+    for framework, text, key, kept in cases:
+        conversion = convert_text(framework, tmp_path, text)
+        assert conversion[key].outcome == "unsupported", text
+        assert conversion.recipe.items() >= kept.items(), text
+
+
+def test_values_without_effect_are_implied(tmp_path: Path) -> None:
+    taskset = "buffer.explorer_input.taskset"
+    cases: list[tuple[Framework, str, str, str]] = [
+        ("verl", "trainer: {test_freq: 5}", "trainer.test_freq", "held-out"),
+        ("areal", "actor: {optimizer: {min_lr_ratio: 0.1}}", "actor.optimizer.min_lr_ratio", "constant"),
+        (
+            "areal",
+            "eval_gconfig: {greedy: true, temperature: 0.6}\nvalid_dataset: {path: a.jsonl}",
+            "eval_gconfig.temperature",
+            "greedy",
+        ),
+        ("areal", "valid_dataset: {path: a.jsonl, batch_size: 4}", "valid_dataset.batch_size", "at once"),
+        ("areal", "train_dataset: {path: a.parquet, split: train}", "train_dataset.split", "one file"),
+        ("trinity", f"{taskset}.path: a.jsonl\n{taskset}.split: train", f"{taskset}.split", "one file"),
+    ]
+    for framework, text, key, note in cases:
+        conversion = convert_text(framework, tmp_path, text)
+        assert conversion[key].outcome == "implied", text
+        assert note in conversion[key].note, text
