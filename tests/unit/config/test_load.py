@@ -1,4 +1,4 @@
-"""Recipes from files and overrides: what is accepted, and what every mistake is told."""
+"""Recipes from files and overrides: the values that are accepted, and the message of every mistake."""
 
 from __future__ import annotations
 
@@ -52,29 +52,19 @@ def test_defaults_come_from_the_schema(write: Any) -> None:
     ("override", "expected"),
     [
         ("actor.optimizer.lr=1e-5", 1e-5),
-        ("actor.optimizer.lr=3E-4", 3e-4),
         ("actor.optimizer.lr=1", 1.0),
         ("actor.backend=megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"),
-        ("rollout.backend=sglang:d4t4", "sglang:d4t4"),
-        ("actor.backend=megatron:d*t2", "megatron:d*t2"),
-        (
-            "allocation_mode=sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)",
-            "sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)",
-        ),
         ("actor.megatron.use_deterministic_algorithms=True", True),
         ("gconfig.stop=['\\n', \"x #y\"]", ["\\n", "x #y"]),
-        ("gconfig.stop_token_ids=[1, 2]", [1, 2]),
         ("reward.kwargs={tolerance: 1e-3, deep: {a: [1]}}", {"tolerance": 1e-3, "deep": {"a": [1]}}),
         ("reward.kwargs.tolerance=0.5", {"tolerance": 0.5}),
-        ("actor.megatron.transformer.moe_aux_loss_coeff=1e-3", 1e-3),
-        ("tokenizer_path=null", None),
         ("tokenizer_path=", None),
         ("tokenizer_path=a=b", "a=b"),
         ("tokenizer_path='8'", "8"),
         ("total_train_steps=1_000", 1000),
     ],
 )
-def test_overrides_are_typed_as_yaml(write: Any, override: str, expected: Any) -> None:
+def test_overrides_have_the_types_of_yaml(write: Any, override: str, expected: Any) -> None:
     recipe = load_recipe(write(MINIMAL), [override], TrainRecipe).model_dump()
     keys = override.partition("=")[0].split(".")
     for key in keys[:-1] if isinstance(expected, dict) and keys[-1] in expected else keys:
@@ -107,12 +97,12 @@ def test_interpolation_reaches_values_overrides_and_defaults(write: Any) -> None
         ("tokenizer_path: ${open", "tokenizer_path: "),
     ],
 )
-def test_interpolations_that_lead_nowhere(write: Any, line: str, expected: str) -> None:
+def test_an_interpolation_that_cannot_be_filled_in_is_a_problem(write: Any, line: str, expected: str) -> None:
     (problem,) = problems(write(MINIMAL + line + "\n"))
     assert problem.startswith(expected)
 
 
-def test_all_that_is_unfilled_is_listed(write: Any) -> None:
+def test_all_values_that_are_missing_are_listed(write: Any) -> None:
     text = MINIMAL + "trial_name: ${x}\nreward: {kwargs: {deep: [1, '???', '${y}']}}\n"
     assert problems(write(text), "bad") == (
         "override 'bad': there is no `=`; write key=value",
@@ -126,21 +116,18 @@ def test_all_that_is_unfilled_is_listed(write: Any) -> None:
     ("text", "expected"),
     [
         ("", "the file is empty"),
-        ("# only a comment\n", "the file is empty"),
         ("- a\n- b\n", "a recipe is a mapping of keys to values, not a sequence"),
-        ("just text\n", "a recipe is a mapping of keys to values, not a scalar"),
         ("a: [1\n", "not YAML: "),
         ("a: b: c\n", "not YAML: mapping values are not allowed here in line 1, column 5"),
-        ("a: 1\n---\nb: 2\n", "not YAML: "),
         ("a: !!python/object:os.system {}\n", "not YAML: could not determine a constructor"),
     ],
 )
-def test_files_that_are_no_recipe(write: Any, text: str, expected: str) -> None:
+def test_a_file_that_is_no_recipe_is_refused(write: Any, text: str, expected: str) -> None:
     (problem,) = problems(write(text))
     assert problem.startswith(expected)
 
 
-def test_missing_files_and_folders(tmp_path: Path) -> None:
+def test_a_path_that_is_no_text_file_is_refused(tmp_path: Path) -> None:
     assert problems(tmp_path / "nowhere.yaml") == ("the recipe does not exist",)
     assert problems(tmp_path) == ("the recipe is a folder, not a file",)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -161,15 +148,13 @@ def test_every_duplicate_key_is_named_with_its_lines(write: Any) -> None:
     [
         ("seed", "override 'seed': there is no `=`; write key=value"),
         ("+seed=1", "override '+seed=1': no prefix is needed; write seed=..."),
-        ("++seed=1", "override '++seed=1': no prefix is needed; write seed=..."),
         ("--actor.path=x", "override '--actor.path=x': no prefix is needed; write actor.path=..."),
         ("=1", "override '=1': `` is not a key; write section.key=value"),
-        ("actor..path=1", "override 'actor..path=1': `actor..path` is not a key; write section.key=value"),
         ("seed=[1", "override 'seed=[1': the value is not YAML"),
         ("actor.path=x # y", "override 'actor.path=x # y': ` #` starts a comment in YAML"),
     ],
 )
-def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str) -> None:
+def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str, expected: str) -> None:
     (problem,) = problems(write(MINIMAL), override)
     assert problem.startswith(expected)
 
@@ -178,7 +163,6 @@ def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str)
     ("override", "expected"),
     [
         ("seeds=1", "seeds=1: unknown key; did you mean seed?"),
-        ("lr=1", "lr=1: unknown key; did you mean actor.optimizer.lr?"),
         ("actor.lr=1", "actor.lr=1: unknown key; did you mean actor.optimizer.lr?"),
         ("n_samples=4", "n_samples=4: unknown key; did you mean gconfig.n_samples or evaluator.n_samples?"),
         (
@@ -189,7 +173,6 @@ def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str)
         ("zzz=1", "zzz=1: unknown key"),
         ("seed='8'", "seed='8': must be a whole number, not a text; if it is one, drop the quotes"),
         ("seed=1.0", "seed=1.0: must be a whole number, not a fraction"),
-        ("seed=true", "seed=true: must be a whole number, not true or false"),
         ("seed=-1", "seed=-1: must be at least 0"),
         ("seed=", "seed=null: must be a whole number, not empty"),
         ("trial_name=3", 'trial_name=3: must be a text, not a number; quote it: "3"'),
@@ -197,68 +180,41 @@ def test_overrides_that_cannot_be_read(write: Any, override: str, expected: str)
             "trial_name=..",
             "trial_name='..': must consist of letters, digits, `_`, `.` and `-`, and begin with neither `.` nor `-`",
         ),
-        (
-            "actor.optimizer.lr=fast",
-            "actor.optimizer.lr='fast': must be a number, not a text; if it is one, drop the quotes",
-        ),
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr=inf: must be a finite number"),
         ("actor.optimizer.beta1=1", "actor.optimizer.beta1=1: must be less than 1"),
         ("gconfig.temperature=0", "gconfig.temperature=0: must be greater than 0"),
         ("gconfig.top_p=1.5", "gconfig.top_p=1.5: must be at most 1"),
         ("gconfig.greedy=1", "gconfig.greedy=1: must be true or false, not a number"),
-        ("gconfig.stop=x", "gconfig.stop='x': must be a list, not a text"),
         (
             "gconfig.stop_token_ids=[1, a]",
             "gconfig.stop_token_ids.1='a': must be a whole number, not a text; if it is one, drop the quotes",
         ),
-        ("reward.kwargs=3", "reward.kwargs=3: must be a mapping, not a number"),
         ("reward.kwargs={1: 2}", 'reward.kwargs.1=1: must be a text, not a number; quote it: "1"'),
         ("rollout=", "rollout=null: must be a section with keys of its own, not empty"),
-        ("rollout=[1]", "rollout=[1]: must be a section with keys of its own, not a list"),
-        ("cluster=[1]", "cluster=[1]: must be a section with keys of its own, not a list"),
-        (
-            "actor.optimizer=[{lr: 1}]",
-            "actor.optimizer=[{'lr': 1}]: must be a section with keys of its own, not a list",
-        ),
-        ("reward.kwargs=[1]", "reward.kwargs=[1]: must be a mapping, not a list"),
-        ("gconfig.stop={a: 1}", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
-        ("gconfig.stop.a=1", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
         ("rollout.device_mapping=0", "rollout.device_mapping=0: must be a text or a list, not a number"),
         (
             "rollout.device_mapping=[0, a]",
             "rollout.device_mapping.1='a': must be a whole number, not a text; if it is one, drop the quotes",
         ),
-        ("rollout.device_mapping=[-1]", "rollout.device_mapping.0=-1: must be at least 0"),
-        ("rollout=vllm", "rollout='vllm': must be a section with keys of its own, not a text"),
         ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
-        ("actor.kl_estimator=k4", "actor.kl_estimator='k4': must be 'k1', 'k2' or 'k3'"),
         (
             "actor.optimizer.lr_scheduler_type=cosin",
             "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear' or 'cosine'; did you mean cosine?",
         ),
-        ("train_dataset.batch_size=3", None),
         (
             "actor.ppo_n_minibatches=5",
             "train_dataset.batch_size=32 must be a multiple of actor.ppo_n_minibatches=5, so that groups stay whole",
         ),
-        ("gconfig.stop_token_ids=[-1]", "gconfig.stop_token_ids.0=-1: must be at least 0"),
         (
             "actor.megatron.transformer.moe_aux_los_coeff=1",
             "actor.megatron.transformer.moe_aux_los_coeff=1: unknown key; did you mean "
             "actor.megatron.transformer.moe_aux_loss_coeff?",
         ),
-        (
-            "actor.megatron.ddp.bucket_size=1.5",
-            "actor.megatron.ddp.bucket_size=1.5: must be a whole number, not a fraction",
-        ),
         ("actor.megatron.transformer.hidden_dropout=0.1", "actor.megatron.transformer.hidden_dropout=0.1: unknown key"),
     ],
 )
-def test_values_that_break_a_rule(write: Any, override: str, expected: str | None) -> None:
-    if expected is None:
-        load_recipe(write(MINIMAL), [override], TrainRecipe)
-    else:
-        assert problems(write(MINIMAL), override) == (expected,)
+def test_a_value_that_breaks_a_rule_is_refused(write: Any, override: str, expected: str) -> None:
+    assert problems(write(MINIMAL), override) == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +232,7 @@ def test_values_that_break_a_rule(write: Any, override: str, expected: str | Non
         (["actor.kl_ctl=0.1", "ref.device_mapping=0-3"], "ref.device_mapping=0-3 has no effect without ref.backend"),
     ],
 )
-def test_keys_that_would_have_no_effect_are_refused(write: Any, overrides: list[str], expected: str) -> None:
+def test_a_key_that_would_have_no_effect_is_refused(write: Any, overrides: list[str], expected: str) -> None:
     (problem,) = problems(write(MINIMAL), *overrides)
     assert expected in problem
 
@@ -304,19 +260,17 @@ def test_every_key_is_described(recipe: type[BaseModel]) -> None:
     ("text", "override", "expected"),
     [
         ("gconfig: [a]", None, "gconfig=['a']: must be a section with keys of its own, not a list"),
-        ("gconfig: {stop: {a: 1}}", None, "gconfig.stop={'a': 1}: must be a list, not a mapping"),
-        ("reward: {kwargs: [1]}", None, "reward.kwargs=[1]: must be a mapping, not a list"),
         ("reward: {kwargs: {a: 1}}", "reward.kwargs=[1]", "reward.kwargs=[1]: must be a mapping, not a list"),
         ("gconfig: {stop: [a]}", "gconfig.stop={a: 1}", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
         ("gconfig: {stop: [a]}", "gconfig.stop.a=1", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
         ("gconfig: [a]", "gconfig.seed.x=[1]", "gconfig.seed={'x': [1]}: unknown key; did you mean seed?"),
     ],
 )
-def test_lists_and_mappings_in_each_others_place(write: Any, text: str, override: str | None, expected: str) -> None:
+def test_a_list_is_no_mapping_and_a_mapping_no_list(write: Any, text: str, override: str | None, expected: str) -> None:
     assert problems(write(f"{MINIMAL}{text}\n"), *([override] if override else [])) == (expected,)
 
 
-def test_a_list_may_replace_a_mapping_where_either_will_do(write: Any) -> None:
+def test_a_list_may_replace_a_mapping_if_both_are_allowed(write: Any) -> None:
     path = write(MINIMAL + "reward: {kwargs: {a: {b: 1}, c: [1]}}\n")
     recipe = load_recipe(path, ["reward.kwargs={a: [2], c: {d: 3}}", "reward.kwargs.e=4"], TrainRecipe)
     assert recipe.reward.kwargs == {"a": [2], "c": {"d": 3}, "e": 4}
@@ -326,15 +280,13 @@ def test_a_list_may_replace_a_mapping_where_either_will_do(write: Any) -> None:
     ("override", "kind"),
     [
         (None, SFTRecipe),
-        ("train_dataset.response_key=answer", SFTRecipe),
         ("actor.megatron.transformer.moe_aux_loss_coeff=0.1", SFTRecipe),
         ("rollout.backend=vllm:d1", TrainRecipe),
-        ("gconfig={}", TrainRecipe),
         ("actor.eps_clip=0.1", TrainRecipe),
         ("allocation_mode=vllm:d1+megatron:d1", TrainRecipe),
     ],
 )
-def test_the_keys_say_which_kind_a_recipe_is(write: Any, override: str | None, kind: type[BaseModel]) -> None:
+def test_the_keys_decide_the_kind_of_a_recipe(write: Any, override: str | None, kind: type[BaseModel]) -> None:
     assert type(load_any_recipe(write(MINIMAL), [override] if override else [])) is kind
 
 
@@ -350,13 +302,13 @@ def test_the_keys_say_which_kind_a_recipe_is(write: Any, override: str | None, k
         ),
     ],
 )
-def test_a_slip_is_told_to_the_kind_that_was_meant(write: Any, override: str, expected: str) -> None:
+def test_a_misspelled_key_decides_the_kind_of_a_recipe_too(write: Any, override: str, expected: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_any_recipe(write(MINIMAL), [override])
     assert caught.value.problems == (expected,)
 
 
-def test_shipped_recipes_are_of_their_kind() -> None:
+def test_shipped_recipes_load_as_the_kind_of_their_command() -> None:
     recipes = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
     assert recipes
     for recipe in recipes:
@@ -378,7 +330,7 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
     )
 
 
-def test_the_message_counts_and_names_the_file(write: Any) -> None:
+def test_the_message_counts_the_problems_and_names_the_file(write: Any) -> None:
     path = write(MINIMAL)
     with pytest.raises(RecipeError, match=f"{path}: 2 problems\n- seed=-1"):
         load_recipe(path, ["seed=-1", "sed=1"], TrainRecipe)
@@ -386,7 +338,7 @@ def test_the_message_counts_and_names_the_file(write: Any) -> None:
         load_recipe(path, ["sed=1"], TrainRecipe)
 
 
-def test_keys_of_the_other_kind_of_recipe_say_so(write: Any) -> None:
+def test_a_key_of_the_other_kind_of_recipe_is_refused_with_its_command(write: Any) -> None:
     (problem,) = problems(write(MINIMAL), "gconfig.n_samples=4", schema=SFTRecipe)
     assert problem == "gconfig={'n_samples': 4}: unknown key; it belongs to a recipe of `fivefold train`"
     assert (

@@ -1,4 +1,4 @@
-"""The page with every key of a recipe is made from the schema of now."""
+"""The page with every key of a recipe, against the schema that it is generated from."""
 
 from __future__ import annotations
 
