@@ -40,6 +40,12 @@ SNIPPETS = {
              python3 -m t b=$B""",
     "nested if": """A=; if [ -z "$A" ]; then if [ "x" != "x" ]; then B=1; else B=2; fi; fi; python3 -m t b=$B""",
     "and, or": """A=1; [ "$A" = 2 ] && B=x || B=y; [[ $A -lt 3 ]] && C=z; ! false && D=w; python3 -m t b=$B c=$C d=$D""",
+    "negated tests": """A=; [ ! -n "$A" ] && B=x; [[ ! -z $A ]] || C=y; python3 -m t b=$B c=$C""",
+    "brackets in tests": """A=1; if [[ ( $A == 1 || $A == 2 ) && -n x ]]; then B=in; fi; [[ $A == 3 || $A == 1 ]] && C=or; python3 -m t b=$B c=$C""",
+    "arithmetic command": """A=2; ((A > 1)) && B=x || B=y; python3 -m t b=$B""",
+    "items of arrays": """L=(a b); python3 -m t x="${L[1]}" y="${L[5]}" z=$L w=$((MISSING + 1))""",
+    "group": """{ A=1; B=2; }; python3 -m t a=$A b=$B""",
+    "case with brackets": """M=y; case $M in (x|y) K=1;; (*) K=2;; esac; python3 -m t k=$K""",
     "case": """M=qwen3-moe; case "$M" in llama*) K=1;; qwen3-moe|qwen3) K=2 ;; *) K=3;; esac; python3 -m t k=$K""",
     "function": """f() { A=$((A + 1)); }; function g { f; f; }; A=1; g; python3 -m t a=$A""",
     "defined, not called": """f() { A=2; python3 -m t a=9; }; A=1; python3 -m t a=$A""",
@@ -122,6 +128,16 @@ def test_an_if_that_depends_on_a_command_is_taken_as_false_with_a_note() -> None
     script = read_script("A=1\nif nvidia-smi | grep -q H100; then\n A=2\nfi\npython3 -m t a=$A", {})
     assert [word.text for word in script.launches[0]][-1] == "a=1"
     assert re.search(r"line 2.*taken as false", script.notes[0])
+
+
+def test_a_file_that_is_sourced_is_not_followed() -> None:
+    script = read_script("source env.sh\npython3 -m t a=1", {})
+    assert [word.text for word in script.launches[0]] == ["-m", "t", "a=1"]
+    assert re.search(r"line 1.*`source env.sh` is not followed", script.notes[0])
+
+
+def test_a_placeholder_of_a_manual_is_a_word() -> None:
+    assert arguments("python3 -m t path=x <your/model> a=1") == ["-m", "t", "path=x", "<your/model>", "a=1"]
 
 
 def test_loops_are_skipped() -> None:
