@@ -3,9 +3,9 @@
     python benchmarks/driver_step.py --tokens 10000000 --sequence 4096
 
 The tokens lie in an object store and are not touched, so the cost depends on the number of sequences and not on their
-lengths. Timed, in CPU seconds, are the parts that the driver runs itself: samples from what the replicas tell, rewards attached,
-advantages, the plan of every mini-batch, each rank's order, and pickling what is sent. The rewards' own time, texts of
-the usual length included in what is unpickled, is not: it is the reward function's.
+lengths. Timed, in CPU seconds, are the parts that the driver runs itself: samples from what the replicas tell, rewards
+attached, advantages, the plan of every mini-batch, each rank's order, and pickling what is sent. The time of the reward
+function itself is not among them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from fivefold.algorithms.advantages import compute_advantages
 from fivefold.algorithms.loss import PolicyLoss
-from fivefold.config.schema import ActorConfig, MicroBatchConfig
+from fivefold.config.schema import ActorConfig, GenerationConfig, MicroBatchConfig
 from fivefold.data.batches import minibatches
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.experience.samples import sample_metrics
@@ -65,7 +65,7 @@ def main() -> None:
     layout = parse_backend(args.layout)
     planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
     config = ActorConfig(path="", ppo_n_minibatches=args.minibatches)
-    loss = PolicyLoss.from_config(config, 1.0)
+    loss = PolicyLoss.from_config(config, GenerationConfig())
 
     def send_requests() -> None:
         requests = group_requests([prompt.token_ids for prompt in prompts], GROUP, (1, "train", 1))

@@ -98,6 +98,7 @@ def _banner(setup: SFTSetup) -> dict[str, object]:
         "examples": setup.data.usage,
         **({"held out": setup.valid.usage} if setup.valid else {}),
         "steps": f"{setup.total_steps} of {recipe.train_dataset.batch_size} examples",
+        **setup.ground.warnings(recipe),
     }
 
 

@@ -186,7 +186,7 @@ def _banner(setup: TrainSetup) -> dict[str, object]:
         **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
         "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{left_over}",
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
-        **({"warnings": "\n".join(placement.warnings())} if placement.warnings() else {}),
+        **setup.ground.warnings(recipe),
     }
 
 

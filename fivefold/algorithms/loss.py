@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema import ActorConfig, GenerationConfig
 from fivefold.types import Totals
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
@@ -97,12 +97,14 @@ class PolicyLoss:
     kl_estimator: KLEstimator
     old_is_rollout: bool = False
     """Whether `old_logprobs` are the rollout engine's (`recompute_logprob: false`)."""
+    rollout_is_truncated: bool = False
+    """Whether `rollout_logprobs` are those of a truncated distribution, which the trainer's cannot be compared with."""
 
     @classmethod
-    def from_config(cls, config: ActorConfig, temperature: float) -> PolicyLoss:
-        """The loss of a recipe's actor; `temperature` is the one that completions are sampled at."""
+    def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
+        """The loss of a recipe's actor on completions that were sampled as `sampling` says."""
         return cls(
-            temperature=temperature,
+            temperature=sampling.temperature,
             clip_low=config.eps_clip,
             clip_high=config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher,
             dual_clip=config.c_clip,
@@ -111,6 +113,7 @@ class PolicyLoss:
             kl_coeff=config.kl_ctl if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator,
             old_is_rollout=config.recompute_logprob is False,
+            rollout_is_truncated=sampling.truncates_distribution,
         )
 
     @property
@@ -135,7 +138,7 @@ class PolicyLoss:
         surrogate_T = self._surrogate(bounded_exp(log_ratio_T), fields["advantages"])
         metrics = {"policy_loss": surrogate_T.detach().sum(), "entropy": entropy_T.detach().sum()}
         metrics |= self._ratio_metrics(log_ratio_T.detach(), fields["advantages"], trained_T)
-        if "rollout_logprobs" in fields:
+        if "rollout_logprobs" in fields and not self.rollout_is_truncated:
             # Old log-probs that came from the rollout say nothing; those of now do, exactly on the first update.
             trainer_T = logprobs_T.detach() if self.old_is_rollout else old_logprobs_T
             metrics |= mismatch_metrics(trainer_T, fields["rollout_logprobs"], trained_T)

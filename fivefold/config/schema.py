@@ -265,6 +265,11 @@ class GenerationConfig(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """A completion ends after any of these texts."""
 
+    @property
+    def truncates_distribution(self) -> bool:
+        """Whether some tokens cannot be sampled, so that log-probs of the sampling distribution are not the model's."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_new_tokens > 0
+
     @model_validator(mode="after")
     def _check_lengths(self) -> GenerationConfig:
         if self.min_new_tokens > self.max_new_tokens:
@@ -460,8 +465,7 @@ class TrainRecipe(RunConfig):
                 "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
                 "false (evaluator.greedy is for the held-out prompts)"
             )
-        cut = self.gconfig.top_p < 1 or self.gconfig.top_k > 0 or self.gconfig.min_new_tokens > 0
-        if self.actor.recompute_logprob is False and cut:
+        if self.actor.recompute_logprob is False and self.gconfig.truncates_distribution:
             raise ValueError(
                 "actor.recompute_logprob=false takes the old log-probs from the rollout, but with top_p, top_k or "
                 "min_new_tokens those belong to a truncated distribution: set it to true, or drop those keys"

@@ -10,6 +10,9 @@ import torch.distributed as dist
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
 
+_EXTREMES = ("max", "min")
+
+
 def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_trained: int) -> dict[str, float]:
     """Reduce over micro-batches and data-parallel ranks; collective over all processes.
 
@@ -24,6 +27,9 @@ def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_t
     """
     gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, _local(kept) if counts else {})
+    if n_trained == 0:
+        # Nothing has a largest or a smallest value.
+        gathered = [{name: value for name, value in rank.items() if _kind(name) not in _EXTREMES} for rank in gathered]
     totals = {name: _reduce(name, [rank[name] for rank in gathered if name in rank]) for name in _names(gathered)}
     return {name: value if _kind(name) in _REDUCTIONS else value / max(1, n_trained) for name, value in totals.items()}
 

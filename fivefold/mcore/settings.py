@@ -22,7 +22,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> TransformerConfig:
-    """The TransformerConfig of a model."""
+    """Return Megatron-Core's config of a model with the recipe's options on a layout."""
     dtype = getattr(torch, config.dtype)
     fields = {
         **_model_fields(shape),
@@ -57,7 +57,7 @@ def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: Mode
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Initialisation that does nothing."""
+    """Initialise nothing."""
 
 
 def _model_fields(shape: ModelShape) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def _moe_fields(config: EngineConfig, layout: ParallelLayout, shape: ModelShape)
         "moe_ffn_hidden_size": shape.expert_ffn_hidden,
         "moe_layer_freq": [int(is_moe) for is_moe in shape.moe_layers],
         "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden or None,
-        "moe_shared_expert_gate": shape.shared_expert_ffn_hidden > 0,
+        "moe_shared_expert_gate": shape.shared_expert_gate,
         # Softmax over the chosen experts is softmax over all, scaled to sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32" if config.megatron.router_dtype == "fp32" else None,
-        "moe_router_load_balancing_type": "aux_loss",  # the one kind that packed sequences do not change the meaning of
+        "moe_router_load_balancing_type": "aux_loss",  # the only kind whose meaning packing does not change
         "moe_aux_loss_coeff": own.moe_aux_loss_coeff,
         "moe_z_loss_coeff": z_loss,
         "moe_grouped_gemm": True,
@@ -119,7 +119,10 @@ def _moe_fields(config: EngineConfig, layout: ParallelLayout, shape: ModelShape)
 
 
 def ddp_config(config: EngineConfig, layout: ParallelLayout) -> DistributedDataParallelConfig:
-    """Gradients in float32, summed in buckets that overlap with the backward pass if there is anything to overlap."""
+    """Return the config of DDP, which sums gradients in float32.
+
+    Unless the recipe decides, the reductions overlap with the backward pass if there are ranks to reduce over.
+    """
     own, overlap = config.megatron.ddp, config.megatron.ddp.overlap_grad_reduce
     if overlap is None:
         overlap = torch.cuda.is_available() and max(layout.dp * layout.cp, layout.edp) > 1
@@ -129,13 +132,13 @@ def ddp_config(config: EngineConfig, layout: ParallelLayout) -> DistributedDataP
         overlap_grad_reduce=overlap,
         bucket_size=own.bucket_size,
         average_in_collective=False,
-        # Weights are exported right after a step, when a later gather would not have filled them.
+        # Weights are exported right after a step, before an overlapped gather would have filled them.
         overlap_param_gather=False,
     )
 
 
 def optimizer_config(config: EngineConfig, optimizer: OptimizerConfig) -> MegatronOptimizerConfig:
-    """AdamW on float32 master weights, sharded over data-parallel ranks."""
+    """Return the config of AdamW on float32 master weights, sharded over data-parallel ranks."""
     dtype = getattr(torch, config.dtype)
     return MegatronOptimizerConfig(
         optimizer="adam",

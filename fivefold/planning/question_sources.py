@@ -9,6 +9,7 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.families.check import router_problems, server_problems
 from fivefold.families.read import find_shape
+from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names
 from fivefold.layout.devices import parse_devices
@@ -130,7 +131,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     """
     if isinstance(recipe, SFTRecipe):
         question = _question(recipe, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
-        return replace(question, notes=tuple(_kind_notes(recipe)))
+        return replace(question, notes=(*_kind_notes(recipe), *unused_keys(recipe, question.shape)))
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
     question = _question(recipe, gpu, changes, length=length, generated=generated, batch=recipe.rollout.max_batch_size)
@@ -140,6 +141,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         reference=reference,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
+        notes=unused_keys(recipe, question.shape),
     )
 
 

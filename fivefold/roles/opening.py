@@ -15,6 +15,7 @@ from fivefold.config.schema import Recipe, TrainRecipe
 from fivefold.families.check import check_recipe
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.placement import Placement, place
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
@@ -37,6 +38,11 @@ class Groundwork:
     def describe_model(self, recipe: Recipe) -> str:
         """The model in a line, for people."""
         return f"{recipe.actor.path} ({self.shape.family}, {self.shape.n_parameters / 1e6:,.1f} M parameters)"
+
+    def warnings(self, recipe: Recipe) -> dict[str, object]:
+        """What would run, but wastes devices or is a key without effect: an entry of the banner, if there is any."""
+        lines = [*self.placement.warnings(), *unused_keys(recipe, self.shape)]
+        return {"warnings": "\n".join(lines)} if lines else {}
 
 
 def lay_groundwork(recipe: Recipe) -> Groundwork:

@@ -31,7 +31,7 @@ class PolicyUpdate:
         self._reference = reference
         self._timers = timers
         self._temperature = recipe.gconfig.temperature
-        self._loss = PolicyLoss.from_config(config, self._temperature)
+        self._loss = PolicyLoss.from_config(config, recipe.gconfig)
         penalized = config.kl_in == "reward" and config.kl_ctl > 0
         self._kl = KLInReward(config.kl_ctl, config.kl_estimator) if penalized else None
         self._guard = SkipGuard()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fivefold.algorithms.loss import LossInputs, PolicyLoss, SFTLoss
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema import ActorConfig, GenerationConfig
 from fivefold.types import Batch
 
 LENGTHS = (5, 9, 3, 7, 4)
@@ -243,7 +243,19 @@ def test_a_kl_penalty_without_reference_is_an_error() -> None:
         )
 
 
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 3}, {"min_new_tokens": 1}])
+def test_log_probs_of_a_truncated_distribution_are_not_compared(truncation: dict[str, float]) -> None:
+    batch, logprobs, entropy = make_batch()
+    fields = {**batch.fields, "rollout_logprobs": logprobs.detach()}
+    inputs = LossInputs({"logprobs": logprobs, "entropy": entropy}, batch.mask_T, batch.lengths, fields)
+    actor = ActorConfig(path="m")
+    _, metrics = PolicyLoss.from_config(actor, GenerationConfig())(inputs)
+    _, truncated = PolicyLoss.from_config(actor, GenerationConfig.model_validate(truncation))(inputs)
+    assert metrics.keys() - truncated.keys() == {"rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl"}
+
+
 def test_from_config_reads_every_option() -> None:
+    sampling = GenerationConfig(temperature=0.7)
     config = ActorConfig(
         path="m",
         eps_clip=0.1,
@@ -253,10 +265,13 @@ def test_from_config_reads_every_option() -> None:
         kl_ctl=0.3,
         kl_estimator="k2",
     )
-    assert PolicyLoss.from_config(config, 0.7) == PolicyLoss(0.7, 0.1, 0.1, 3.0, "sequence_sum", 0.2, 0.3, "k2")
+    assert PolicyLoss.from_config(config, sampling) == PolicyLoss(0.7, 0.1, 0.1, 3.0, "sequence_sum", 0.2, 0.3, "k2")
+    assert PolicyLoss.from_config(config, GenerationConfig(top_k=5)).rollout_is_truncated
     in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28})
-    assert PolicyLoss.from_config(in_reward, 0.7) == PolicyLoss(0.7, 0.1, 0.28, 3.0, "sequence_sum", 0.2, 0.0, "k2")
-    assert PolicyLoss.from_config(config, 1.0).entropy_gradient
+    assert PolicyLoss.from_config(in_reward, sampling) == PolicyLoss(
+        0.7, 0.1, 0.28, 3.0, "sequence_sum", 0.2, 0.0, "k2"
+    )
+    assert PolicyLoss.from_config(config, sampling).entropy_gradient
     assert not BASE.entropy_gradient
 
 

@@ -1,0 +1,45 @@
+"""Keys that change nothing are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.families.read import find_shape
+from fivefold.families.unused_keys import unused_keys
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], []),
+        (["actor.kl_in=reward"], ["actor.kl_in=reward has no effect: actor.kl_ctl is 0"]),
+        (["actor.kl_in=reward", "actor.kl_estimator=k1", "actor.kl_ctl=0.1"], []),
+        (["actor.kl_estimator=k2"], ["actor.kl_estimator=k2 has no effect: actor.kl_ctl is 0"]),
+        (["actor.reward_norm.eps=0.1"], []),
+        (
+            ["actor.reward_norm.std_level=none", "actor.reward_norm.eps=0.1"],
+            ["actor.reward_norm.eps=0.1 has no effect: actor.reward_norm.std_level is none"],
+        ),
+    ],
+)
+def test_keys_of_a_training_recipe_that_others_switch_off(overrides: list[str], expected: list[str]) -> None:
+    recipe = load_recipe(RECIPES / "quickstart.yaml", ["actor.kl_ctl=0", *overrides], TrainRecipe)
+    assert list(unused_keys(recipe, find_shape("package:tiny-moe"))) == expected
+
+
+def test_keys_of_experts_change_nothing_on_a_dense_model() -> None:
+    overrides = ["actor.megatron.router_dtype=model", "actor.megatron.token_dispatcher=allgather"]
+    for name, kind in (("quickstart.yaml", TrainRecipe), ("tiny-moe-sft.yaml", SFTRecipe)):
+        recipe = load_recipe(RECIPES / name, overrides, kind)
+        assert unused_keys(recipe, find_shape("package:tiny-moe")) == ()
+        lines = unused_keys(recipe, find_shape("Qwen3-8B"))
+        assert lines == (
+            "actor.megatron.router_dtype=model has no effect: qwen3 has no experts",
+            "actor.megatron.token_dispatcher=allgather has no effect: qwen3 has no experts",
+        )
