@@ -275,7 +275,7 @@ def _evaluation(draft: Draft) -> None:
     for key in draft.keys(own + "*"):
         name = key.removeprefix(own)
         if draft.get(key) == draft.get(train + name):
-            draft.implied(key, "as in training")
+            draft.implied(key, reasons.AS_IN_TRAINING)
         draft.unsupported(key, reasons.sampled_by_gconfig(name))
     if draft.keys(own + "*") and "evaluator.greedy" not in draft.recipe:
         draft.recipe["evaluator.greedy"] = False

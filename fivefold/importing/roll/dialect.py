@@ -288,7 +288,7 @@ def _evaluation(draft: Draft) -> None:
     for name in ("temperature", "top_p", "top_k"):
         as_trained = draft.get(own + name) == draft.get(INFER + "generating_args." + name)
         if is_greedy or as_trained:
-            draft.implied(own + name, reasons.GREEDY if is_greedy else "as in training")
+            draft.implied(own + name, reasons.GREEDY if is_greedy else reasons.AS_IN_TRAINING)
         draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
 
 

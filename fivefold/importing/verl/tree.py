@@ -240,7 +240,7 @@ def _evaluation(draft: Draft, at: str) -> None:
     for name in ("top_p", "top_k"):
         as_trained = draft.get(own + name) == draft.get(at + ROLLOUT + name, {"top_p": 1.0, "top_k": -1}[name])
         if as_trained or not samples:
-            draft.implied(own + name, "as in training" if samples else reasons.GREEDY)
+            draft.implied(own + name, reasons.AS_IN_TRAINING if samples else reasons.GREEDY)
         draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
 
 
