@@ -1,10 +1,11 @@
-"""Tiny random models of each family, saved as Hugging Face folders."""
+"""Tiny random models of each family, saved as Hugging Face folders, and replicas over them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from fivefold.rollout.replica import ReplicaSpec
+
 VOCABULARY = 67
+BATCH_SIZE = 6
 END = 2
 
 ATTENTION = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -99,3 +103,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return made[family, seed]
 
     return folder
+
+
+def spec_of(backend: str, model: Path, **changes: Any) -> ReplicaSpec:
+    """Return a replica of `backend` over the model in a folder; `changes` are fields that differ."""
+    values: dict[str, Any] = {
+        "backend": backend,
+        "path": str(model),
+        "tokenizer_path": str(model),
+        "dtype": "bfloat16",
+        "max_batch_size": BATCH_SIZE,
+        "load_weights": False,
+        "run": uuid4().hex[:8],
+        "tp": 1,
+        "pp": 1,
+        "max_length": 60,
+        "seed": 5,
+        "can_sleep": True,
+        "reserved": 0,
+        "memory_fraction": 0.4,
+        "python": None,
+        "arguments": (),
+    }
+    return ReplicaSpec(**{**values, **changes})

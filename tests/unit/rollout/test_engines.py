@@ -11,7 +11,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.servers.weights import NodePlace
 from fivefold.rollout.transformers_engine import TransformersEngine
-from tests.unit.rollout.test_server_engine import spec_of
+from tests.unit.rollout.conftest import spec_of
 
 PLACE = NodePlace("run", 0, 1)
 

@@ -1,4 +1,4 @@
-"""Requests, sampling parameters, and where models lie."""
+"""Requests, sampling parameters, and paths of models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_sampling_params_carry_every_option_of_the_recipe() -> None:
         assert SamplingParams.for_evaluation(config, evaluator) == own
 
 
-def test_contradictions_are_errors() -> None:
+def test_sampling_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="min_new_tokens=9 is above max_new_tokens=8"):
         SamplingParams.from_config(GenerationConfig(max_new_tokens=8, min_new_tokens=9))
     with pytest.raises(ValueError, match="at least 1 character"):
         SamplingParams.from_config(GenerationConfig(stop=["a", ""]))
 
 
-def test_groups_stand_together_and_every_seed_is_its_own() -> None:
+def test_a_group_is_side_by_side_and_every_request_has_its_own_seed() -> None:
     requests = group_requests([[1, 2], [3], [1, 2]], 4, (1, "train", 0))
     assert [request.token_ids for request in requests] == [(1, 2)] * 4 + [(3,)] * 4 + [(1, 2)] * 4
     assert requests == group_requests([[1, 2], [3], [1, 2]], 4, (1, "train", 0))
@@ -40,7 +40,7 @@ def test_groups_stand_together_and_every_seed_is_its_own() -> None:
     assert len({request.seed for request in requests + others}) == 24
 
 
-def test_package_paths_name_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_path_names_a_model_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_MODELS", tmp_path)
     for name in ("tiny-b", "tiny-a"):
         (tmp_path / name).mkdir()
@@ -53,7 +53,7 @@ def test_package_paths_name_what_ships(tmp_path: Path, monkeypatch: pytest.Monke
         paths.resolve_model_path("package:../tiny-a")
 
 
-def test_folders_and_hub_names(tmp_path: Path) -> None:
+def test_folders_and_hub_names_stay_as_they_are(tmp_path: Path) -> None:
     assert paths.resolve_model_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert paths.resolve_model_path(str(tmp_path)) == str(tmp_path)
     with pytest.raises(ValueError, match="there is no such folder"):

@@ -1,4 +1,4 @@
-"""The engine over a server's process, against a server that answers by a formula and keeps a log of what it hears."""
+"""The engine over a server, against a server that answers by a formula and logs its requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
@@ -26,9 +25,9 @@ from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.weights import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout import fake_server
+from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import Log, answer_to, write_python
 
-BATCH_SIZE = 6
 END, POSITIONS = 2, 128
 DEAD = f"the server ended with status {fake_server.STATUS_IN_REQUEST}"
 
@@ -61,26 +60,8 @@ PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 SEED = {"vllm": "seed", "sglang": "sampling_seed"}
 
 
-def spec_of(backend: str, model: Path, **changes: Any) -> ReplicaSpec:
-    values: dict[str, Any] = {
-        "backend": backend,
-        "path": str(model),
-        "tokenizer_path": str(model),
-        "dtype": "bfloat16",
-        "max_batch_size": BATCH_SIZE,
-        "load_weights": False,
-        "run": uuid4().hex[:8],
-        "tp": 1,
-        "pp": 1,
-        "max_length": 60,
-        "seed": 5,
-        "can_sleep": True,
-        "reserved": 0,
-        "memory_fraction": 0.4,
-        "python": None,
-        "arguments": (),
-    }
-    return ReplicaSpec(**{**values, **changes})
+ONE_SERVER = pytest.mark.parametrize("server", ["sglang"], indirect=True)
+"""For behaviour of the engine that does not depend on the kind of server."""
 
 
 def start(spec: ReplicaSpec) -> ServerEngine:
@@ -109,7 +90,7 @@ class Served:
         self.engine.update_weights(self.weights.items(), version)
 
     def bodies(self) -> list[Any]:
-        """What it was asked to generate so far."""
+        """Bodies of all requests to generate so far."""
         path = GENERATE[self.backend]
         return [row["body"] for row in self.log.rows("request") if row["path"] == path]
 
@@ -119,15 +100,15 @@ class Served:
         return self.log.posts()[before:]
 
     def left_behind(self) -> list[Path]:
-        """Files of its updates that are still there."""
-        return list(SHARED_MEMORY.glob(f"{PREFIX}{self.spec.run}-*"))
+        """Folders of its updates that still exist."""
+        return list(SHARED_MEMORY.glob(f"{PREFIX}{self.spec.run}*"))
 
 
 @pytest.fixture(scope="module", params=list(COMMANDS))
 def server(
     request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """One server of each kind for all tests, which leave it awake."""
+    """One server of each kind for all tests. Every test leaves it awake."""
     folder, model = tmp_path_factory.mktemp(request.param), model_folder("qwen3_moe")
     spec = spec_of(request.param, model, python=write_python(folder))
     engine = start(spec)
@@ -137,7 +118,7 @@ def server(
 
 @pytest.fixture
 def served(server: Served) -> Served:
-    """With weights of version 7."""
+    """The server with weights of version 7."""
     server.engine.wake()
     server.update(7)
     return server
@@ -160,7 +141,7 @@ def assert_answered(served: Served, requests: Sequence[GenerationRequest], versi
 
 
 @pytest.mark.parametrize("backend", COMMANDS)
-def test_the_command_line(backend: str) -> None:
+def test_the_command_line_follows_from_the_replica(backend: str) -> None:
     spec = spec_of(backend, Path("/models/a"), tokenizer_path="/models/b", python="/opt/python", tp=2, pp=3)
     words = COMMANDS[backend].format(model="/models/a", tokenizer="/models/b", port=81, tp=2, pp=3, length=60)
     assert server_command(DIALECTS[backend], spec, 81) == [
@@ -182,7 +163,7 @@ def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
 
 
 @pytest.mark.parametrize("backend", COMMANDS)
-def test_the_server_is_not_taken_for_a_rank_and_serves_from_the_checkpoint(
+def test_a_server_gets_no_variables_of_a_rank_and_serves_from_the_checkpoint(
     backend: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
@@ -211,16 +192,14 @@ def test_models_of_the_package_reach_the_server_as_folders(backend: str, tmp_pat
     assert row["command"].count(str(Path(fivefold.__file__).parent / "models" / "tiny-moe")) == 2
 
 
-@pytest.mark.parametrize("backend", COMMANDS)
-def test_a_server_that_ends_at_its_start_is_an_error(backend: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_a_server_that_ends_at_its_start_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
     python = write_python(tmp_path, **{fake_server.DIES_IN: "start"})
     with pytest.raises(RuntimeError, match=f"the server ended with status {fake_server.STATUS_AT_START}"):
-        start(spec_of(backend, model_folder("qwen3_moe"), python=python))
+        start(spec_of("sglang", model_folder("qwen3_moe"), python=python))
 
 
-@pytest.mark.parametrize("backend", COMMANDS)
-def test_a_server_that_dies_in_a_request_is_an_error(backend: str, model_folder: Folder, tmp_path: Path) -> None:
-    spec = spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), load_weights=True)
+def test_a_server_that_dies_in_a_request_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
+    spec = spec_of("sglang", model_folder("qwen3_moe"), python=write_python(tmp_path), load_weights=True)
     engine = start(spec)
     requests = [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(10)]
     with pytest.raises(RuntimeError, match=DEAD):
@@ -230,18 +209,17 @@ def test_a_server_that_dies_in_a_request_is_an_error(backend: str, model_folder:
     engine.close()
 
 
-@pytest.mark.parametrize("backend", COMMANDS)
-def test_a_server_that_dies_while_it_loads_is_an_error(backend: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_a_server_that_dies_while_it_loads_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
     model = model_folder("qwen3_moe")
-    python = write_python(tmp_path, **{fake_server.DIES_IN: REFUSED[backend]})
-    engine = start(spec_of(backend, model, python=python))
+    python = write_python(tmp_path, **{fake_server.DIES_IN: REFUSED["sglang"]})
+    engine = start(spec_of("sglang", model, python=python))
     with pytest.raises(RuntimeError, match=DEAD):
         engine.update_weights(load_file(model / "model.safetensors").items(), 0)
     engine.close()
 
 
 @pytest.mark.parametrize(("backend", "share"), [("vllm", 0.9), ("sglang", 0.88)])
-def test_a_server_that_shares_devices_takes_what_the_others_leave(
+def test_a_server_that_shares_devices_takes_the_memory_that_others_leave(
     backend: str, share: float, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_device_memory", lambda: 80_000)
@@ -258,7 +236,7 @@ def test_a_server_that_shares_devices_takes_what_the_others_leave(
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_what_a_server_is_asked(served: Served, greedy: bool) -> None:
+def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) -> None:
     params = sampling(
         max_new_tokens=9, min_new_tokens=4, temperature=0.7, top_p=0.9, top_k=11, greedy=greedy,
         stop_token_ids=[33, 9], stop=["ab", "\n"],
@@ -286,7 +264,7 @@ def test_what_a_server_is_asked(served: Served, greedy: bool) -> None:
     assert served.bodies()[-1] == expected[served.backend]
 
 
-def test_what_a_server_is_asked_by_default(served: Served) -> None:
+def test_a_request_without_options_samples_from_the_whole_distribution(served: Served) -> None:
     served.engine.generate([GenerationRequest((5, 6), 77)], sampling())
     asked = served.bodies()[-1]["sampling_params"]
     assert (asked["temperature"], asked["top_p"]) == (1.0, 1.0)
@@ -295,7 +273,7 @@ def test_what_a_server_is_asked_by_default(served: Served) -> None:
     assert asked.get("detokenize", False) is False
 
 
-def test_seeds_are_what_the_server_can_take(served: Served) -> None:
+def test_seeds_of_requests_fit_signed_integers(served: Served) -> None:
     seeds = [0, 2**31 - 1, 2**31 + 3, 2**63 - 1, 2**64 - 1]
     served.engine.generate([GenerationRequest((5,), seed) for seed in seeds], sampling())
     asked = sorted(body["sampling_params"][SEED[served.backend]] for body in served.bodies()[-len(seeds) :])
@@ -303,12 +281,13 @@ def test_seeds_are_what_the_server_can_take(served: Served) -> None:
 
 
 @pytest.mark.parametrize("backend", COMMANDS)
-def test_the_servers_own_seed_is_what_every_library_can_take(backend: str) -> None:
+def test_the_servers_own_seed_fits_every_library(backend: str) -> None:
     command = server_command(DIALECTS[backend], spec_of(backend, Path("/models/a"), seed=2**40 + 3), 81)
     flag = {"vllm": "--seed", "sglang": "--random-seed"}[backend]
     assert 0 <= int(command[command.index(flag) + 1]) < 2**31
 
 
+@ONE_SERVER
 def test_completions_are_in_the_order_of_the_requests(served: Served) -> None:
     requests = [request for i in range(4) for request in (*requests_of(1, fake_server.LATE), *requests_of(2 + i))]
     assert_answered(served, requests, version=7)
@@ -317,12 +296,14 @@ def test_completions_are_in_the_order_of_the_requests(served: Served) -> None:
     assert replies[-len(requests)] != fake_server.LATE, "the first request was answered first"
 
 
-def test_more_requests_than_the_server_decodes_together(served: Served) -> None:
-    """The server answers them by `BATCH_SIZE`, and not before as many are there."""
+@ONE_SERVER
+def test_as_many_requests_reach_the_server_as_it_decodes_together(served: Served) -> None:
+    """The server answers `BATCH_SIZE` requests together, and none before as many have come."""
     assert_answered(served, requests_of(20 * BATCH_SIZE, fake_server.TOGETHER), version=7)
     assert served.log.rows("reply")[-1]["most_here"] == BATCH_SIZE
 
 
+@ONE_SERVER
 def test_no_requests_have_no_completions(served: Served) -> None:
     assert served.engine.generate([], sampling()) == []
 
@@ -340,21 +321,11 @@ def test_a_token_without_a_log_prob_is_an_error(served: Served, first_token: int
         served.engine.generate([*requests_of(3), *requests_of(1, first_token)], sampling())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ((), {}, "no tokens"),
-        ((3, 67), {}, "token 67, but the model's vocabulary has 67"),
-        ((5,) * 120, {}, "120 tokens with max_new_tokens=12 exceeds the model's 128 positions"),
-        ((5,), {"stop_token_ids": [67]}, "stop_token_ids holds 67"),
-    ],
-)
-def test_an_impossible_request_does_not_reach_the_server(
-    served: Served, prompt: tuple[int, ...], options: dict[str, Any], message: str
-) -> None:
+@ONE_SERVER
+def test_a_request_that_the_model_cannot_answer_does_not_reach_the_server(served: Served) -> None:
     before = len(served.bodies())
-    with pytest.raises(ValueError, match=message):
-        served.engine.generate([*requests_of(1), GenerationRequest(prompt, 0)], sampling(**options))
+    with pytest.raises(ValueError, match="token 67, but the model's vocabulary has 67"):
+        served.engine.generate([*requests_of(1), GenerationRequest((3, 67), 0)], sampling())
     assert len(served.bodies()) == before
 
 
@@ -362,6 +333,7 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+@ONE_SERVER
 def test_an_update_writes_every_tensor_once_in_the_servers_dtype(served: Served) -> None:
     row = served.log.rows("load")[-1]
     expected = [
@@ -376,7 +348,7 @@ def test_an_update_writes_every_tensor_once_in_the_servers_dtype(served: Served)
     assert served.left_behind() == []
 
 
-def test_how_a_server_is_told_to_load(served: Served) -> None:
+def test_a_server_is_told_to_load_the_folder(served: Served) -> None:
     assert served.posts_during(lambda: served.update(8)) == LOAD[served.backend]
     [*_, body] = [row["body"] for row in served.log.rows("request") if row["path"] == REFUSED[served.backend]]
     folder = served.log.rows("load")[-1]["folder"]
@@ -390,18 +362,16 @@ def test_how_a_server_is_told_to_load(served: Served) -> None:
     assert_answered(served, requests_of(3), version=8)
 
 
-@pytest.mark.parametrize("backend", COMMANDS)
-def test_an_engine_waits_for_its_first_weights(backend: str, model_folder: Folder, tmp_path: Path) -> None:
-    engine = start(spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path)))
+def test_an_engine_waits_for_its_first_weights(model_folder: Folder, tmp_path: Path) -> None:
+    engine = start(spec_of("sglang", model_folder("qwen3_moe"), python=write_python(tmp_path)))
     with pytest.raises(RuntimeError, match="no complete set of weights: none were loaded"):
         engine.generate(requests_of(1), sampling())
     engine.close()
     assert Log(tmp_path).posts() == []
 
 
-@pytest.mark.parametrize("status", [400, 500])
-def test_a_server_that_refuses_the_weights_is_an_error(served: Served, status: int) -> None:
-    refusal = served.folder / fake_server.REFUSAL
+def test_a_server_that_refuses_the_weights_is_an_error(served: Served) -> None:
+    status, refusal = 400, served.folder / fake_server.REFUSAL
     refusal.write_text(str(status))
     with pytest.raises(
         RuntimeError, match=rf"refused {REFUSED[served.backend]} with status {status}: .*no such weights"
@@ -415,7 +385,8 @@ def test_a_server_that_refuses_the_weights_is_an_error(served: Served, status: i
     assert_answered(served, requests_of(2), version=9)
 
 
-def test_a_wrong_set_of_weights_is_named_and_does_not_reach_the_server(served: Served) -> None:
+@ONE_SERVER
+def test_a_set_of_weights_that_does_not_fit_does_not_reach_the_server(served: Served) -> None:
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
     consumed: list[str] = []
 
@@ -462,12 +433,9 @@ def test_a_server_sleeps_wakes_and_is_given_weights(served: Served) -> None:
     assert_answered(served, requests_of(2), version=8)
 
 
-@pytest.mark.parametrize("backend", COMMANDS)
-def test_a_server_without_devices_forgets_its_weights_by_name_only(
-    backend: str, model_folder: Folder, tmp_path: Path
-) -> None:
+def test_a_server_that_cannot_sleep_is_not_asked_to(model_folder: Folder, tmp_path: Path) -> None:
     options = {"can_sleep": False, "memory_fraction": None, "load_weights": True}
-    engine = start(spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), **options))
+    engine = start(spec_of("sglang", model_folder("qwen3_moe"), python=write_python(tmp_path), **options))
     engine.sleep()
     with pytest.raises(RuntimeError, match="asleep"):
         engine.generate(requests_of(1), sampling())

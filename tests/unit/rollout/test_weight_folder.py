@@ -1,4 +1,4 @@
-"""Weights on their way to servers: one copy in memory for all replicas of a node, gone once they have been read."""
+"""Weights for servers: all replicas of a node read one copy in memory, which is then removed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_replicas_of_a_node_read_the_same_files(memory: Path) -> None:
     assert list(memory.iterdir()) == []
 
 
-def test_a_replica_that_has_read_leaves_the_others_files(memory: Path) -> None:
+def test_a_replica_that_has_read_keeps_the_files_of_the_others(memory: Path) -> None:
     folders = [WeightFolder(NodePlace("run", index, 2), Saver(), 100) for index in range(2)]
     with folders[0].holding(WEIGHTS, 5):
         pass
@@ -85,7 +85,7 @@ def test_a_replica_that_has_read_leaves_the_others_files(memory: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("ours", "theirs"), ("theirs", "ours")])
-def test_runs_side_by_side_read_their_own(memory: Path, names: tuple[str, str]) -> None:
+def test_runs_side_by_side_read_their_own_files(memory: Path, names: tuple[str, str]) -> None:
     first, second = (WeightFolder(NodePlace(name, 0, 1), Saver(), 100) for name in names)
     with first.holding(WEIGHTS, 1) as one, second.holding(WEIGHTS, 1) as other:
         found = [path.parent.parent.name for path in (one, other)]
@@ -94,7 +94,7 @@ def test_runs_side_by_side_read_their_own(memory: Path, names: tuple[str, str]) 
 
 
 @pytest.mark.parametrize("where", ["weights", "block"])
-def test_nothing_is_left_after_a_failure(memory: Path, where: str) -> None:
+def test_a_failure_leaves_no_files_of_its_own(memory: Path, where: str) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from WEIGHTS
         if where == "weights":
@@ -103,14 +103,14 @@ def test_nothing_is_left_after_a_failure(memory: Path, where: str) -> None:
     folder = WeightFolder(NodePlace("run", 0, 2), Saver(), 100)
     with pytest.raises(ValueError, match="broke"), folder.holding(broken(), 0) as own:
         raise ValueError(f"the server broke on {own}")
-    if where == "block":  # the other replica's
+    if where == "block":  # the links of the other replica stay
         assert [path.name for path in memory.glob("*/0/*")] == ["1"]
     else:
         assert list(memory.iterdir()) == []
 
 
 @pytest.mark.parametrize(("index", "is_removed"), [(0, True), (1, False)])
-def test_what_killed_runs_have_left_is_removed(memory: Path, index: int, is_removed: bool) -> None:
+def test_replica_0_removes_the_folders_of_killed_runs(memory: Path, index: int, is_removed: bool) -> None:
     living = WeightFolder(NodePlace("living", 0, 2), Saver(), 100)
     with living.holding(WEIGHTS, 3):
         pass
@@ -152,13 +152,15 @@ def test_weights_go_where_there_is_room(memory: Path, tmp_path: Path, monkeypatc
         assert own.is_relative_to(temporary)
     with WeightFolder(NodePlace("run", 0, 1), Saver(), 900).holding(WEIGHTS, 0) as own:
         assert own.is_relative_to(memory)
-    with pytest.raises(ValueError, match=r"2\.0 GB of files, for which there is no room .*--shm-size.*TMPDIR") as caught:
+    with pytest.raises(
+        ValueError, match=r"2\.0 GB of files, for which there is no room .*--shm-size.*TMPDIR"
+    ) as caught:
         WeightFolder(NodePlace("run", 0, 1), Saver(), 2_000_000_000)
     assert str(memory) in str(caught.value)
     assert str(temporary) in str(caught.value)
 
 
-def test_replicas_that_see_room_in_different_places_meet(
+def test_replicas_that_see_room_in_different_folders_find_the_same_files(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "tmp"
@@ -166,7 +168,7 @@ def test_replicas_that_see_room_in_different_places_meet(
     rooms = {memory: 2000, temporary: 2000}
     with_room(monkeypatch, rooms)
     first = WeightFolder(NodePlace("run", 0, 2), Saver(), 1000)
-    rooms[memory] = 500  # another run has come between
+    rooms[memory] = 500  # another run has taken the room meanwhile
     second = WeightFolder(NodePlace("run", 1, 2), Saver(), 1000)
     found: list[set[str]] = []
 
