@@ -89,7 +89,7 @@ def add_experts(
     shape = replace(dense, norm_topk_prob=norm_topk_prob)
     if not any(moe_layers):
         return shape
-    shared = config.integer(gated_shared_key, least=0) if gated_shared_key else 0
+    shared = config.integer(gated_shared_key) if gated_shared_key else 0
     return replace(
         shape,
         moe_layers=tuple(moe_layers),
@@ -118,12 +118,14 @@ def uses_window(config: HFConfig) -> bool:
     return bool(config.get("sliding_window")) and config.flag("use_sliding_window")
 
 
-def has_window_above(config: HFConfig) -> bool:
-    """Return whether the layers from `max_window_layers` on attend to a sliding window, and there are any.
+def lists_layers(config: HFConfig) -> bool:
+    """Return whether the file lists the kind of each layer in `layer_types`, which `read_dense` looks at."""
+    return bool(config.items("layer_types", str))
 
-    A file that lists the kind of each layer in `layer_types`, which `read_dense` looks at, says it there.
-    """
-    if not uses_window(config) or config.items("layer_types", str):
+
+def has_window_above(config: HFConfig) -> bool:
+    """Return whether the layers from `max_window_layers` on attend to a sliding window, and there are any."""
+    if not uses_window(config) or lists_layers(config):
         return False
     return config.integer("num_hidden_layers") > config.integer("max_window_layers", least=0)
 
@@ -135,6 +137,10 @@ def _refuse_unsupported(config: HFConfig, has_window: bool, knows_attention_bias
         raise config.error("attention_bias=true (a bias on the output projection as well) is not supported")
     if config.flag("mlp_bias"):
         raise config.error("mlp_bias=true is not supported")
+    if dropout := config.number("attention_dropout"):
+        raise config.error(
+            f"attention_dropout={dropout:g} is not supported, for attention drops nothing in training: set it to 0"
+        )
     if has_window or "sliding_attention" in config.items("layer_types", str):
         raise config.error(
             f"attention over sliding_window={config.get('sliding_window')} tokens is in use; it is not supported: "

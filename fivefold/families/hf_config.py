@@ -14,6 +14,7 @@ T = TypeVar("T", int, str)
 
 DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
+    "attention_dropout": 0.0,
     "decoder_sparse_step": 1,
     "head_dim": None,
     "hidden_act": "silu",

@@ -12,4 +12,9 @@ def _read(config: HFConfig) -> ModelShape:
     return read_dense(config, has_window=has_window_above(config), knows_attention_bias=False, qkv_bias=True)
 
 
-QWEN2 = Family("qwen2", read=_read, gguf=GGUFArchitecture("qwen2", "Qwen2ForCausalLM"))
+QWEN2 = Family(
+    "qwen2",
+    read=_read,
+    defaults={"sliding_window": 4096},
+    gguf=GGUFArchitecture("qwen2", "Qwen2ForCausalLM"),
+)

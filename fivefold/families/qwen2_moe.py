@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.families.decoder import add_experts, read_dense, sparse_layers, uses_window
+from fivefold.families.decoder import add_experts, lists_layers, read_dense, sparse_layers, uses_window
 from fivefold.families.family import Family, MLPNames, MoENames
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.shape import ModelShape
@@ -10,7 +10,9 @@ from fivefold.families.shape import ModelShape
 
 def _read(config: HFConfig) -> ModelShape:
     return add_experts(
-        read_dense(config, has_window=uses_window(config), qkv_bias=config.flag("qkv_bias")),
+        read_dense(
+            config, has_window=uses_window(config) and not lists_layers(config), qkv_bias=config.flag("qkv_bias")
+        ),
         config,
         moe_layers=sparse_layers(config),
         width_key="moe_intermediate_size",
@@ -22,7 +24,7 @@ def _read(config: HFConfig) -> ModelShape:
 QWEN2_MOE = Family(
     "qwen2_moe",
     read=_read,
-    defaults={"qkv_bias": True},
+    defaults={"qkv_bias": True, "sliding_window": 4096},
     moe=MoENames(
         shared=MLPNames(
             gate="mlp.shared_expert.gate_proj.weight",

@@ -15,6 +15,6 @@ def _read(config: HFConfig) -> ModelShape:
 QWEN3 = Family(
     "qwen3",
     read=_read,
-    defaults={"head_dim": 128},
+    defaults={"head_dim": 128, "sliding_window": 4096},
     gguf=GGUFArchitecture("qwen3", "Qwen3ForCausalLM"),
 )

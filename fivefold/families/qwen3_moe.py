@@ -21,6 +21,7 @@ def _read(config: HFConfig) -> ModelShape:
 QWEN3_MOE = Family(
     "qwen3_moe",
     read=_read,
+    defaults={"sliding_window": 4096},
     moe=MoENames(),
     gguf=GGUFArchitecture(
         "qwen3moe",

@@ -101,7 +101,8 @@ def _check_full_attention(config: PreTrainedConfig) -> None:
     layer_types = getattr(config, "layer_types", None) or []
     others = sorted(set(layer_types) - {"full_attention"})
     window = getattr(config, "sliding_window", None)
-    if others or window:
+    # Families that list the kind of each layer use the window in those layers alone.
+    if others or (window and not layer_types):
         raise ValueError(
             "the transformers rollout engine has full causal attention alone; this model's config asks for "
             f"{', '.join(others) or f'sliding_window={window}'}: use a model without it, or remove it from config.json"

@@ -155,6 +155,12 @@ def test_sliding_windows_that_no_layer_uses_are_ignored(unused: dict[str, Any]) 
     assert read_shape(config) == read_shape(raw("qwen2"))
 
 
+def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
+    config = raw("qwen2_moe", use_sliding_window=True, sliding_window=32, layer_types=["full_attention"] * 4)
+    assert set(AutoConfig.for_model(**config).layer_types) == {"full_attention"}
+    assert read_shape(config) == read_shape(raw("qwen2_moe"))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -168,6 +174,10 @@ def test_sliding_windows_that_no_layer_uses_are_ignored(unused: dict[str, Any]) 
         (raw("llama", attention_bias=True), "attention_bias"),
         (raw("qwen3", attention_bias=True), "attention_bias"),
         (raw("llama", mlp_bias=True), "mlp_bias"),
+        (raw("llama", attention_dropout=0.1), "attention_dropout=0.1 is not supported.*set it to 0"),
+        (raw("qwen2_moe", shared_expert_intermediate_size=0), "shared_expert_intermediate_size=0.*at least 1"),
+        (raw("qwen2_moe", use_sliding_window=True), "sliding_window=4096"),
+        (raw("qwen3", use_sliding_window=True, max_window_layers=2), "sliding_window=4096"),
         (raw("qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
         (raw("llama", rope_scaling={"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "needs low_freq_factor, high_freq_factor"),
