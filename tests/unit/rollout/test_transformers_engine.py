@@ -449,11 +449,11 @@ def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path
 
 
 def test_a_window_that_no_layer_uses_is_no_obstacle(model_folder: Folder, tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(model_folder("qwen3"))
+    config = AutoConfig.from_pretrained(model_folder("qwen2"))
     config.use_sliding_window, config.sliding_window = True, 8
     assert set(config.layer_types) == {"full_attention"}
     config.save_pretrained(tmp_path)
-    engine_at(tmp_path, load_weights=False, tokenizer_path=str(model_folder("qwen3")))
+    engine_at(tmp_path, load_weights=False, tokenizer_path=str(model_folder("qwen2")))
 
 
 def test_a_model_with_a_sliding_window_is_refused(model_folder: Folder, tmp_path: Path) -> None:
