@@ -1,7 +1,7 @@
-"""What every training engine offers, whatever library the model runs on.
+"""The contract of training engines, whatever library the model runs on.
 
-Every process of the model calls every verb together, with the share of its own data-parallel replica. What is returned
-is global and the same everywhere, but for log-probs, which are those of the replica.
+All processes of a model call each method together, each with the share of its data-parallel replica. Results are
+global and the same on every rank, except for log-probs, which are those of the replica's share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TrainingEngine(Protocol):
     """A model that is spread over processes; it trains if it was built with an optimizer."""
 
     planner: BatchPlanner
-    """Shares mini-batches out as this engine wants them."""
+    """Splits mini-batches over replicas and micro-batches, as this engine needs it."""
 
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
@@ -34,33 +34,33 @@ class TrainingEngine(Protocol):
         """
 
     def optim_step(self) -> StepResult:
-        """Clip the accumulated gradient, update the weights, advance the schedule and forget the gradient."""
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
 
     def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the share's trained tokens and the entropies of their distributions.
+        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
 
         Returns:
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
         """
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank, which all iterate in lock-step to the end."""
+        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
 
     def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
         """Write the model as a Hugging Face folder that transformers loads."""
 
     def save(self, folder: str | Path) -> None:
-        """Write master weights, moments and the place in the schedule, for `load` on this layout or any other."""
+        """Write master weights, Adam's moments and the step count, for `load` on this layout or any other."""
 
     def load(self, folder: str | Path) -> None:
-        """Go on where `save` was called.
+        """Load what `save` wrote.
 
         Raises:
-            ValueError: the folder holds no whole training state, or that of another model.
+            ValueError: the folder holds no complete training state, or that of another model.
         """
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move parameters, gradient buffers and optimizer state to host memory, each if named; gradients are lost."""
+        """Move parameters, gradient buffers or optimizer state, as `what` names, to host memory; gradients are lost."""
 
     def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move back to the device what `offload` took away."""
+        """Move what `offload` moved to host memory back to the device."""

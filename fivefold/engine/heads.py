@@ -1,9 +1,9 @@
-"""Heads: what a model's last hidden states are turned into, as named predictions for a loss.
+"""Heads turn a model's last hidden states into named predictions for a loss.
 
     last hidden states [N, hidden] ──head──> {"logprobs": [N], "entropy": [N]} ──engine──> whole sequences ──> loss
 
-A policy ends in the vocabulary and predicts log-probs; a critic ends in one number and predicts values; a classifier
-ends in one number a class. The engine knows none of them: it scatters whatever a head predicts back to whole sequences.
+A policy's head predicts log-probs over the vocabulary, a critic's head one value for each token, a classifier's head
+one number for each class. The engine treats them alike: it scatters their predictions back to whole sequences.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.distributed as dist
 from fivefold.engine.logprobs import linear_logprobs
 
 Predictions = Mapping[str, torch.Tensor]
-"""float32 [N] each, by name."""
+"""Tensors float32 [N], by name."""
 
 
 class HeadOptions(Protocol):
-    """What a head must know of the loss that reads its predictions."""
+    """Options that a head gets from the loss."""
 
     @property
     def temperature(self) -> float:
-        """The logits are divided by it."""
+        """Temperature that divides the logits."""
 
     @property
     def entropy_gradient(self) -> bool:
@@ -34,30 +34,30 @@ class HeadOptions(Protocol):
 
 
 class Head(Protocol):
-    """The last piece of a model."""
+    """The last part of a model, after its decoder."""
 
     def predict(
         self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
     ) -> Predictions:
-        """Predictions of N tokens.
+        """Predict N tokens.
 
         Args:
-            hidden_NH: the hidden state before each token, the same on all tensor-parallel ranks. Its gradient is this
-                rank's part, to be summed over the group.
+            hidden_NH: the hidden state before each token, the same on all tensor-parallel ranks. Its gradient must be
+                this rank's part of a sum over the tensor-parallel group.
             weight_VH: this rank's rows of the output layer.
-            targets_N: int64, the tokens themselves.
-            options: what the loss asks for.
+            targets_N: int64, the tokens to predict.
+            options: options of the loss.
         """
 
 
 @dataclass(frozen=True)
 class LogprobHead:
-    """A vocabulary: `logprobs` of the tokens, and the `entropy` of the distributions that predict them."""
+    """A policy's head. It predicts `logprobs` of the tokens, and the `entropy` of the distributions they come from."""
 
     vocab: int
-    """Rows of the whole output layer that stand for tokens; what follows them is filler."""
+    """Number of tokens in the vocabulary; further rows of the output layer are filler."""
     chunk_size: int
-    """Tokens whose logits exist at one time."""
+    """Number of tokens whose logits exist at one time."""
     group: dist.ProcessGroup
     """The tensor-parallel group, over which the vocabulary is sharded."""
 

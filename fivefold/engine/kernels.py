@@ -1,7 +1,7 @@
 """Element-wise chains, each as one pass over memory on CUDA and in plain PyTorch elsewhere.
 
-Each stands where Megatron-Core would use a TransformerEngine fusion. The plain functions say what is computed; the
-Triton kernels must agree with them, and keep only their inputs for the backward pass.
+Each replaces a TransformerEngine fusion in Megatron-Core. The plain functions define what is computed; the Triton
+kernels must agree with them, and keep only their inputs for the backward pass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-# PyTorch's CUDA builds for Linux bring it along; its CPU builds do not.
+# PyTorch's CUDA builds for Linux depend on Triton; its CPU builds do not.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 if _HAS_TRITON:
     from fivefold.engine import triton_experts, triton_heads, triton_logits
@@ -22,7 +22,7 @@ def _on_triton(x: torch.Tensor) -> bool:
 
 
 def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up * probability (Shazeer 2020), computed in float32 and rounded once. Returns [N, F]."""
+    """Compute silu(gate) * up * probability (Shazeer 2020) in float32, rounded once. Returns [N, F]."""
     if _on_triton(gate_up_N2F):
         return triton_experts.swiglu(gate_up_N2F, probs_N)
     gate, up = gate_up_N2F.float().chunk(2, dim=-1)
@@ -30,14 +30,14 @@ def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
-    """Sum over k of rows[index[t, k]], accumulated in float32. Returns [T, D]; on CUDA it has no gradient."""
+    """Sum rows[index[t, k]] over k in float32. Returns [T, D]; on CUDA it has no gradient."""
     if _on_triton(rows_ND):
         return triton_experts.sum_rows(rows_ND, index_TK)
     return rows_ND[index_TK].float().sum(1).to(rows_ND.dtype)
 
 
 def accumulate(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """total (float32, contiguous) += addend of the same shape, in any floating dtype."""
+    """Add `addend`, in any floating dtype, to the contiguous float32 tensor `total` of the same shape, in place."""
     if _on_triton(total):
         triton_experts.accumulate(total, addend)
     else:
@@ -53,7 +53,7 @@ def split_heads(
     n_groups: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, heads, D], keys and values [T, groups, D] from their joint projection: q/k norm, then rotation.
+    """Split the joint projection into queries [T, heads, D], keys and values [T, groups, D]; normalise and rotate q, k.
 
     The projection holds, for each of `n_groups` key heads, its query heads, the key and the value. In half precision
     the plain version rounds after the norm and after each product, as Hugging Face does; on CUDA all of it is computed
@@ -78,7 +78,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """The four numbers that log-probs and entropies follow from, float32 [4, N].
+    """Return the four statistics that determine log-probs and entropies, float32 [4, N].
 
     They are max l, sum e^(l - max), sum e^(l - max) (l - max), and the target's logit (0 if it is not among the V).
     """
@@ -104,7 +104,7 @@ def logit_gradient(
     entropy_N: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`dtype` [N, V]: d/dl of g logprob + g_H H, which is g (1[target] - p) - g_H p (log p + H)."""
+    """Return d/dl of g logprob + g_H H, which is g (1[target] - p) - g_H p (log p + H), as `dtype` [N, V]."""
     if _on_triton(logits_NV):
         return triton_logits.logit_gradient(
             logits_NV, targets_N, log_normalizer_N, grad_logprob_N, grad_entropy_N, entropy_N, dtype

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from the last hidden state, without the [tokens, vocabulary] logits.
 
 The vocabulary is sharded over tensor-parallel ranks and the tokens are taken a chunk at a time, in the forward and in
-the backward pass. What is kept between the two is one log-normaliser and one entropy a token.
+the backward pass. Between the two, one log-normaliser and one entropy are kept for each token.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ def linear_logprobs(
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[target], and the entropy of that distribution: float32 [N] each.
+    """Compute log softmax(hidden @ weight.T / temperature)[target] and that distribution's entropy, float32 [N] each.
 
-    weight_VH is this rank's shard of the rows, in rank order; rows beyond `vocab` are filler and get no probability.
-    hidden_NH is the same on all ranks; its gradient is this rank's part, to be summed over the group. The entropy
-    carries a gradient only with `entropy_gradient`.
+    Args:
+        hidden_NH: the same on all ranks. Its gradient is this rank's part of a sum over the group.
+        weight_VH: this rank's rows of the output layer, in rank order.
+        targets_N: int64.
+        temperature: divides the logits.
+        entropy_gradient: whether the entropy carries a gradient.
+        chunk_size: number of tokens whose logits exist at one time.
+        vocab: rows beyond it are filler and get no probability.
+        group: the ranks that share the vocabulary.
     """
     return _LinearLogprobs.apply(
         hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunk_size, vocab, group
     )
 
 
-# Statistics of a shard that is filler only: it adds nothing to any sum.
+# Statistics of a shard that holds only filler, which add nothing to any sum.
 _NO_ROWS = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
 
 
@@ -99,7 +105,7 @@ def _chunks(n_tokens: int, chunk_size: int) -> list[slice]:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 [chunk, rows]. On CUDA the half-precision product is accumulated and left in float32."""
+    """Return the logits, float32 [chunk, rows]. On CUDA a half-precision product is accumulated and left in float32."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
@@ -108,7 +114,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
 
 
 def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-normaliser, log-prob of the target and entropy, float32 [N] each, from every rank's statistics."""
+    """Return log-normaliser, log-prob of the target and entropy, float32 [N] each, from every rank's statistics."""
     shards = statistics_4N.unsqueeze(0)
     if group.size() > 1 and statistics_4N.numel() > 0:
         gathered = statistics_4N.new_empty(group.size() * 4, statistics_4N.shape[1])
@@ -119,14 +125,14 @@ def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
     below_RN = maximum_RN - maximum
     scale_RN = below_RN.exp()
     total = (sums_RN * scale_RN).sum(0)
-    # Everything is relative to the maximum: what all logits have in common would cost the entropy its digits.
+    # All terms are relative to the maximum, because an offset common to all logits would cost the entropy its digits.
     shifted_RN = torch.where(scale_RN > 0, scale_RN * (weighted_RN + below_RN * sums_RN), 0.0)
     entropy = total.log() - shifted_RN.sum(0) / total
     return maximum + total.log(), (target_RN.sum(0) - maximum) - total.log(), entropy
 
 
 class _WeightGradient:
-    """Sum over chunks of grad_logits.T @ hidden in float32, in the parameter's `main_grad` where there is one."""
+    """Sum over chunks of grad_logits.T @ hidden in float32, in the parameter's `main_grad` if it has one."""
 
     def __init__(self, weight: torch.Tensor, real_rows: int) -> None:
         self.weight = weight

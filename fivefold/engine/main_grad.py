@@ -6,7 +6,7 @@ import torch
 
 
 def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """DDP's float32 gradient buffer of this parameter; None where there is no DDP."""
+    """Return DDP's float32 gradient buffer of this parameter; None if there is no DDP."""
     buffer: torch.Tensor | None = vars(weight).get("main_grad")
     return buffer
 
@@ -14,8 +14,8 @@ def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:
     """Tell DDP that this micro-batch's gradient is in `main_grad` already. Returns what the backward pass must return.
 
-    DDP's hook fires on a gradient only, so it gets one of undefined content, which it discards. A weight that is also
-    the embedding (`zero_out_wgrad`) gets a real one from there, which the hook must add: it gets nothing from here.
+    DDP's hook fires only on a gradient, so it gets one of undefined content, which it discards. A weight that is also
+    the embedding (`zero_out_wgrad`) gets a real gradient from the embedding, which the hook must add: return None then.
     """
     if vars(weight).get("zero_out_wgrad", False):
         return None
@@ -24,7 +24,7 @@ def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total (float32) += a @ b, accumulated in float32 whatever the dtype of a and b."""
+    """Add a @ b to the float32 matrix `total` in place, accumulated in float32 whatever the dtype of a and b."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

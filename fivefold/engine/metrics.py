@@ -1,4 +1,4 @@
-"""Metrics of one mini-batch, from sums on the ranks that computed a loss to the same numbers everywhere."""
+"""Metrics of one mini-batch: sums on the ranks that computed a loss become the same numbers on every rank."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ _EXTREMES = ("max", "min")
 def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_trained: int) -> dict[str, float]:
     """Reduce over micro-batches and data-parallel ranks; collective over all processes.
 
-    Names that end in /max, /min or /sum are reduced so; all others are sums that are divided by `n_trained`, the
-    trained tokens of the whole mini-batch.
+    Names that end in /max, /min or /sum are reduced in that way; all others are sums that are divided by `n_trained`.
 
     Args:
         kept: the metrics of each micro-batch of this process.
-        counts: whether this process contributes. Tensor- and context-parallel ranks compute the same loss, so one of
-            them counts for all.
+        counts: whether this process contributes. Tensor- and context-parallel ranks compute the same loss, so only one
+            of them does.
         n_trained: trained tokens of the whole mini-batch.
     """
     gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, _local(kept) if counts else {})
     if n_trained == 0:
-        # Nothing has a largest or a smallest value.
+        # Without trained tokens there is no largest and no smallest value.
         gathered = [{name: value for name, value in rank.items() if _kind(name) not in _EXTREMES} for rank in gathered]
     totals = {name: _reduce(name, [rank[name] for rank in gathered if name in rank]) for name in _names(gathered)}
     return {name: value if _kind(name) in _REDUCTIONS else value / max(1, n_trained) for name, value in totals.items()}
 
 
 def _local(kept: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Over this rank's micro-batches. One copy from the device, since each waits for all work before it."""
+    """Reduce over this rank's micro-batches, with one copy from the device, because a copy waits for all its work."""
     if not kept:
         return {}
     values_MK = torch.stack([value.float() for metrics in kept for value in metrics.values()]).tolist()

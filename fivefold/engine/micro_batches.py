@@ -17,18 +17,18 @@ class MicroBatch:
     """Whole sequences that go through the model together."""
 
     rows_T: torch.Tensor
-    """int64 [T], CPU: where these tokens stand in the share's batch."""
+    """int64 [T], CPU: index of each token in the share's batch."""
     batch: Batch
-    """The sequences, on the device. May be empty, where there are fewer sequences than micro-batches."""
+    """The sequences, on the device; empty if there are fewer sequences than micro-batches."""
     local: LocalSequences
     """This context-parallel rank's tokens of them."""
     padded: int
-    """Tokens over the context-parallel group, filler included."""
+    """Number of tokens over the context-parallel group, filler included."""
 
 
 @dataclass(frozen=True)
 class MicroBatchBuilder:
-    """What a rank's micro-batches depend on, besides its share."""
+    """Builds one rank's micro-batches from its shares."""
 
     layout: ParallelLayout
     cp_rank: int
@@ -40,7 +40,7 @@ class MicroBatchBuilder:
     device: torch.device
 
     def build(self, share: Share) -> list[MicroBatch]:
-        """The micro-batches of a share, in the order in which they are trained."""
+        """Return the micro-batches of a share, in the order in which they are trained."""
         return [self._build_one(share, indices) for indices in share.micro_batches]
 
     def _build_one(self, share: Share, indices: tuple[int, ...]) -> MicroBatch:

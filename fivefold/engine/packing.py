@@ -51,12 +51,12 @@ def plan_micro_batches(
         cost: relative time that a sequence of a given length takes; grows with the length.
 
     Returns:
-        `[rank][micro-batch] -> indices into lengths`, in rising order. Each index stands exactly once, each rank has
-        the same number of micro-batches, and costly micro-batches come first. Where there are fewer sequences than
+        `[rank][micro-batch] -> indices into lengths`, in rising order. Each index appears exactly once, each rank has
+        the same number of micro-batches, and costly micro-batches come first. If there are fewer sequences than
         micro-batches, the last ones are empty.
 
         The number of micro-batches over all ranks is at most that of first-fit-decreasing bin packing, which is
-        within 11/9 of the optimum + 2/3 (Dósa 2007), rounded up to what the other two demands ask for.
+        within 11/9 of the optimum + 2/3 (Dósa 2007), rounded up for the other two demands.
 
     Raises:
         ValueError: a length, rank count or limit below 1.
@@ -82,7 +82,7 @@ def plan_micro_batches(
         # Slow where there are many bins, and rarely needed: most lengths can be balanced.
         first_fit = first_fit or _first_fit(longest_first, lengths, max_tokens)
         if len(first_fit) <= n_ranks * n_per_rank:
-            # So tightly packed that the bins are nearly full, hence nearly even, without balancing.
+            # Bins that must be packed this tightly are nearly full, and hence nearly even without balancing.
             bins = first_fit + [[] for _ in range(n_ranks * n_per_rank - len(first_fit))]
             break
         n_per_rank += multiple_of
@@ -94,13 +94,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
-    """Lower bound on the number of bins: the long ones, and the tokens of the others."""
+    """Return a lower bound on the number of bins, from the long sequences and the tokens of the others."""
     n_long = sum(length >= max_tokens for length in lengths)
     return n_long + -(-sum(length for length in lengths if length < max_tokens) // max_tokens)
 
 
 def _first_fit(longest_first: list[int], lengths: Sequence[int], max_tokens: int) -> list[Bin]:
-    """First-fit decreasing: few bins, of uneven cost."""
+    """Pack by first-fit decreasing: few bins, of uneven cost."""
     bins: list[Bin] = []
     room: list[int] = []
     for i in longest_first:
@@ -117,7 +117,7 @@ def _first_fit(longest_first: list[int], lengths: Sequence[int], max_tokens: int
 def _balance(
     longest_first: list[int], lengths: Sequence[int], n_bins: int, max_tokens: int, cost: Callable[[int], float]
 ) -> list[Bin] | None:
-    """Longest first, each to the cheapest bin that has room (Graham 1969, with a cap); none if one finds no room."""
+    """Put each sequence, longest first, into the cheapest bin with room (Graham 1969, with a cap); None if none has."""
     bins: list[Bin] = [[] for _ in range(n_bins)]
     heap = [(0.0, 0, b) for b in range(n_bins)]
     for i in longest_first:
@@ -135,7 +135,7 @@ def _balance(
 
 
 def _deal(bins: list[Bin], costs: list[float], n_ranks: int) -> list[list[Bin]]:
-    """Bins of like cost become the ranks' micro-batches of one round; the rank that is behind gets the largest."""
+    """Deal bins of similar cost to the ranks, round by round; the rank with the least total gets the costliest."""
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], b))
     plan: list[list[Bin]] = [[] for _ in range(n_ranks)]
     totals = [0.0] * n_ranks

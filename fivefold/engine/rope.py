@@ -10,14 +10,14 @@ from fivefold.families.shape import ModelShape, RopeScaling
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:
-    """float32 [head_dim / 2]: rotation of each pair of channels, in radians a position (Su et al. 2021, eq. 15)."""
+    """Return the rotation of each channel pair, in radians per position (Su et al. 2021, eq. 15): [head_dim / 2]."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
     frequencies = 1.0 / (shape.rope_theta ** (exponents / shape.head_dim))
     return frequencies if shape.rope_scaling is None else _scale(frequencies, shape.rope_scaling)
 
 
 def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Longer context: `linear` slows every pair down; `llama3` only long wavelengths, smoothly in between."""
+    """Slow rotations down for a longer context: `linear` all of them, `llama3` only those of long wavelengths."""
     if scaling.type == "linear":
         return frequencies / scaling.factor
     wavelengths = 2 * math.pi / frequencies
@@ -34,7 +34,7 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def cos_sin(
     positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, `dtype` [T, 1, head_dim] each, of positions int64 [T]."""
+    """Return cos and sin, `dtype` [T, 1, head_dim] each, at the positions int64 [T]."""
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -5,8 +5,8 @@
     rank 0 of 2   aa b .. | a. . ..       zig-zag: the first chunk of every sequence, then the last
     rank 1 of 2   aa b .. | aa b ..       the second, then the last but one
 
-Causal attention so costs every rank the same. The loss sees whole sequences again: log-probs go back to their places
-in the ragged batch (`LocalSequences.places_N`) and are summed over the group.
+In this order, causal attention costs the same on every rank. The loss gets whole sequences again: log-probs return to
+their places in the ragged batch (`LocalSequences.places_N`) and are summed over the group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fivefold.types import Batch
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """What attention must know of the packing: which queries see which keys."""
+    """The packing as attention needs it: which queries see which keys."""
 
     plan: AttentionPlan
     first_keys_K: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class LocalSequences:
     """This rank's share of one micro-batch. T: its tokens. N: the tokens that it predicts."""
 
     tokens_T: torch.Tensor
-    """int64 [T]."""
+    """int64 [T]: token ids."""
     positions_T: torch.Tensor
     """int64 [T]: position of each token in its sequence."""
     padding_T: torch.Tensor
@@ -49,11 +49,11 @@ class LocalSequences:
     targets_N: torch.Tensor
     """int64 [N]: the tokens they predict."""
     places_N: torch.Tensor
-    """int64 [N]: where these tokens stand in the ragged batch."""
+    """int64 [N]: indices of these tokens in the ragged batch."""
 
 
 def padded_tokens(lengths: Iterable[int], *, cp_size: int, tp_size: int) -> int:
-    """Tokens of a micro-batch over its context-parallel group, filler included. Never 0."""
+    """Return the number of tokens of a micro-batch over its context-parallel group, filler included; at least 1."""
     unit = _chunk_unit(cp_size)
     total = sum(_round_up(length, unit) for length in lengths)
     return _round_up(max(total, 1), math.lcm(unit, cp_size * tp_size))
@@ -105,7 +105,7 @@ def localize(
 
 
 def _places(spans: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """int64 [total]: where each padded token stands in the ragged batch, -1 for filler."""
+    """Return int64 [total]: the index of each padded token in the ragged batch, -1 for filler."""
     place = torch.full((sum(spans),), -1, dtype=torch.int64)
     start, source = 0, 0
     for span, length in zip(spans, lengths, strict=True):
@@ -115,7 +115,7 @@ def _places(spans: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
-    """Padded places of one rank's tokens, in the order it holds them: all first chunks, then all second ones."""
+    """Return the padded places of one rank's tokens, in the rank's order: all first chunks, then all second ones."""
     if cp_size == 1:
         return torch.arange(sum(spans))
     pieces = []

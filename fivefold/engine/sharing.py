@@ -1,10 +1,11 @@
-"""How a mini-batch is shared out over data-parallel replicas and their micro-batches.
+"""How a mini-batch is split over data-parallel replicas and their micro-batches.
 
     lengths of all sequences ──BatchPlanner.plan──> BatchPlan: [replica][micro-batch] -> sequences
                                                         │
     the sequences of one replica, as a Batch  ──────────┴──> Share ──> engine
 
-The plan needs lengths alone, so the driver makes it without holding a token, and every replica gets its own sequences.
+The plan needs only lengths, so the driver can make it without holding any token, and every replica gets only its own
+sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MicroBatches = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica has of a mini-batch, and what it must know of the rest. The ranks of a replica get the same."""
+    """One replica's part of a mini-batch, and the sizes of the whole. All ranks of a replica get the same share."""
 
     batch: Batch
     """The replica's own sequences."""
@@ -44,14 +45,14 @@ class BatchPlan:
     replicas: tuple[MicroBatches, ...]
     """`[replica][micro-batch]` -> indices into the mini-batch, each exactly once."""
     longest: int
-    """As in `Share`."""
+    """Tokens of the longest micro-batch, filler included."""
 
     def sequences(self, replica: int) -> tuple[int, ...]:
-        """Indices into the mini-batch, in the order in which `replica` holds them."""
+        """Return the mini-batch's indices of the sequences of `replica`, in the order in which it holds them."""
         return tuple(index for micro_batch in self.replicas[replica] for index in micro_batch)
 
     def micro_batches(self, replica: int) -> MicroBatches:
-        """The micro-batches of `replica`, as indices into its own sequences."""
+        """Return the micro-batches of `replica`, as indices into its own sequences."""
         split, start = [], 0
         for micro_batch in self.replicas[replica]:
             split.append(tuple(range(start, start + len(micro_batch))))
@@ -59,14 +60,14 @@ class BatchPlan:
         return tuple(split)
 
     def share(self, batch: Batch, replica: int) -> Share:
-        """The share of `replica`, out of the whole mini-batch."""
+        """Return the share of `replica` in the whole mini-batch `batch`."""
         own = batch.select(self.sequences(replica))
         return Share(own, self.micro_batches(replica), self.longest, batch.totals())
 
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """What a plan depends on, besides the lengths of the sequences."""
+    """Plans mini-batches from the lengths of their sequences."""
 
     config: MicroBatchConfig
     layout: ParallelLayout
@@ -75,11 +76,11 @@ class BatchPlanner:
 
     @staticmethod
     def of(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> BatchPlanner:
-        """The planner of an engine."""
+        """Return the planner of an engine."""
         return BatchPlanner(config.mb_spec, layout, attention_equals_rest_at(shape))
 
     def plan(self, lengths: Sequence[int]) -> BatchPlan:
-        """Share out sequences of these lengths. Deterministic.
+        """Plan a mini-batch of sequences of these lengths. Deterministic.
 
         The number of micro-batches is a multiple of the pipeline's stages where the schedule is interleaved.
         """
@@ -101,7 +102,7 @@ class BatchPlanner:
 
 
 def attention_equals_rest_at(shape: ModelShape) -> float:
-    """Sequence length at which causal attention costs as many FLOPs a token as the layers' matmuls."""
+    """Return the sequence length at which causal attention costs as many FLOPs per token as the layers' matmuls."""
     mlp = shape.top_k * shape.expert_parameters if shape.is_moe else 3 * shape.hidden * shape.ffn_hidden
     matmul_flops = 2 * (shape.attention_parameters + mlp)
     attention_flops_per_key = 2 * shape.n_heads * shape.head_dim  # 4 for the two products, halved by causality

@@ -1,7 +1,7 @@
 """Triton kernels around the grouped matrix products of the experts: one pass over memory each, no atomics.
 
-Row indices are widened to 64 bits, as rows times width may pass 2^31. Rows are taken in column blocks of 16 bytes a
-thread, which is what one load instruction moves.
+Row indices are widened to 64 bits, because rows times width may exceed 2^31. Rows are read in column blocks of 16 bytes
+per thread, which is what one load instruction moves.
 """
 
 # mypy: allow-untyped-decorators
@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
-    """Sum over k of rows[index[t, k]], accumulated in float32. Returns [T, D]; it has no gradient."""
+    """Sum rows[index[t, k]] over k in float32. Returns [T, D]; it has no gradient."""
     rows, index = rows_ND.contiguous(), index_TK.contiguous()
     n_tokens, n_terms = index.shape
     width = rows.shape[1]
@@ -43,7 +43,11 @@ def _sum_rows_kernel(
 
 
 def accumulate(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """total (float32, contiguous) += addend of the same shape, in any floating dtype."""
+    """Add `addend`, in any floating dtype, to the contiguous float32 tensor `total` of the same shape, in place.
+
+    Raises:
+        ValueError: the shapes differ, or `total` is not contiguous.
+    """
     if total.shape != addend.shape or not total.is_contiguous():
         raise ValueError(
             f"accumulate adds to a contiguous tensor of the addend's shape {tuple(addend.shape)}, "
@@ -62,7 +66,7 @@ def _accumulate_kernel(total: tl.tensor, addend: tl.tensor, size: tl.tensor, BLO
 
 
 def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up * probability, computed in float32 and rounded once. Returns [N, F]."""
+    """Compute silu(gate) * up * probability in float32, rounded once. Returns [N, F]."""
     return _SwiGLU.apply(gate_up_N2F.contiguous(), probs_N.contiguous())
 
 
@@ -114,7 +118,7 @@ def _swiglu_backward_kernel(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # A program has a whole row, as the gradient of the row's probability is a sum over it.
+    # A program takes a whole row, because the gradient of the row's probability is a sum over it.
     row = tl.program_id(0).to(tl.int64)
     prob = tl.load(probs + row).to(tl.float32)
     grad_prob = tl.zeros([BLOCK], tl.float32)

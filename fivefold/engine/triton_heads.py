@@ -1,7 +1,7 @@
 """Triton kernels from the joint projection to queries, keys and values: split, q/k norm and rotation in one pass.
 
-A program holds one group of one token, its query heads, key and value, as two tiles [heads, D / 2]: the rotation pairs
-channel i with channel i + D/2, so both ends of a pair are in the same thread.
+A program holds one group of one token, its query heads, key and value, as two tiles [heads, D / 2]. The rotation pairs
+channel i with channel i + D/2, so both channels of a pair are in the same thread.
 """
 
 # mypy: allow-untyped-decorators
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Groups that one program of the backward pass takes in turn: fewer partial sums against more programs.
+# Groups that one program of the backward pass takes in turn: more groups mean fewer partial sums, but fewer programs.
 _GROUPS_PER_PROGRAM = 8
 
 
@@ -26,14 +26,18 @@ def split_heads(
     n_groups: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, heads, D], keys and values [T, groups, D], computed in float32 and rounded once."""
+    """Split into queries [T, heads, D], keys and values [T, groups, D], computed in float32 and rounded once.
+
+    Raises:
+        ValueError: D is odd.
+    """
     return _SplitHeads.apply(
         qkv_TC.contiguous(), query_weight_D, key_weight_D, cos_T1D.contiguous(), sin_T1D.contiguous(), n_groups, eps
     )
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Keeps the joint projection, and that only if there is a norm: the rotation is linear."""
+    """Keeps the joint projection for the backward pass only if there is a norm, because the rotation is linear."""
 
     @staticmethod
     def forward(
@@ -83,7 +87,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _tile(n_queries: int, head_dim: int) -> dict[str, int]:
-    """Constants of both kernels. Tiles have powers of two as sides, and 16 values a thread as far as 8 warps reach."""
+    """Return constants of both kernels. Sides of tiles are powers of two; a thread has 16 values, up to 8 warps."""
     if head_dim % 2 != 0:
         raise ValueError(f"head_dim {head_dim} must be even: channels are rotated in pairs")
     heads, half = triton.next_power_of_2(n_queries + 2), triton.next_power_of_2(head_dim // 2)
@@ -99,7 +103,7 @@ def _tile(n_queries: int, head_dim: int) -> dict[str, int]:
 
 @triton.jit
 def _load(pointer: tl.tensor, offset: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> tl.tuple:
-    """Both halves of the channels, in float32."""
+    """Load both halves of the channels, as float32."""
     first = tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointer + offset + HALF, mask=mask, other=0.0).to(tl.float32)
     return first, second
@@ -122,7 +126,7 @@ def _load_weights(
     QUERIES: tl.constexpr,
     HALF: tl.constexpr,
 ) -> tl.tuple:
-    """The norm's weight of every head of a tile."""
+    """Load the norm's weight of every head of a tile."""
     query_first, query_second = _load(query_weight, channel, channel < HALF, HALF)
     key_first, key_second = _load(key_weight, channel, channel < HALF, HALF)
     return tl.where(head == QUERIES, key_first, query_first), tl.where(head == QUERIES, key_second, query_second)
@@ -162,7 +166,7 @@ def _split_kernel(
     x_first, x_second = _load(
         qkv, (row * (QUERIES + 2) + head) * (2 * HALF) + channel, inside & (head < QUERIES + 2), HALF
     )
-    # The value's head is stored as it came.
+    # The value is neither normalised nor rotated.
     value_offset = (row + head - (QUERIES + 1)) * (2 * HALF) + channel
     _store(value, value_offset, x_first, x_second, inside & (head == QUERIES + 1), HALF)
     if HAS_NORM:
@@ -189,7 +193,7 @@ def _load_grad(
     QUERIES: tl.constexpr,
     HALF: tl.constexpr,
 ) -> tl.tuple:
-    """A group's three gradients as one tile, in the order of the joint projection."""
+    """Load a group's three gradients as one tile, in the order of the joint projection."""
     inside = channel < HALF
     query_offset = (row * QUERIES + head) * (2 * HALF) + channel
     key_offset = (row + head - QUERIES) * (2 * HALF) + channel

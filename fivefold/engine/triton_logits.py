@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Stands for minus infinity where a difference of two of them must not be NaN.
+# Takes the place of minus infinity, whose difference from itself would be NaN.
 _LOWEST = tl.constexpr(-1e30)
 # e^x is 0 below it, and products with it stay finite.
 _LEAST = tl.constexpr(-1e4)
@@ -16,7 +16,7 @@ _GRADIENT_BLOCK = 4096
 
 
 def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """The four numbers that log-probs and entropies follow from, float32 [4, N].
+    """Return the four statistics that determine log-probs and entropies, float32 [4, N].
 
     They are max l, sum e^(l - max), sum e^(l - max) (l - max), and the target's logit (0 if it is not among the V).
     """
@@ -47,7 +47,7 @@ def _statistics_kernel(
     for start in tl.range(0, vocab, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(start_of_row + column, mask=column < vocab, other=_LOWEST).to(tl.float32)
-        # Either the new logit or the old sums are scaled, never both: one exponential does for the two cases.
+        # Either the new logit or the old sums are scaled, never both, so one exponential serves both cases.
         rises = logit > maximum
         distance = tl.maximum(-tl.abs(logit - maximum), _LEAST)
         factor = tl.exp(distance)
@@ -77,7 +77,7 @@ def logit_gradient(
     entropy_N: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`dtype` [N, V]: d/dl of g logprob + g_H H, which is g (1[target] - p) - g_H p (log p + H)."""
+    """Return d/dl of g logprob + g_H H, which is g (1[target] - p) - g_H p (log p + H), as `dtype` [N, V]."""
     logits = logits_NV.contiguous()
     n_rows, vocab = logits.shape
     grad = logits.new_empty(n_rows, vocab, dtype=dtype)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-# torch 2.11 has no such argument and shares key heads among query heads by itself; later versions want it said.
+# torch 2.11 lacks this argument and always shares key heads among query heads; later versions require it.
 _flash: Callable[..., Any] = (
     partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
 )
@@ -28,7 +28,7 @@ _flash: Callable[..., Any] = (
 
 @dataclass(frozen=True)
 class FlashPlan:
-    """Cumulative lengths int32 [entries + 1] on the device, and the longest entry of each."""
+    """Plan for `varlen_attn`: cumulative lengths, int32 [entries + 1], on the device; and the largest lengths."""
 
     cu_queries: torch.Tensor
     cu_keys: torch.Tensor
@@ -41,15 +41,19 @@ class Rectangle:
     """B entries padded to Q queries and K keys."""
 
     query_rows_BQ: torch.Tensor
+    """int64: index of each query among all queries; padding repeats the entry's first."""
     key_rows_BK: torch.Tensor
+    """int64: the same for keys."""
     valid_BQ: torch.Tensor
     """bool: rows that are queries and not padding."""
     mask_B1QK: torch.Tensor | None
-    """bool: pairs that attend. None: plain causal order says it all, as every entry has as many keys as queries."""
+    """bool: pairs that attend. None: plain causal attention, because every entry has as many keys as queries."""
 
 
 @dataclass(frozen=True)
 class PaddedPlan:
+    """Plan for `scaled_dot_product_attention`: all entries, in rectangles."""
+
     rectangles: tuple[Rectangle, ...]
     restore_T: torch.Tensor
     """int64 [T]: for each query token, its row among the rectangles' valid rows laid end to end."""
@@ -59,7 +63,10 @@ AttentionPlan = FlashPlan | PaddedPlan
 
 
 def plan_attention(entries: Sequence[tuple[int, int]], *, flash: bool, device: torch.device) -> AttentionPlan:
-    """Plan the attention of `entries`, (queries, keys) each, whose queries and keys are laid end to end."""
+    """Plan the attention of `entries`, (number of queries, number of keys) each, which are laid end to end.
+
+    With `flash`, the plan is for CUDA in half precision.
+    """
     queries, keys = torch.tensor(entries, dtype=torch.int64).T
     if flash:
         start = torch.zeros(1, dtype=torch.int64)
@@ -109,9 +116,10 @@ def _rectangle(
 
 
 def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """Attention of query [T, heads, d] over key and value [K, kv_heads, d], causal within each entry.
+    """Attend from query [T, heads, d] to key and value [K, kv_heads, d], causally within each entry.
 
-    Returns [T, heads, d].
+    Returns:
+        [T, heads, d].
     """
     if isinstance(plan, FlashPlan):
         output: torch.Tensor = _flash(
@@ -125,7 +133,7 @@ def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def _rectangle_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle
 ) -> torch.Tensor:
-    """[valid queries, heads, d] of one rectangle."""
+    """Return the output of one rectangle's queries without padding, [queries, heads, d]."""
     output_BHQD = F.scaled_dot_product_attention(
         query[rectangle.query_rows_BQ].transpose(1, 2),
         key[rectangle.key_rows_BK].transpose(1, 2),

@@ -1,1 +1,1 @@
-"""The training engine on Megatron-Core: the only room that imports megatron."""
+"""The training engine on Megatron-Core: the only package that imports megatron."""

@@ -18,12 +18,13 @@ from fivefold.engine.varlen import varlen_attention
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What Megatron-Core hands through to every layer untouched: the packing, and the tokens' rotations."""
+    """Values that Megatron-Core passes to every layer unchanged: the packing, and the rotation of each token."""
 
     attention: PackedAttention
     cos_T1D: torch.Tensor
-    """[T, 1, D], in the model's dtype, of each token's position."""
+    """[T, 1, D], in the model's dtype: cosines of the rotation at each token's position."""
     sin_T1D: torch.Tensor
+    """[T, 1, D]: sines of the same rotation."""
 
 
 class PackedSelfAttention(SelfAttention):
@@ -56,7 +57,11 @@ class PackedCoreAttention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedAttention
     ) -> torch.Tensor:
-        """query [T, heads, d], key and value [T, kv_heads, d] of this rank's tokens. Returns [T, heads, d]."""
+        """Attend from query [T, heads, d] with key and value [T, kv_heads, d], all of this rank's tokens.
+
+        Returns:
+            [T, heads, d].
+        """
         if self.cp_group.size() > 1:
             pair = _GatherKeys.apply(
                 torch.stack((key, value), dim=1), packed.first_keys_K, packed.second_keys_K, self.cp_group
@@ -66,10 +71,10 @@ class PackedCoreAttention(nn.Module):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """All-gather over the context-parallel group, then the rows that the two local chunks attend to.
+    """All-gather over the context-parallel group, then take the rows that the two local chunks attend to.
 
-    A row may serve both chunks but appears once in each, so the backward pass adds two plain index writes: it needs no
-    atomics and gives the same bits every time.
+    A row may serve both chunks, but each chunk has it only once. The backward pass therefore adds two plain index
+    writes: it needs no atomics and gives the same bits every time.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
 """Training state on disk, free of any layout: master weights and Adam's moments under Hugging Face names.
 
     <folder>/param, exp_avg, exp_avg_sq     a Hugging Face folder each, float32; `param` loads in transformers as it is
-    <folder>/state.json                     steps of the schedule, and those of them that changed the weights
+    <folder>/state.json                     number of optimizer steps, and of those that changed the weights
 
 The distributed optimizer holds a slice of each of these on every data-parallel rank. The gradient buffers have the
-parameters' shapes and are free between steps: slices are laid into them and summed over the ranks, and the weight
-bridge takes what is then whole. Loading goes the same way back, on any other layout.
+parameters' shapes and are free between steps: every rank writes its slices into them, an all-reduce makes them whole,
+and the weight bridge exports them. Loading goes the same way back, on any layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def save_state(
     groups: ShardGroups,
     config_source: Path,
 ) -> None:
-    """Write the training state; all ranks take part, rank 0 writes. Accumulated gradients are forgotten."""
+    """Write the training state. All ranks take part, rank 0 writes; accumulated gradients are lost."""
     if dist.get_rank() == 0:
         (folder / _STATE).unlink(missing_ok=True)
     for kind in KINDS:
@@ -49,7 +49,7 @@ def save_state(
                 pass
     optimizer.zero_grad()
     if dist.get_rank() == 0:
-        # Last: a folder without it is not whole.
+        # Written last, so that a folder that has this file is complete.
         (folder / _STATE).write_text(json.dumps({"steps": optimizer.steps, "updates": optimizer.updates}))
     dist.barrier()
 
@@ -61,13 +61,16 @@ def load_state(
     bridge: Bridge,
     groups: ShardGroups,
 ) -> None:
-    """Read what `save_state` wrote, on any layout. Accumulated gradients are forgotten.
+    """Load what `save_state` wrote, on any layout. Accumulated gradients are lost.
 
     Raises:
-        ValueError: the folder holds no whole training state, or that of another model.
+        ValueError: the folder holds no complete training state, or that of another model.
     """
     if not (folder / _STATE).is_file():
-        raise ValueError(f"{folder} holds no whole training state: {_STATE}, which is written last, is missing")
+        raise ValueError(
+            f"{folder} holds no complete training state: {_STATE}, which is written last, is missing; give the folder "
+            "of a save that was finished"
+        )
     counts = json.loads((folder / _STATE).read_text())
     optimizer.steps, optimizer.updates = counts["steps"], counts["updates"]
     with HFWeights(folder / "param") as weights:
@@ -83,7 +86,7 @@ def load_state(
 
 
 def _buffers(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The float32 gradient buffer of each parameter."""
+    """Return the float32 gradient buffer of each parameter."""
     return {name: vars(parameter)["main_grad"] for name, parameter in parameters.items()}
 
 
@@ -98,7 +101,7 @@ def _gather_slices(optimizer: Optimizer, kind: str) -> None:
 
 
 def _slices(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """This rank's slice of each parameter: its state by kind, made where it is not yet, and its part of the buffer."""
+    """Yield this rank's slice of each parameter: its state by kind, created if missing, and its part of the buffer."""
     for part in optimizer.megatron.chained_optimizers:
         for parameter, (group, order) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group]["params"][order]

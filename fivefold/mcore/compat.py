@@ -1,7 +1,7 @@
-"""Everything that Megatron-Core 0.16.1 must be told before it runs on stock PyTorch, with or without CUDA.
+"""Patches that let Megatron-Core 0.16.1 run on stock PyTorch, with or without CUDA.
 
-Nothing here happens at import: `prepare()` is called once in a worker, before the model is built. Each patch states
-its symptom, its cause and when it can go.
+Importing this module patches nothing: `prepare()` is called once in a worker, before the model is built. Each patch
+states its symptom, its cause and the condition for its removal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Make Megatron-Core usable in this process. On CUDA one fix is needed, without it all of them."""
+    """Patch Megatron-Core in this process. With CUDA the first three patches are needed, without it all of them."""
     global _prepared
     if _prepared:
         return
@@ -43,8 +43,8 @@ def prepare() -> None:
 
 
 def make_deterministic() -> None:
-    """Only kernels that give the same bits every time. To be called before the first matrix product on the device."""
-    # cuBLAS reads it when its handle is made; without it, it may choose another algorithm on another stream.
+    """Allow only kernels that give the same bits every time. Call it before the device's first matrix product."""
+    # cuBLAS reads this when its handle is made; without it, another stream may get another algorithm.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -75,8 +75,8 @@ def _balance_load_without_tokens() -> None:
 def _accumulate_gradients_without_apex() -> None:
     """Symptom: `gradient_accumulation_fusion` raises and asks for Apex.
 
-    Cause: the parallel linear layers know one way to add a weight's gradient to its float32 buffer within the matrix
-    product: Apex's. PyTorch has another. Remove when: Megatron-Core uses `torch.addmm(..., out_dtype=)`.
+    Cause: the parallel linear layers use Apex's kernel to add a weight's gradient to its float32 buffer within the
+    matrix product, though PyTorch has one. Remove when: Megatron-Core uses `torch.addmm(..., out_dtype=)`.
     """
     kernel = types.ModuleType("fused_weight_gradient_mlp_cuda")
     vars(kernel)["wgrad_gemm_accum_fp32"] = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
@@ -121,7 +121,7 @@ def _is_cuda(value: object) -> bool:
 
 
 class _Anything:
-    """Stands for a CUDA stream or event: every method exists, does nothing and returns another of it."""
+    """Stands in for a CUDA stream or event: every method exists, does nothing and returns the object itself."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -140,11 +140,11 @@ def _redirect_cuda_runtime() -> None:
         (torch.cuda.nvtx, ("range_push", "range_pop")),
     ):
         for name in names:
-            # One function object a name: torch.compile has a rule for each and refuses an object that has two.
+            # One function object for each name: torch.compile has a rule for each and refuses an object with two.
             setattr(module, name, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
     for name in ("Stream", "Event"):
-        # Still types: libraries that are imported later annotate with them.
+        # They stay types, because libraries that are imported later use them in annotations.
         setattr(torch.cuda, name, type(name, (_Anything,), {}))
     for name in ("current_stream", "default_stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: _Anything())

@@ -4,7 +4,7 @@
     tokens [T, H] <─ sum of k rows ──── [T * k, H] <─ all-to-all back ───────────── order of arrival <──────── experts
 
 Both sorts are row gathers whose backward passes are row gathers too: no atomics, the same bits every time. With one
-expert rank nothing waits for the host.
+expert-parallel rank, the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fivefold.engine.kernels import sum_rows
 
 
 def install(decoder: nn.Module, config: TransformerConfig) -> None:
-    """Give every MoE layer the dispatcher below. Experts that are themselves tensor-parallel keep Megatron-Core's."""
+    """Give every MoE layer a `SortingDispatcher`. Tensor-parallel experts keep Megatron-Core's own dispatcher."""
     if config.moe_token_dispatcher_type != "alltoall" or config.expert_tensor_parallel_size > 1:
         return
     for module in decoder.modules():
@@ -32,7 +32,7 @@ def install(decoder: nn.Module, config: TransformerConfig) -> None:
 
 
 class SortingDispatcher(MoETokenDispatcher):
-    """The steps of Megatron-Core's MoE layer, in the order in which it calls them. State lives for one forward pass."""
+    """The steps of Megatron-Core's MoE layer, in the order of its calls. Attributes hold a forward pass's state."""
 
     def __init__(self, n_local_experts: int, config: TransformerConfig, ep_group: dist.ProcessGroup) -> None:
         self.config = config
@@ -43,7 +43,11 @@ class SortingDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy each token once per expert of it, in the experts' order. Returns rows [T * k, H] and probabilities."""
+        """Copy each token once for each of its k experts, sorted by expert.
+
+        Returns:
+            Rows [T * k, H], and their router probabilities [T * k].
+        """
         self.shape = hidden_states.shape
         top_k = self.config.moe_router_topk
         # Every token has exactly k experts, so this order is known without asking the device how many there are.
@@ -56,7 +60,7 @@ class SortingDispatcher(MoETokenDispatcher):
         return rows, probs.gather(1, expert_TK).flatten()[order_N]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send each row to the rank that has its expert."""
+        """Send each row and its probability to the rank that has its expert; return those that this rank receives."""
         if self.group.size() == 1:
             return hidden_states, probs
         # [sender, expert]: how many rows each rank has for each expert.
@@ -73,7 +77,7 @@ class SortingDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows in the order of the local experts, tokens of each expert, and probabilities."""
+        """Sort the received rows by local expert. Returns rows, number of rows of each expert, and probabilities."""
         if self.group.size() == 1:
             return hidden_states, self.counts_E, probs
         expert_of_run = torch.arange(self.n_local_experts, device=hidden_states.device).repeat(self.group.size())
@@ -84,13 +88,13 @@ class SortingDispatcher(MoETokenDispatcher):
         return hidden_states, self.received.sum(0), probs[self.order_N]
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Back to the order of arrival."""
+        """Sort the rows back into the order in which they arrived."""
         if self.group.size() == 1:
             return hidden_states
         return _ReorderRows.apply(hidden_states, self.inverse_N, self.order_N)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Send each row back to where its token is."""
+        """Send each row back to the rank of its token."""
         if self.group.size() == 1:
             return hidden_states
         return all_to_all(self.group, hidden_states, self.sent_splits, self.received_splits)
@@ -101,14 +105,14 @@ class SortingDispatcher(MoETokenDispatcher):
 
 
 def invert(order_N: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes `order_N`."""
+    """Return the permutation int64 [N] that undoes the permutation `order_N`."""
     inverse = torch.empty_like(order_N)
     inverse[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return inverse
 
 
 class _CopyRows(torch.autograd.Function):
-    """rows[n] = tokens[token_N[n]]. row_TK says where the k copies of a token went."""
+    """rows[n] = tokens[token_N[n]]. row_TK holds the rows of each token's k copies."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, token_N: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Megatron engine: a few verbs over a model that is spread over processes.
+"""The training engine on Megatron-Core, for a model that is spread over processes.
 
 share of this replica ─> micro-batches ─> this rank's tokens of them ─> Megatron's schedule over chunks
       ─> predictions from the last hidden state ─> whole sequences again ─> loss ─> gradients, summed over all ranks
@@ -44,11 +44,11 @@ from fivefold.mcore.random_weights import RandomWeights
 from fivefold.types import StepResult
 
 LossStep = Callable[[MicroBatch, dict[str, torch.Tensor]], tuple[torch.Tensor, Any]]
-"""(micro-batch, predictions [T] by name) on the last stage -> (scalar to differentiate, what to hand back)."""
+"""(micro-batch, predictions [T] by name) on the last stage -> (scalar to differentiate, what `_run` returns)."""
 
 
 class MegatronEngine:
-    """A model on Megatron-Core: with `optimizer` it trains, without it computes log-probabilities only.
+    """A model on Megatron-Core. With an optimizer it trains, without one it only computes log-probabilities.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
     """
@@ -67,9 +67,9 @@ class MegatronEngine:
 
         Args:
             config: the model and its options.
-            layout: how it is spread over processes.
-            seed: of dropout, and of the weights with `init_from_scratch`.
-            optimizer: hyper-parameters; none for a model that is not trained.
+            layout: how the model is spread over processes.
+            seed: seed of dropout, and of random weights (`init_from_scratch`).
+            optimizer: hyper-parameters; None for a model that is not trained.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
 
         Raises:
@@ -125,14 +125,15 @@ class MegatronEngine:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
-        the split into micro-batches and the packing. Only the router's auxiliary loss, if a recipe asks for it, is by
-        its nature one of each micro-batch.
+        the split into micro-batches and the packing. Only the router's auxiliary losses depend on the split, because
+        their formulas are over one micro-batch.
         """
         self._trained("train")
         for chunk in self._chunks:
             chunk.train()
         totals = share.totals
-        # Auxiliary losses are sums over tokens; Megatron's scale, shared by both kinds, makes them a mean.
+        # Megatron scales auxiliary losses, which are sums over tokens, and the loss by one factor. It makes the former
+        # a mean, and `step` divides the loss by it.
         scale = 1.0 / max(1, totals.n_tokens)
         self._megatron_config.grad_scale_func = lambda value: value * scale
         step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
@@ -144,13 +145,13 @@ class MegatronEngine:
         return metrics
 
     def optim_step(self) -> StepResult:
-        """Clip the accumulated gradient, update the weights, advance the schedule and forget the gradient."""
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
         self._has_gradients = False
         return self._trained("train").step()
 
     @torch.no_grad()
     def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the share's trained tokens and the entropies of their distributions.
+        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
 
         Returns:
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
@@ -161,19 +162,19 @@ class MegatronEngine:
         total = torch.zeros(2, share.batch.n_tokens, device=self._device)
         for rows_T, predictions_2T in kept:
             total[:, rows_T.to(self._device)] = predictions_2T
-        dist.all_reduce(total, group=self.groups.pp)  # only the last stage has anything
+        dist.all_reduce(total, group=self.groups.pp)  # zero on all stages but the last
         logprobs, entropy = total.cpu()
         return logprobs, entropy
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank, which all iterate in lock-step to the end."""
+        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
         return self._bridge.export(self.parameters, self._shards)
 
     def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
         """Write the model as a Hugging Face folder that transformers loads. Rank 0 writes, all ranks take part.
 
         Args:
-            folder: where the model goes.
+            folder: the folder to write.
             tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
         """
         weights = self.export_weights()
@@ -185,21 +186,21 @@ class MegatronEngine:
         dist.barrier()
 
     def save(self, folder: str | Path) -> None:
-        """Write master weights, moments and the place in the schedule, for `load` on this layout or any other."""
+        """Write master weights, Adam's moments and the step count, for `load` on this layout or any other."""
         save_state(Path(folder), self._trained("save"), self.parameters, self._bridge, self._shards, self._folder)
 
     def load(self, folder: str | Path) -> None:
-        """Go on where `save` was called: on the same layout the same bits follow.
+        """Load what `save` wrote. On the same layout, training then continues with the same bits.
 
         Raises:
-            ValueError: the folder holds no whole training state, or that of another model.
+            ValueError: the folder holds no complete training state, or that of another model.
         """
         load_state(Path(folder), self._trained("load"), self.parameters, self._bridge, self._shards)
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move parameters, gradient buffers and optimizer state to host memory, each if named; gradients are forgotten.
+        """Move parameters, gradient buffers or optimizer state, as `what` names, to host memory; gradients are lost.
 
-        On CPU processes nothing moves. `onload` the same before the next verb that needs them.
+        CPU processes move nothing. Call `onload` before the next method that needs what was moved.
         """
         optimizer = self._trained("offload")
         if "grads" in what:
@@ -212,7 +213,7 @@ class MegatronEngine:
             optimizer.megatron.offload_to_cpu()
 
     def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move back to the device what `offload` took away."""
+        """Move what `offload` moved to host memory back to the device."""
         optimizer = self._trained("onload")
         if self._device.type == "cpu":
             return
@@ -248,7 +249,7 @@ class MegatronEngine:
         return self.optimizer
 
     def _run(self, share: Share, step: LossStep, options: HeadOptions, *, backward: bool) -> list[Any]:
-        """Put the share through Megatron's schedule. Returns what `step` handed back: nothing off the last stage."""
+        """Run Megatron's schedule over the share. Returns what `step` kept of each micro-batch, on the last stage."""
         micro_batches = self._builder.build(share)
         steps = [(micro_batch, self._packed(micro_batch.local)) for micro_batch in micro_batches]
 
@@ -285,7 +286,7 @@ class MegatronEngine:
     def _predict(
         self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, options: HeadOptions
     ) -> dict[str, torch.Tensor]:
-        """The head's predictions, float32 [T] each, of a micro-batch's whole sequences; 0 on tokens not trained."""
+        """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
         hidden = hidden.squeeze(1)
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -295,7 +296,7 @@ class MegatronEngine:
         whole_PT = whole_PT.index_copy(1, local.places_N, torch.stack(list(own.values())))
         if self.layout.cp > 1 and whole_PT.numel() > 0:
             whole_PT = SumOverGroup.apply(whole_PT, self.groups.cp)
-        # Stacking gives all of them a gradient, also those that the head gives none.
+        # Stacking makes all of them require a gradient, also those for which the head computes none.
         return {
             name: whole_T if own[name].requires_grad else whole_T.detach()
             for name, whole_T in zip(own, whole_PT, strict=True)
@@ -303,10 +304,10 @@ class MegatronEngine:
 
     @contextmanager
     def _gradient_functions(self) -> Iterator[None]:
-        """Inside, Megatron's schedules know how to put off and how to finish the reduction of gradients.
+        """Inside the block, Megatron's schedules have the functions that delay and finish the gradients' reduction.
 
-        Not for good: the configuration would lead back to the engine by way of C++ objects, which Python's collector
-        does not see through, and no engine would ever be freed.
+        They do not stay: through them, the configuration refers to the engine by way of C++ objects, which Python's
+        garbage collector cannot follow, so no engine would ever be freed.
         """
         config, no_sync = self._megatron_config, [chunk.no_sync for chunk in self._chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -317,13 +318,13 @@ class MegatronEngine:
             config.no_sync_func = config.finalize_model_grads_func = None
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
-        """Megatron's reductions over ranks, without its division by the token count: the loss is normalised already."""
+        """Run Megatron's reductions, without its division by the token count: the loss is normalised already."""
         finalize_model_grads(chunks, None, **options)
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The head's options where nothing is trained."""
+    """The head's options if nothing is trained."""
 
     temperature: float
     entropy_gradient: bool = False

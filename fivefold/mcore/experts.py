@@ -16,7 +16,7 @@ from fivefold.engine.kernels import accumulate, swiglu
 from fivefold.engine.main_grad import main_grad, mark_accumulated
 
 _ALIGNMENT = 16
-"""Bytes: torch's grouped matmul wants rows to start at multiples of it, on any device, however many rows there are."""
+"""Bytes. On every device, PyTorch's grouped matmul requires rows that start at multiples of it."""
 
 
 class GroupedExperts(MegatronModule):
@@ -42,9 +42,15 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens [N, hidden] sorted by expert, int64 [experts] tokens of each, router probabilities [N].
+        """Apply each token's expert.
 
-        Returns [N, hidden] (a partial sum where etp > 1), and no bias.
+        Args:
+            permuted_local_hidden_states: [N, hidden], sorted by expert.
+            tokens_per_expert: int64 [experts].
+            permuted_probs: [N], the router's probabilities.
+
+        Returns:
+            [N, hidden], a partial sum if etp > 1; and None, because there is no bias.
         """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
@@ -79,7 +85,7 @@ class GroupedLinear(torch.autograd.Function):
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Grouped product over rows of `a` (b [E, K, M]), or over columns of `a` and rows of `b` (both matrices).
 
-    What torch's kernels cannot take is multiplied group by group, at the cost of a wait for the device.
+    Dtypes and widths that PyTorch's kernels refuse are multiplied group by group, which waits for the device.
     """
     is_taken = a.dtype == torch.bfloat16 or not a.is_cuda
     if is_taken and _is_aligned(a) and _is_aligned(b) and b.shape[-1] * b.element_size() % _ALIGNMENT == 0:

@@ -1,4 +1,4 @@
-"""The chunks of a decoder that one rank holds, wrapped in Megatron-Core's data parallelism."""
+"""The chunks of a decoder that one rank holds, as Megatron-Core models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fivefold.mcore.specs import block_spec
 
 
 class Decoder(GPTModel):
-    """Megatron-Core's GPT model, from packed tokens to hidden states. What follows them is the loss's business."""
+    """Megatron-Core's GPT model, from packed tokens to hidden states, which a head turns into predictions."""
 
     def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
-        """[T / tp, 1, hidden] of this stage: the last normalised hidden state on the last one."""
+        """Return this stage's hidden states, [T / tp, 1, hidden]; on the last stage they are normalised."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
@@ -36,7 +36,7 @@ class Decoder(GPTModel):
         )
 
     def output_weight(self) -> torch.Tensor:
-        """[vocabulary / tp, hidden] on the last stage."""
+        """Return this rank's rows of the output layer, [vocabulary / tp, hidden]. Only the last stage has it."""
         weight: torch.Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -46,7 +46,7 @@ class Decoder(GPTModel):
 
 
 def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: ModelShape) -> list[Decoder]:
-    """This rank's model chunks, one for each virtual stage, uninitialised, on the device."""
+    """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = []
     for stage in range(layout.vpp):
@@ -69,7 +69,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
 
 
 def named_parameters(chunks: list[Decoder]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of this rank under Megatron-Core's names, with the layer's number in the whole model."""
+    """Yield this rank's parameters under Megatron-Core's names, with each layer's index in the whole model."""
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         for name, parameter in chunk.named_parameters():

@@ -17,10 +17,10 @@ from fivefold.types import StepResult
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up to `lr`, then constant, linear or cosine.
+    """Return the rate of step `step` (from 0) of `total_steps`: linear warm-up, then constant, linear or cosine.
 
-    No step is lost at rate 0: the first of a warm-up of n steps has rate lr / n, and a decay to `min_lr_ratio` arrives
-    there one step after the last, as torch's and transformers' schedules do.
+    No step has rate 0: the first of a warm-up of n steps has rate lr / n, and a decay reaches `min_lr_ratio` one step
+    after the last, as the schedules of torch and transformers do.
     """
     # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
     warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
@@ -63,11 +63,11 @@ class Optimizer:
         for group in self.megatron.param_groups:
             # Exempting norms and biases is left to Megatron-Core's own scheduler, which is not used here.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            # Megatron-Core builds torch's AdamW with its defaults, which make a kernel for every operation of a step.
+            # Megatron-Core builds torch's AdamW with its defaults, which launch a kernel for each operation of a step.
             group["fused"], group["foreach"] = True, False
 
     def step(self) -> StepResult:
-        """Clip, update and advance the schedule. A gradient that is not finite is dropped; the schedule advances."""
+        """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
         rate = learning_rate(self.steps, self._config, self._total_steps)
         for group in self.megatron.param_groups:
             group["lr"] = rate
@@ -86,7 +86,7 @@ class Optimizer:
         return StepResult(norm, rate, skipped=False)
 
     def zero_grad(self) -> None:
-        """Forget all accumulated gradients."""
+        """Clear all accumulated gradients."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()

@@ -12,7 +12,7 @@ from fivefold.layout.parallel import ParallelLayout
 
 
 def initialize_parallel(layout: ParallelLayout, seed: int, timeout_s: float) -> ProcessGroupCollection:
-    """Make Megatron-Core's groups for `layout` over all processes, once. A second model must have the same layout.
+    """Return Megatron-Core's groups for `layout`, created by the first call. A second model needs the same layout.
 
     Raises:
         ValueError: the number of processes is not the layout's world size, or another layout was made here before.
@@ -57,7 +57,7 @@ def _current_degrees() -> tuple[int, ...]:
 
 
 def shard_groups(groups: ProcessGroupCollection) -> ShardGroups:
-    """Where this rank stands, for the weight bridge."""
+    """Return this rank's place in each group, for the weight bridge."""
     return ShardGroups(
         tp_rank=groups.tp.rank(),
         tp_size=groups.tp.size(),
@@ -75,7 +75,7 @@ def shard_groups(groups: ProcessGroupCollection) -> ShardGroups:
 
 
 class SumOverGroup(torch.autograd.Function):
-    """All-reduce whose result every rank uses for the same loss: a rank's part has the gradient of the sum."""
+    """All-reduce whose result enters the same loss on every rank, so that each addend has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: object, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -38,11 +38,11 @@ class RandomWeights:
         return frozenset(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._shapes[name]
 
     def read(self, name: str, *index: slice) -> torch.Tensor:
-        """The float32 tensor `name`, or the part that `index` selects along its first dimensions."""
+        """Return the float32 tensor `name`, or the part that `index` selects along its first dimensions."""
         return self._draw(name)[index or slice(None)]
 
     def _draw(self, name: str) -> torch.Tensor:
@@ -51,6 +51,6 @@ class RandomWeights:
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        # The CPU's generator takes 32 bits of a seed, so both must fit in there.
+        # The CPU's generator uses 32 bits of a seed, so the seed and the name are hashed into them.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         return torch.randn(shape, generator=generator, device=self._device) * self._std

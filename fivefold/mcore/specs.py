@@ -70,7 +70,7 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """Residual connection with dropout, in Megatron-Core's calling convention; no kernel for dropout at rate 0."""
+    """Return a residual connection with dropout in Megatron-Core's calling convention; rate 0 launches no kernel."""
 
     def add(
         output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, rate: float
@@ -84,7 +84,7 @@ def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers that this pipeline stage (and virtual stage) builds, dense or MoE as `config.moe_layer_freq` says."""
+    """Return the specs of the layers of this pipeline and virtual stage, dense or MoE by `config.moe_layer_freq`."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
