@@ -2,8 +2,8 @@
 
     VLLM_PYTHON=/opt/vllm/bin/python SGLANG_PYTHON=/opt/sglang/bin/python python -m pytest tests/servers
 
-Without its Python a server is skipped. VLLM_ARGS and SGLANG_ARGS are further words for their command lines. On the CPU,
-where a vLLM takes minutes to start, VLLM_CPU_KVCACHE_SPACE=1 keeps its cache small.
+The tests of a server are skipped without its Python. VLLM_ARGS and SGLANG_ARGS are further arguments for the command
+lines. On the CPU, vLLM takes minutes to start, and VLLM_CPU_KVCACHE_SPACE=1 keeps its cache small.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def save_model(family: str, seed: int, folder: Path) -> Path:
-    """A random model with its tokenizer."""
+    """Save a random model with its tokenizer; return its folder."""
     config = Qwen3MoeConfig(**COMMON, **EXPERTS) if family == "qwen3_moe" else Qwen3Config(**COMMON)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -96,7 +96,7 @@ def start(backend: str, python: str, model: Path) -> ServerEngine:
 
 @dataclass
 class Served:
-    """An engine, two sets of weights for it, and the memory that was free before it."""
+    """An engine, two sets of weights for it, and the bytes of memory that were free before it started."""
 
     backend: str
     engine: ServerEngine
@@ -104,7 +104,7 @@ class Served:
     free_before: int
 
     def use(self, which: int, version: int = 0) -> PreTrainedModel:
-        """Brings the weights to the server; returns transformers' model of them."""
+        """Send a set of weights to the server; return transformers' model of them."""
         self.engine.update_weights(load_file(self.folders[which] / "model.safetensors").items(), version)
         model = AutoModelForCausalLM.from_pretrained(
             self.folders[which], dtype=torch.float32, attn_implementation="eager"
@@ -133,7 +133,7 @@ def sampling(**options: Any) -> SamplingParams:
 
 
 def requests_of(n: int, seed: int = 0) -> list[GenerationRequest]:
-    """Half of the prompts are longer than the blocks that servers cache."""
+    """Return two requests for each of n prompts, half of which are longer than the blocks that servers cache."""
     source = random.Random(seed)
     lengths = [source.randint(130, 220) if i % 2 else source.randint(1, 20) for i in range(n)]
     prompts = [[source.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
@@ -142,13 +142,13 @@ def requests_of(n: int, seed: int = 0) -> list[GenerationRequest]:
 
 @torch.no_grad()
 def teacher_forced(model: PreTrainedModel, request: GenerationRequest, completion: Completion) -> Tensor:
-    """Logits [N, V] that predict each token of the completion, from one forward over prompt and completion."""
+    """Return the logits [N, V] that predict each token of the completion, from one forward over both."""
     ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
     return model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1]
 
 
 def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """The distributions are peaked: log-probs of other weights are several nats away."""
+    """Compare log-probs. The distributions are peaked, so that those of other weights differ by several nats."""
     gaps = torch.cat(list(actual)).sub(torch.cat(list(expected))).abs()
     if ON_CUDA:
         assert gaps.mean() < 0.1
@@ -164,7 +164,7 @@ def assert_logprobs(
     top_k: int = VOCABULARY,
     unlikely: int = 0,
 ) -> None:
-    """`unlikely`: how many tokens at the beginning could not be the end."""
+    """Compare log-probs with a forward pass; the first `unlikely` tokens cannot be the end token."""
     actual, expected = [], []
     for request, completion in zip(requests, completions, strict=True):
         logits = teacher_forced(model, request, completion) / temperature
@@ -177,7 +177,7 @@ def assert_logprobs(
 
 
 def test_log_probs_are_those_of_the_latest_weights(served: Served) -> None:
-    """The same prompts again and again: what is cached of earlier weights would show."""
+    """The prompts are the same each time, so that a cache of earlier weights would change the log-probs."""
     requests = requests_of(12)
     for version, which in enumerate([0, 1, 0]):
         model = served.use(which, version)
@@ -211,9 +211,9 @@ def test_log_probs_are_at_the_temperature(served: Served) -> None:
 def test_only_the_likeliest_tokens_are_sampled(served: Served) -> None:
     model, requests = served.use(0), requests_of(10, seed=4)
     completions = served.engine.generate(requests, sampling(top_k=3))
-    # SGLang gives the log-probs before the cut.
+    # SGLang gives the log-probs of the distribution before the cut.
     cut = {"vllm": 3, "sglang": VOCABULARY}[served.backend]
-    if not ON_CUDA:  # rounded to bfloat16, others may be the likeliest
+    if not ON_CUDA:  # after rounding to bfloat16, other tokens may be the likeliest
         for request, completion in zip(requests, completions, strict=True):
             likely = teacher_forced(model, request, completion).topk(3).indices
             assert (likely == torch.tensor(completion.token_ids)[:, None]).any(-1).all()
@@ -232,22 +232,24 @@ def test_a_completion_ends_with_its_first_stop_token(served: Served) -> None:
         is_ended = completion.token_ids[-1] in ends
         assert completion.finish_reason == ("stop" if is_ended else "length")
         assert is_ended or len(completion.token_ids) == 20
-    # Of twenty answers, whatever they are, some meet one of seven tokens; that some meet none is not certain.
+    # Some of 20 completions have one of the seven stop tokens, whatever the server samples.
     assert {completion.token_ids[-1] for completion in completions} & set(stops)
     assert_logprobs(model, requests, completions)
 
 
-def test_nothing_ends_before_the_least_length(served: Served) -> None:
+def test_no_completion_ends_before_min_new_tokens(served: Served) -> None:
     model, requests = served.use(0), requests_of(40, seed=6)
     params = sampling(min_new_tokens=6, max_new_tokens=12, temperature=2.0)
     completions = served.engine.generate(requests, params)
     assert all(END not in completion.token_ids[:6] for completion in completions)
     assert all(6 < len(completion.token_ids) <= 12 for completion in completions)
-    assert any(completion.finish_reason == "stop" for completion in completions), "the case is not tested"
+    assert any(completion.finish_reason == "stop" for completion in completions), (
+        "no completion ended"
+    )
     assert_logprobs(model, requests, completions, temperature=2.0, unlikely=6)
 
 
-def test_stop_texts_end_a_completion_where_they_first_stand(served: Served) -> None:
+def test_a_completion_ends_with_its_first_stop_text(served: Served) -> None:
     model, requests = served.use(1), requests_of(20, seed=7)
     free = served.engine.generate(requests, sampling(greedy=True, max_new_tokens=20))
     pairs = [text[4:6] for completion in free if len(text := TOKENIZER.decode(completion.token_ids)) > 6]
@@ -265,8 +267,8 @@ def test_stop_texts_end_a_completion_where_they_first_stand(served: Served) -> N
     assert_logprobs(model, requests, completions)
 
 
-@pytest.mark.skipif(not ON_CUDA, reason="servers sleep on GPUs alone")
-def test_sleep_gives_the_memory_back_until_it_wakes(served: Served) -> None:
+@pytest.mark.skipif(not ON_CUDA, reason="servers sleep only on GPUs")
+def test_a_sleeping_server_gives_its_memory_back(served: Served) -> None:
     served.use(0)
     requests = requests_of(8, seed=8)
 

@@ -1,4 +1,4 @@
-"""A tokenizer of single characters, built in memory."""
+"""A tokenizer of single characters, which is built in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """One token a character; `template` says what stands around every text, `$A` being the text."""
+    """Build a tokenizer with one token for each character; `template` is put around every text, `$A`."""
     backend = Tokenizer(WordLevel(VOCAB, unk_token="<unk>"))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
     backend.post_processor = TemplateProcessing(single=template, special_tokens=[(t, VOCAB[t]) for t in SPECIAL])
@@ -41,7 +41,7 @@ def build_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Puts <s> before every text, as Llama's does."""
+    """The tokenizer that puts <s> before every text, as Llama's does."""
     return build_tokenizer("<s> $A")
 
 

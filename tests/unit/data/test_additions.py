@@ -1,4 +1,4 @@
-"""The additions task: right answers, and no held-out answer anywhere in the training data."""
+"""The task of additions: answers are right, and no training data show the answer of a held-out problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE = re.compile(r"(\d+) \+ (\d+) =(?: (\d+))?")
 
 
 def parse(row: dict[str, Any]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """(numbers of the examples, numbers of the question), after checking every answer."""
+    """Check every answer; return the numbers of the examples and those of the question."""
     *examples, question = [LINE.fullmatch(line).groups() for line in row["prompt"].split("\n")]  # type: ignore[union-attr]
     assert all(int(left) + int(right) == int(answer) for left, right, answer in examples)
     left, right, answer = question
@@ -27,7 +27,7 @@ def parse(row: dict[str, Any]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_problem_is_on_one_side_with_its_mirror_image(task: str) -> None:
+def test_every_problem_is_in_one_split_with_its_mirror_image(task: str) -> None:
     sides = [additions(TASKS[task], split) for split in ("train", "test")]
     pairs = [(addition.left, addition.right) for side in sides for addition in side]
     assert sorted(pairs) == list(product(TASKS[task], repeat=2))
@@ -55,14 +55,14 @@ def test_examples_differ_from_each_other_and_from_the_question() -> None:
         assert frozenset(question) not in map(frozenset, examples)
 
 
-def test_questions_take_turns() -> None:
+def test_no_question_comes_again_before_every_other_has_come() -> None:
     n = len(additions(TASKS["one_digit"], "test"))
     questions = [parse(row)[1] for row in rows("one_digit", "test", 3 * n, n_shots=1, seed=5)]
     assert all(questions.count(question) == 3 for question in set(questions))
     assert len(set(questions[:n])) == n
 
 
-def test_prompt_and_row() -> None:
+def test_a_row_has_the_common_schema() -> None:
     (row,) = rows("two_digit", "test", 1, n_shots=0, seed=1)
     question = row["prompt"]
     left, right = parse(row)[1]
@@ -91,13 +91,13 @@ def test_files_hold_the_rows_and_depend_on_the_seed_alone(file_format: Any, tmp_
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"n_shots": 81}, "n_shots=81"), ({"n_shots": -1}, "n_shots=-1"), ({"n_test": 0}, "n_test=0")],
+    [({"n_shots": 81}, "n_shots=81"), ({"n_test": 0}, "n_test=0")],
 )
-def test_impossible_sizes_are_errors(options: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_sizes_that_are_not_possible_are_refused(options: dict[str, int], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         write_additions(tmp_path, **options)  # type: ignore[arg-type]
 
 
-def test_the_side_depends_on_the_numbers_alone() -> None:
+def test_the_split_depends_on_the_numbers_alone() -> None:
     assert {Addition(3, 8).split, Addition(8, 3).split} == {"test"}
     assert {Addition(3, 4).split, Addition(4, 3).split} == {"train"}

@@ -1,4 +1,4 @@
-"""The arithmetic task: right solutions, and held-out problems that no training row gives away."""
+"""The arithmetic task: solutions are right, and no training data show a held-out problem."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fivefold.data.arithmetic import LARGEST, Problem, problems, rl_rows, sft_ro
 
 
 def value(expression: str) -> int:
-    """What Python makes of a sum; it evaluates from left to right too."""
+    """Return Python's value of the expression; Python evaluates from left to right too."""
     assert re.fullmatch(r"\d+([+-]\d+)*", expression)
     return int(eval(expression.replace("+", " + ").replace("-", " - ")))
 
@@ -45,7 +45,7 @@ def test_the_second_part_shows_its_working_as_often_as_asked() -> None:
 
 
 def test_no_held_out_problem_occurs_in_training_data_not_even_as_a_step() -> None:
-    """Without the split, about 90 of these held-out problems would be among the steps of these demonstrations."""
+    """With random splits, about 90 of these held-out problems would be steps of these demonstrations."""
     held_out = {str(problem) for problem in itertools.islice(problems("test", random.Random(0), (3,)), 4000)}
     held_out |= {row["prompt"].removesuffix("=") for row in rl_rows("test", 500)}
     demonstrations = {
@@ -55,7 +55,7 @@ def test_no_held_out_problem_occurs_in_training_data_not_even_as_a_step() -> Non
     assert not held_out & (demonstrations | prompts)
 
 
-def test_a_problem_whose_step_is_on_the_other_side_is_on_neither() -> None:
+def test_a_problem_with_a_held_out_step_is_not_in_the_training_data() -> None:
     rng = random.Random(1)
     inner = next(problems("test", rng, (3,)))
     outer = [
@@ -66,7 +66,7 @@ def test_a_problem_whose_step_is_on_the_other_side_is_on_neither() -> None:
     assert "train" not in {problem.split() for problem in outer}
 
 
-def test_problems_are_distinct_and_of_both_kinds() -> None:
+def test_problems_are_distinct_and_have_three_or_four_operands() -> None:
     rows = list(rl_rows("train", 500))
     assert len({row["prompt"] for row in rows}) == 500
     assert {row["extra_info"]["n_operands"] for row in rows} == {3, 4}

@@ -1,4 +1,4 @@
-"""Mini-batches of whole groups."""
+"""Mini-batches hold whole groups."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_minibatches_hold_whole_groups_and_each_sample_once() -> None:
     assert minibatches(groups, 1, seed="any") == [list(range(9))]
 
 
-def test_groups_that_cannot_be_shared_out_are_an_error() -> None:
+def test_groups_that_do_not_divide_into_mini_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="3 groups cannot be split into 2 mini-batches"):
         minibatches([0, 0, 1, 2], 2, seed="")

@@ -1,4 +1,4 @@
-"""Ground truths: what loads can be judged and written, and the rest is refused by row and column."""
+"""Ground truths: those that load can be compared and logged, and all others are refused with row and column."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ ROW = {"prompt": "1+1=", "answer": "2"}
         ("answer", {"prompt": "a", "answer": None}, "row 1 of .*: column 'answer' is null"),
         (None, {"prompt": "a", "reward_model": {"ground_truth": None}}, r"row 1 of .*: reward_model.ground_truth is n"),
         ("answer", {"prompt": "a", "answer": ["2", None]}, r"row 1 of .*: column 'answer'\[1\] is null"),
-        ("answer", {"prompt": "a", "answer": float("nan")}, "row 1 of .*: column 'answer' holds nan, a float"),
         ("answer", {"prompt": "a", "answer": {"x": [float("inf")]}}, r"row 1 of .*: column 'answer'.x\[0\] holds inf"),
     ],
 )
-def test_what_no_response_can_be_compared_with_is_refused(
+def test_a_ground_truth_that_cannot_be_compared_is_refused(
     tokenizer: PreTrainedTokenizerFast, write_jsonl: Write, answer_key: str | None, row: dict[str, Any], where: str
 ) -> None:
     first = {**ROW, "reward_model": {"ground_truth": "2"}}
@@ -42,7 +41,7 @@ def test_what_no_response_can_be_compared_with_is_refused(
         load_prompts(DatasetConfig(path=write_jsonl([first, row]), answer_key=answer_key), tokenizer)
 
 
-@pytest.mark.parametrize("value", [Decimal("1.50"), date(2020, 1, 2), b"2", [date(2020, 1, 2)], {"by": Decimal("1")}])
+@pytest.mark.parametrize("value", [b"2", [date(2020, 1, 2)], {"by": Decimal("1")}])
 def test_types_of_parquet_that_json_does_not_have_are_refused(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, value: Any
 ) -> None:
@@ -52,7 +51,7 @@ def test_types_of_parquet_that_json_does_not_have_are_refused(
         load_prompts(DatasetConfig(path=str(path), answer_key="answer"), tokenizer)
 
 
-def test_every_ground_truth_that_loads_is_written_with_its_sample(
+def test_every_ground_truth_that_loads_can_be_logged_with_its_sample(
     tokenizer: PreTrainedTokenizerFast, write_jsonl: Write, tmp_path: Path
 ) -> None:
     truths = ["2", 2, 2.5, True, ["1", 2], {"target": 24, "numbers": [4, 6], "hint": None}, "é", "\ud800"]

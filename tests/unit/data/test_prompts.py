@@ -1,4 +1,4 @@
-"""Prompt data sets: every source and schema, and the error that each bad one promises."""
+"""Prompt data sets: every source and schema, and the errors of data that cannot be used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(VOCAB[character] for character in text)
 
 
-def test_plain_columns(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+def test_plain_columns_become_prompts(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
     dataset = load_prompts(plain(write_jsonl(PLAIN)), tokenizer)
     assert [(p.index, p.text, p.ground_truth, p.data_source, p.extra_info) for p in dataset.prompts] == [
         (i, f"{i}+1=", str(i + 1), "", {}) for i in range(5)
@@ -53,7 +53,7 @@ def test_a_text_gets_no_end_token_from_the_tokenizer(write_jsonl: Write) -> None
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_chat_schema_from_both_formats(
+def test_chat_messages_are_rendered_from_both_formats(
     tokenizer: PreTrainedTokenizerFast, write_jsonl: Write, tmp_path: Path, suffix: str
 ) -> None:
     path = str(tmp_path / "data.parquet")
@@ -68,7 +68,9 @@ def test_chat_schema_from_both_formats(
     assert (prompt.ground_truth, prompt.data_source, prompt.extra_info) == ("3", "sums", {"index": 2})
 
 
-def test_absent_message_keys_of_parquet_stay_absent(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_message_key_that_parquet_fills_with_none_is_not_rendered(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": "a", "name": "Bo"}], "answer": "x"},
         {"prompt": [{"role": "user", "content": "b"}], "answer": "y"},
@@ -83,7 +85,7 @@ def test_a_text_is_rendered_as_chat_on_request(tokenizer: PreTrainedTokenizerFas
     assert dataset.prompts[0].text == "<|user|>0+1=<|assistant|>"
 
 
-def test_folders_are_read_in_order_of_names_and_limit_counts_rows(write_jsonl: Write) -> None:
+def test_a_folder_is_read_in_the_order_of_names_up_to_the_limit(write_jsonl: Write) -> None:
     write_jsonl(PLAIN[3:], "set/b.jsonl")
     folder = Path(write_jsonl(PLAIN[:3], "set/a.jsonl")).parent
     (folder / "README.md").write_text("not data")
@@ -91,7 +93,7 @@ def test_folders_are_read_in_order_of_names_and_limit_counts_rows(write_jsonl: W
     assert load_rows(plain(str(folder), limit=4)) == PLAIN[:4]
 
 
-def test_a_folder_of_splits_gives_the_one_that_is_asked_for(write_jsonl: Write) -> None:
+def test_of_a_folder_of_splits_only_the_split_is_read(write_jsonl: Write) -> None:
     for name, rows in (
         ("sums_train", PLAIN[:2]),
         ("test-00000-of-00002", PLAIN[2:3]),
@@ -104,7 +106,7 @@ def test_a_folder_of_splits_gives_the_one_that_is_asked_for(write_jsonl: Write) 
         load_rows(plain(folder, split="dev"))
 
 
-def test_a_split_that_nothing_is_named_by_is_refused(write_jsonl: Write) -> None:
+def test_a_split_that_no_file_is_named_after_is_refused(write_jsonl: Write) -> None:
     file = write_jsonl(PLAIN, "set/part-0.jsonl")
     for path, message in (
         (file, "is one file, which has no split 'test'"),
@@ -123,14 +125,14 @@ def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast
     assert (dataset.n_rows, dataset.n_too_long, len(dataset)) == (5, 2, 3)
 
 
-def test_packaged_names_that_do_not_exist_list_those_that_do() -> None:
+def test_an_unknown_package_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError, match=r"no data set package:nothing \(split 'train'\) ships with Fivefold; there are \["
     ):
         load_rows(DatasetConfig(path="package:nothing"))
 
 
-def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked = []
@@ -166,12 +168,11 @@ def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"question": "a", "answer": "b"}] * 2 + [{"question": "a"}], {}, "row 2 of .* has no column 'answer'"),
         ([{"question": "a"}], {"answer_key": None}, r"no reward_model.ground_truth; its columns are \['question'\]"),
         ([{"question": "a" * 9, "answer": "b"}], {"max_length": 5}, "all 1 prompts .* more than max_length=5 tokens"),
-        ([{"question": 3, "answer": "b"}], {}, "must be a text or a list of chat messages, not 3"),
         ([{"question": [], "answer": "b"}], {}, r"must be a text or a list of chat messages, not \[\]"),
         ([{"question": [{"role": "user", "content": "a"}], "answer": "b"}], {"apply_chat_template": False}, "is false"),
     ],
 )
-def test_bad_data_is_named(
+def test_data_that_cannot_be_used_are_refused(
     tokenizer: PreTrainedTokenizerFast,
     write_jsonl: Write,
     rows: list[dict[str, Any]],
@@ -205,14 +206,16 @@ def test_chat_messages_need_a_chat_template(write_jsonl: Write) -> None:
         ("a.csv", b"a,b\n", "must end in .jsonl or .parquet"),
     ],
 )
-def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_its_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_rows(DatasetConfig(path=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("path", ["nowhere/train.jsonl", "/no/such/folder", "./missing"])
-def test_missing_files_are_not_taken_for_hub_names(path: str) -> None:
+@pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./missing"])
+def test_a_missing_file_is_not_taken_for_a_hub_name(path: str) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         load_rows(DatasetConfig(path=path))
 

@@ -1,4 +1,4 @@
-"""Supervised examples: what is masked, what is learned, what is dropped."""
+"""Examples of supervised fine-tuning: their masks, their lengths and their errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFa
     assert columns.values["mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_long_examples_are_dropped_with_their_response_counted(
+def test_examples_too_long_with_their_response_are_dropped_and_counted(
     tokenizer: PreTrainedTokenizerFast, write_jsonl: Write
 ) -> None:
     rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 2, 3, 4)]  # 4 + n tokens
@@ -52,7 +52,7 @@ def test_long_examples_are_dropped_with_their_response_counted(
         (ROWS, {"answer_key": "response"}, "answer_key='response' has no use"),
     ],
 )
-def test_bad_data_is_named(
+def test_data_that_cannot_be_used_are_refused(
     tokenizer: PreTrainedTokenizerFast,
     write_jsonl: Write,
     rows: list[dict[str, Any]],
@@ -70,7 +70,9 @@ def test_an_end_token_is_required(write_jsonl: Write) -> None:
         load_sft(config(write_jsonl(ROWS)), bare)
 
 
-def test_the_fingerprint_follows_the_tokens(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+def test_the_fingerprint_depends_on_the_tokens_and_their_order(
+    tokenizer: PreTrainedTokenizerFast, write_jsonl: Write
+) -> None:
     moved = [{"prompt": "1+1=2", "response": ""}, ROWS[1]]
     prints = {load_sft(config(write_jsonl(rows)), tokenizer).fingerprint() for rows in (ROWS, moved, ROWS[::-1], ROWS)}
     assert len(prints) == 3

@@ -2,9 +2,9 @@
 
     PYTHON -m vllm.entrypoints.openai.api_server --flags...        PYTHON is a script that `write_python` makes
 
-It takes the flags and the sampling keys that the real ones have and no others, forgets and caches what they forget and
-cache, and answers by `answer_to` alone. What it hears is in its log (`Log`). It goes wrong where it is asked to: by the
-first token of a prompt, by a file in its folder, or by its environment. Needs the standard library alone.
+It takes only the flags and the sampling keys that the real servers have, forgets and caches weights as they do, and
+answers by `answer_to`. Its log (`Log`) has all requests. It fails on demand: by the first token of a prompt, by a file
+in its folder, or by a variable of its environment. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "FAKE_SERVER_FOLDER"
-"""Variable: where the log is, and the switches."""
+"""Variable: folder of the log and of the file `REFUSAL`."""
 DIES_IN = "FAKE_SERVER_DIES_IN"
-"""Variable: `start`, or the endpoint whose first request it dies in."""
+"""Variable: `start`, or the endpoint at whose first request the server dies."""
 HAS_CHILD = "FAKE_SERVER_HAS_CHILD"
-"""Variable: it starts a process that does not end by SIGTERM."""
+"""Variable: if set, the server starts a process that SIGTERM does not end."""
 REFUSAL = "refusal"
-"""File in the folder: the status with which weights are refused for as long as it is there."""
+"""File in the folder: while it exists, weights are refused with the status in it."""
 
 STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
 
 ABORTED, ABORTED_AT_ONCE, NOT_FINITE, CUT_SHORT, DEADLY, LATE, TOGETHER = range(60, 67)
-"""First token of a prompt: its answer ends with `abort`, after two tokens or none; its last log-prob is no number, or
-missing; the server dies; it is answered after another one; it is answered once as many are here as the server decodes
-together."""
+"""First tokens of prompts with a special answer. In this order: the answer ends with `abort` after two tokens, or after
+none; its last log-prob is no number, or is missing; the server dies; it is given after another answer; it is given only
+once as many such prompts have come as the server decodes together."""
 PATIENCE_S = 20.0
+"""Most seconds that an answer waits for other requests."""
 
 Reply = tuple[int, Any]
 Logprobs = Sequence[float | None]
@@ -48,7 +49,7 @@ Logprobs = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Flavour:
-    """What differs between the two."""
+    """What differs between the two servers."""
 
     flags: frozenset[str]
     switches: frozenset[str]
@@ -103,7 +104,7 @@ FLAVOURS = {
 
 
 def answer_to(prompt: Sequence[int], seed: int, most_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...], str]:
-    """Tokens (3 to 52), log-probs that JSON carries exactly, and the finish reason."""
+    """Return tokens (3 to 52), log-probs that JSON carries exactly, and the finish reason."""
     length = 1 + seed % most_tokens
     token_ids = tuple(3 + (prompt[-1] + seed // 7 + 5 * i) % 50 for i in range(length))
     logprobs = tuple(-(1 + (seed + 3 * i) % 97) / 16 for i in range(length))
@@ -111,9 +112,9 @@ def answer_to(prompt: Sequence[int], seed: int, most_tokens: int) -> tuple[tuple
 
 
 def write_python(folder: Path, **environment: str) -> str:
-    """Makes a program in `folder` that runs this file in place of whatever module it is given, and keeps the log there.
+    """Write a program in `folder` that runs this file instead of the module it is given; return its path.
 
-    `environment`: further variables of the server.
+    The log is in `folder` too. `environment` holds further variables of the server.
     """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "python"
@@ -125,7 +126,7 @@ def write_python(folder: Path, **environment: str) -> str:
 
 
 class Log:
-    """What the servers of a folder have heard, as rows of JSON."""
+    """The events of the servers of a folder, as rows of JSON."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "log.jsonl"
@@ -136,19 +137,19 @@ class Log:
             file.write(line.encode())
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Of one kind: `start`, with the command line; `request` and `reply`, with path and body; `load`."""
+        """Return the rows of one kind: `start` (command line), `request` and `reply` (path and body), or `load`."""
         if not self._file.exists():
             return []
         rows = [json.loads(line) for line in self._file.read_text().splitlines()]
         return [row for row in rows if row["kind"] == kind]
 
     def posts(self) -> list[str]:
-        """The paths of POST requests, in order."""
+        """Return the paths of all POST requests, in order."""
         return [row["path"] for row in self.rows("request") if row["method"] == "POST"]
 
 
 def read_tensors(file: Path) -> list[dict[str, Any]]:
-    """Name, dtype, shape and checksum of each tensor of a safetensors file."""
+    """Return name, dtype, shape and checksum of each tensor in a safetensors file."""
     data = file.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
@@ -225,13 +226,13 @@ class FakeServer:
             self.n_here -= 1
 
     def answered(self) -> None:
-        """A reply has gone out."""
+        """Record that a reply has been sent."""
         with self.changed:
             self.n_answered += 1
             self.changed.notify_all()
 
     def load(self, folder: Path) -> str | None:
-        """Reads all weights; returns what is wrong with them."""
+        """Read all weights; return the problem with them, if there is one."""
         files = sorted(folder.iterdir())
         weights = [file for file in files if file.suffix == ".safetensors"]
         self.log.write(
@@ -245,7 +246,7 @@ class FakeServer:
         return "it holds no weights" if not weights else None
 
     def refusal(self) -> int | None:
-        """The status with which weights are refused now."""
+        """Return the status with which weights are refused; None: they are not."""
         switch = self.folder / REFUSAL
         return int(switch.read_text()) if switch.exists() else None
 
@@ -340,7 +341,7 @@ def _sglang_reply(prompt: Sequence[int], token_ids: Sequence[int], logprobs: Log
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Takes requests to `FakeServer` and its replies back."""
+    """Hands requests to `FakeServer`, and sends its replies."""
 
     protocol_version = "HTTP/1.1"
     server: HttpServer
@@ -371,11 +372,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the screen."""
+        """Print nothing."""
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Ready from its second `/health` on."""
+    """The HTTP server, which is ready from its second `/health` on."""
 
     request_queue_size = 128
 
@@ -395,7 +396,7 @@ def _options(flavour: Flavour, arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _start_child() -> int:
-    """A process that only SIGKILL ends; its id."""
+    """Start a process that only SIGKILL ends; return its id."""
     return subprocess.Popen(
         ["sleep", "60"],
         stdout=subprocess.DEVNULL,
@@ -405,7 +406,7 @@ def _start_child() -> int:
 
 
 def main() -> None:
-    """`-m MODULE --flags...`"""
+    """Run the server of `-m MODULE --flags...`."""
     _, module, *arguments = sys.argv[1:]
     flavour, folder = FLAVOURS[module], Path(os.environ[FOLDER])
     child = _start_child() if HAS_CHILD in os.environ else None
