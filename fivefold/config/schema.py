@@ -142,7 +142,7 @@ class MegatronOptimizerFields(Section):
 
 
 class MegatronConfig(Section):
-    """What only the Megatron-Core engine reads."""
+    """Settings that only the Megatron-Core engine reads."""
 
     bridge_type: Literal["fivefold"] = "fivefold"
     """The weight bridge between Hugging Face and Megatron-Core names."""
@@ -343,7 +343,7 @@ class RewardConfig(Section):
 
 
 class PeriodicConfig(Section):
-    """What is done every so many steps, and always after the last one."""
+    """An action that is done every so many steps, and always after the last one."""
 
     freq_steps: Positive | None = None
     """Number of steps from one time to the next; null: only after the last step."""
@@ -382,7 +382,7 @@ class SaverConfig(PeriodicConfig):
 
 
 class StatsConfig(Section):
-    """What is recorded of every step, besides its metrics."""
+    """Records of every step, besides its metrics."""
 
     tensorboard: bool = True
     """Write every step's metrics as TensorBoard events too."""

@@ -109,7 +109,7 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
             if not value.greedy and not low <= value.temperature <= high:
                 yield (
                     f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
-                    "choose one of these"
+                    "choose a temperature in this range"
                 )
 
 

@@ -27,7 +27,7 @@ class Backend:
     letters: str
     """Degrees that it takes, as the letters of allocation strings."""
     instead: str = "drop it"
-    """What to do about a letter that it does not take."""
+    """The fix in the error for a letter that it does not take."""
     folds_experts: bool = False
     """Whether experts may have a layout other than that of attention (MoE parallel folding)."""
     runs: bool = True

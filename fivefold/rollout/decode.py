@@ -58,7 +58,7 @@ class _Rows:
 
 
 class _Record:
-    """What is sampled in the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running).
+    """The samples of the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running).
 
     A row may have some tokens behind its end, because the host asks for ends only every few tokens; `finished` cuts
     them off.

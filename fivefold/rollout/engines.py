@@ -18,11 +18,11 @@ from fivefold.rollout.servers.weights import NodePlace, Save
 from fivefold.rollout.transformers_engine import TransformersEngine
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
-"""How to speak to the server of each backend that is one."""
+"""The dialect of each backend that is a server."""
 
 
 def check_server(spec: ReplicaSpec) -> None:
-    """Refuse a server that is not installed, or that is told what other keys say. Other engines are not checked.
+    """Refuse a server that is not installed, or whose further arguments repeat other keys; pass any other engine.
 
     Raises:
         ValueError: naming the package and how to install it, or the argument.

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked, and what it answers.
+"""The protocol of rollout engines: their requests, how they sample, and how they get weights.
 
 prompts ─group_requests─> GenerationRequest ... ──engine.generate(requests, sampling)──> Completion ...
                                                        ^

@@ -243,9 +243,7 @@ def test_no_completion_ends_before_min_new_tokens(served: Served) -> None:
     completions = served.engine.generate(requests, params)
     assert all(END not in completion.token_ids[:6] for completion in completions)
     assert all(6 < len(completion.token_ids) <= 12 for completion in completions)
-    assert any(completion.finish_reason == "stop" for completion in completions), (
-        "no completion ended"
-    )
+    assert any(completion.finish_reason == "stop" for completion in completions), "no completion ended"
     assert_logprobs(model, requests, completions, temperature=2.0, unlikely=6)
 
 

@@ -50,7 +50,7 @@ def finish_reason(said: str | None) -> FinishReason:
 
 
 class Dialect(Protocol):
-    """How to speak to one kind of server."""
+    """Speaks to one kind of server."""
 
     module: str
     """Module that `python -m` starts."""

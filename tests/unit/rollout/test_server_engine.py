@@ -61,7 +61,7 @@ SEED = {"vllm": "seed", "sglang": "sampling_seed"}
 
 
 ONE_SERVER = pytest.mark.parametrize("server", ["sglang"], indirect=True)
-"""For behaviour of the engine that does not depend on the kind of server."""
+"""Marks tests of behaviour that does not depend on the kind of server."""
 
 
 def start(spec: ReplicaSpec) -> ServerEngine:
