@@ -18,16 +18,16 @@ Fivefold = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def fivefold() -> Fivefold:
-    """`fivefold(*arguments)`: the command in a process of its own, in the repository's folder; output as text."""
+    """`fivefold(*arguments)`: the command in a process of its own, in the folder `cwd`; output as text."""
 
-    def run(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [*COMMAND, *arguments],
             capture_output=True,
             text=True,
             timeout=timeout,
-            cwd=ROOT,
+            cwd=cwd,
             env=environment,
             check=False,
         )

@@ -1,27 +1,59 @@
-"""Every recipe loads, and every command that the README and the docs show does what they say."""
+"""Every recipe loads, and everything that the README and the docs show does what they say."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
+import runpy
+import shutil
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
+from fivefold import sft
+from fivefold.algorithms.loss import LossInputs
+from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.hf_reader import HFWeights
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema import RewardConfig, SFTRecipe, TrainRecipe
+from fivefold.evaluate import Evaluation
+from fivefold.families import registry
 from fivefold.families.check import check_recipe
 from fivefold.families.read import load_shape
+from fivefold.observe.console import RunConsole
+from fivefold.observe.run_dir import RunDir
+from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS
+from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards import NamedReward, compute_rewards, resolve_reward
+from fivefold.roles.actor import Actor
+from fivefold.roles.opening import OpenRun
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.trainer import UpdateResult
+from fivefold.types import Batch, Prompt, Totals
 from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.documents import DOCS, README, blocks, indented_commands, listed_metrics, shell_commands
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-README = ROOT / "README.md"
+PAGES = sorted(DOCS.glob("*.md"))
+TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("benchmarks/*.md"))]
 SHORT = ("total_train_steps=2", "valid_dataset.limit=32")
 """Keys that make a training run of the README short enough for a test."""
+BLOCKS = {
+    "README.md": ["", "bash"],
+    "extending.md": ["python", "python"],
+    "metrics.md": ["python"],
+    "rewards.md": ["python", "yaml", "bash", "python"],
+}
+"""Languages of the fenced blocks that the tests below run; the README's first one is the output of a run."""
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -32,15 +64,8 @@ def test_every_recipe_loads_and_fits_its_model(path: Path) -> None:
         check_recipe(recipe, load_shape(ROOT / "fivefold" / "models" / recipe.actor.path.removeprefix("package:")))
 
 
-def commands(document: Path) -> list[list[str]]:
-    """The arguments of each `fivefold ...` line in a document's bash blocks."""
-    blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.DOTALL)
-    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fivefold ")]
-
-
 def test_the_commands_of_the_readme_work(fivefold: Fivefold, tmp_path: Path) -> None:
-    shown = commands(README)
+    shown = shell_commands(README)
     assert [command[0] for command in shown] == ["train", "eval", "generate", "plan"]
     here = str(tmp_path)
     train, evaluate, generate, plan = (
@@ -74,16 +99,6 @@ FILES = {
 """Fixtures that stand for the files that the documents name. Their `recipe.yaml` is what an import before it wrote."""
 
 
-def planning_commands(document: Path) -> list[tuple[dict[str, str], list[str]]]:
-    """The environment variables and the arguments of each `fivefold ...` line in a document's indented blocks."""
-    text = document.read_text().replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in re.findall(r"^    ((?:\w+=\w+ )?fivefold .*)$", text, re.M)]
-    return [
-        (dict(word.split("=") for word in line[: line.index("fivefold")]), line[line.index("fivefold") + 1 :])
-        for line in lines
-    ]
-
-
 @pytest.mark.parametrize("document", ["coming-from.md", "layouts.md"])
 def test_the_commands_of_the_documents_work(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example_recipe: str
@@ -94,7 +109,7 @@ def test_the_commands_of_the_documents_work(
     (tmp_path / "recipe.yaml").write_text(example_recipe)
     (tmp_path / "gsm8k.yaml").write_text("experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: openai/gsm8k}\n")
     monkeypatch.chdir(tmp_path)
-    shown = planning_commands(ROOT / "docs" / document)
+    shown = indented_commands(DOCS / document)
     assert len(shown) >= 4
     for environment, command in shown:
         with monkeypatch.context() as changed:
@@ -115,14 +130,196 @@ def example_recipe() -> str:
     return (ROOT / "recipes/quickstart-5d.yaml").read_text().replace("n_gpus_per_node: 0", "n_gpus_per_node: 8")
 
 
-def test_the_make_targets_of_the_readme_exist() -> None:
+def test_the_runs_of_the_documents_have_keys_of_a_recipe(tmp_path: Path, example_recipe: str) -> None:
+    """Runs on servers and on several GPUs cannot start here; their recipes are checked."""
+    (tmp_path / "recipe.yaml").write_text(example_recipe)
+    shown = [words for page in PAGES for _, words in indented_commands(page) if words[0] in ("train", "eval")]
+    assert shown
+    for _, path, *overrides in shown:
+        file = tmp_path / path if path == "recipe.yaml" else ROOT / path
+        recipe = load_recipe(file, ["cluster.n_nodes=4", *overrides], TrainRecipe)
+        check_recipe(recipe, load_shape(ROOT / "fivefold/models/tiny-moe"))
+
+
+# docs/rewards.md
+
+
+@pytest.fixture
+def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the page's two modules, and the recipes."""
+    first, second = blocks(DOCS / "rewards.md", "python")
+    (tmp_path / "my_rewards.py").write_text(first)
+    (tmp_path / "my_judges.py").write_text(second)
+    (tmp_path / "my_coroutines.py").write_text("async def judge(response, ground_truth, **_): return 1.0\n")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    return tmp_path
+
+
+def judged(reward: NamedReward, *responses: str) -> list[float]:
+    """Return the rewards of responses to a prompt whose ground truth is 46."""
+    return compute_rewards(reward, [Prompt(0, "47+35-36=", (1,), "46")] * len(responses), responses)
+
+
+@pytest.mark.usefixtures("rewards_folder")
+@pytest.mark.filterwarnings("ignore:coroutine 'judge' was never awaited:RuntimeWarning")
+def test_the_reward_of_the_documents_judges_as_they_say() -> None:
+    (written,) = blocks(DOCS / "rewards.md", "yaml")
+    reward = resolve_reward(RewardConfig(**yaml.safe_load(written)["reward"]))
+    assert judged(reward, "82-36=46", "82-36=45", "no idea") == [1.0, 0.1, 0.0]
+    waiting = resolve_reward(RewardConfig(fn="my_judges:judge"))
+    assert judged(waiting, "it is 46", "it is 45") == [1.0, 0.0]
+    with pytest.raises(ValueError, match="returned <coroutine"):
+        judged(resolve_reward(RewardConfig(fn="my_coroutines:judge")), "46")
+
+
+def test_the_reward_of_the_documents_evaluates_the_quickstart(rewards_folder: Path, fivefold: Fivefold) -> None:
+    (command,) = shell_commands(DOCS / "rewards.md")
+    result = fivefold(*command, "valid_dataset.limit=32", cwd=rewards_folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    answer = json.loads(result.stdout)
+    # Wrong numbers earn a tenth, and do not count as right.
+    assert answer["accuracy"] < answer["reward"] <= answer["accuracy"] + 0.1 * (1 - answer["accuracy"]) + 1e-9
+
+
+# docs/metrics.md; that the page lists what a run writes is tested with the run in test_train.py
+
+
+def test_the_files_that_the_page_of_metrics_names_know_each_metric() -> None:
+    for name, files in listed_metrics().items():
+        word = name.removeprefix("seconds/").removeprefix("eval/")
+        assert any(name in (text := file.read_text()) or word in text for file in files), name
+
+
+def test_the_page_of_metrics_lists_the_columns_of_the_screen() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w/]+) \| (.*) \|$", page, flags=re.MULTILINE))
+    for column in (*TRAIN_COLUMNS, *SFT_COLUMNS):
+        assert set(column.keys) <= set(re.findall(r"`([^`]+)`", rows[column.label])), column.label
+
+
+def test_the_page_of_metrics_lists_the_numbers_of_an_evaluation() -> None:
+    shown = {name.removeprefix("eval/") for name in listed_metrics() if name.startswith("eval/")}
+    assert shown == {field.name for field in fields(Evaluation)} - {"n_prompts", "samples"}
+
+
+class FixedTrainer(Actor):
+    """Computes the loss of two tokens, and no step."""
+
+    def __init__(self) -> None: ...
+
+    def update(self, batch: RemoteBatch, loss: Any, kl: object = None) -> UpdateResult:
+        ones_T = torch.ones(2)
+        total, metrics = loss(LossInputs({"logprobs": -ones_T, "entropy": ones_T}, ones_T, (2,), {}))
+        values = {name: value.item() for name, value in {**metrics, "loss": total}.items()}
+        return UpdateResult({**values, "grad_norm": 1.0, "lr": 1e-3}, skipped=False)
+
+    def save(self, folder: Path) -> None: ...
+
+
+def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "response": "3"}\n' * 4)
+    data = f"train_dataset.path={tmp_path / 'data.jsonl'}"
+    short = [data, "train_dataset.batch_size=2", "valid_dataset=null", f"cluster.fileroot={tmp_path}"]
+    setup = sft.set_up(load_recipe(ROOT / "recipes/tiny-moe-sft.yaml", short, SFTRecipe))
+    monkeypatch.setattr(sft, "_remote", lambda examples: SimpleNamespace(n_tokens=2))
+    folder = RunDir.create(setup.recipe, overwrite=False)
+    run = OpenRun(folder, RunConsole(SFT_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+    sft._loop(setup, FixedTrainer(), run)
+    written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
+    section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
+    assert written | {"peak_memory_gb/max"} == listed_metrics().keys() & set(re.findall(r"`([^`]+)`", section))
+
+
+# docs/extending.md
+
+
+def snippet(number: int, folder: Path) -> dict[str, Any]:
+    """Return what a Python block of docs/extending.md defines as a file in `folder`."""
+    file = folder / "snippet.py"
+    file.write_text(blocks(DOCS / "extending.md", "python")[number])
+    return runpy.run_path(str(file))
+
+
+def test_the_family_of_the_documents_loads_and_writes_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = snippet(0, tmp_path)["MISTRAL"]
+    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, family.model_type: family})
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(**sizes, vocab_size=41, num_key_value_heads=2, sliding_window=None)
+    model = MistralForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    shape = load_shape(tmp_path)
+    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
+    with HFWeights(tmp_path) as saved:
+        assert Bridge(shape).expected_names() == {name: saved.shape(name) for name in saved.names}
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "sliding_window": 4096}))
+    with pytest.raises(ValueError, match="sliding_window=4096"):
+        load_shape(tmp_path)
+
+
+def test_the_loss_of_the_documents_is_the_policy_gradient_however_it_is_split(tmp_path: Path) -> None:
+    loss = snippet(1, tmp_path)["PolicyGradientLoss"](temperature=1.0)
+    logprobs_T = torch.tensor([torch.nan, -1.0, -2.0, -torch.inf, -0.5], requires_grad=True)
+    batch = Batch(
+        lengths=(3, 2),
+        tokens_T=torch.zeros(5, dtype=torch.int64),
+        mask_T=torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
+        fields={"advantages": torch.tensor([0.0, 0.5, 0.5, torch.nan, -2.0])},
+    )
+    whole, metrics = loss(LossInputs({"logprobs": logprobs_T}, batch.mask_T, batch.lengths, batch.fields))
+    whole.backward()
+    assert logprobs_T.grad is not None
+    assert logprobs_T.grad.tolist() == [0.0, -0.5, -0.5, 0.0, 2.0]
+    parts = [
+        LossInputs({"logprobs": logprobs_T[rows]}, part.mask_T, part.lengths, part.fields)
+        for part, rows in ((batch.select([0]), slice(3)), (batch.select([1]), slice(3, 5)))
+    ]
+    assert whole.item() == metrics["policy_loss"].item() == sum(loss(part)[0].item() for part in parts) == 0.5
+    assert loss.normalizer(batch.totals()) == 3.0
+    assert loss.normalizer(replace(Totals(1, 1, 1, 1), n_trained_tokens=0)) == 1.0
+
+
+# All documents
+
+
+def test_every_block_of_the_documents_is_run_by_a_test() -> None:
+    shown = {page.name: re.findall(r"^```(\w*)\n.*?^```", page.read_text(), re.S | re.M) for page in [README, *PAGES]}
+    assert {name: languages for name, languages in shown.items() if languages} == BLOCKS
+
+
+def test_the_snippet_of_the_metrics_page_prints_a_line_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"step": 1, "reward/mean": 0.5, "rollout_mismatch": 0.001, "seconds/step": 2.0}
+    file = tmp_path / "runs/quickstart/trial-0/metrics.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(DOCS / "metrics.md", "python")
+    exec(code, {})
+    assert capsys.readouterr().out == "1 0.5 0.001 2.0\n"
+
+
+def test_the_make_targets_of_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z][\w-]*)", README.read_text()):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    for document in (README, ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"make ([a-z][\w-]*)", document.read_text()):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (document.name, target)
 
 
-def test_the_links_of_the_documents_lead_somewhere() -> None:
-    for document in [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+def test_the_index_lists_every_page() -> None:
+    links = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text())
+    assert sorted(links) == [page.name for page in PAGES if page.name != "index.md"]
+
+
+def test_the_links_and_the_files_of_the_documents_lead_somewhere() -> None:
+    for document in TEXTS:
+        text = document.read_text()
+        for link in re.findall(r"\]\(([^)#]+)\)", text):
             if not link.startswith("http"):
                 assert (document.parent / link).exists(), f"{document.name}: {link}"
+        for path in re.findall(r"`((?:fivefold|tests|docs|recipes|scripts|benchmarks)/[\w./-]*)`", text):
+            assert (ROOT / path).exists(), f"{document.name}: {path}"

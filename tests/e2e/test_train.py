@@ -18,6 +18,7 @@ from fivefold.evaluate import evaluate
 from fivefold.rollout.servers import command
 from fivefold.train import set_up
 from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.documents import listed_metrics
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
@@ -27,11 +28,11 @@ ONE_GPU_NODES = ("cluster.n_nodes=3", "cluster.n_gpus_per_node=1")
 
 @pytest.fixture(scope="module")
 def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a quickstart that stops early, with a KL term and a reference."""
+    """The folder of a quickstart that stops early, with a KL term, a reference and a dual clip."""
     root = tmp_path_factory.mktemp("runs")
     result = fivefold(
         "train", str(QUICKSTART), f"cluster.fileroot={root}", f"total_train_steps={N_STEPS}", "valid_dataset.limit=96",
-        "actor.kl_ctl=0.001", "saver.freq_steps=8",
+        "actor.kl_ctl=0.001", "actor.c_clip=3.0", "saver.freq_steps=8",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
     assert "held-out accuracy before training" in result.stdout
@@ -59,6 +60,15 @@ def test_every_step_says_what_it_did(metrics: list[dict[str, Any]]) -> None:
     for row in metrics:
         assert shown <= row.keys()
         assert row["skipped_updates"] == 0
+
+
+def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any]]) -> None:
+    elsewhere = {
+        "nll",  # fivefold sft
+        "seconds/hand-over",  # a rollout on the actor's devices
+        "peak_memory_gb/max",  # GPUs
+    }
+    assert set().union(*metrics) - {"step"} == listed_metrics().keys() - elsewhere
 
 
 def test_rollout_and_trainer_agree_on_the_log_probs(metrics: list[dict[str, Any]]) -> None:
