@@ -3,7 +3,7 @@
     reward R of each completion
       -> shaped      R' = clip((R + bias) * scaling)
       -> normalised  A = (R' - mean) / (std + eps)       mean and std over the group, over the batch, or absent
-      -> per token   A_t = A, minus the KL that is still to come where KL is part of the reward
+      -> per token   A_t = A, minus the KL of the tokens from t on, if the KL is part of the reward
 
 GRPO (Shao et al. 2024, eq. 3 and section 4.1.2) takes mean and std over the group, Dr. GRPO (Liu et al. 2025) the
 mean alone, REINFORCE++ (Hu 2025) normalises over the batch.
@@ -23,7 +23,7 @@ from fivefold.types import Batch
 
 @dataclass(frozen=True)
 class Advantages:
-    """One advantage a completion, and what the rewards looked like."""
+    """One advantage for each completion, and metrics of the rewards."""
 
     advantages_N: torch.Tensor
     """float32 [N]."""
@@ -73,10 +73,10 @@ def compute_advantages(rewards: Sequence[float], group_ids: Sequence[int], confi
 
 
 def normalize(values_N: torch.Tensor, groups_N: torch.Tensor, norm: NormConfig) -> torch.Tensor:
-    """(x - mean) / (std + eps), with mean and std over the set that each one's level names.
+    """Compute (x - mean) / (std + eps), where the levels in `norm` name the sets that mean and std are taken over.
 
-    The standard deviation is the sample's (divided by n - 1). Values of a set that a level names and in which all
-    values are equal become exactly 0: such a set holds no signal, and dividing by its eps would make noise of it.
+    The standard deviation is the sample's (divided by n - 1). If all values of such a set are equal, they become
+    exactly 0: the set holds no signal, and a division by eps would turn rounding errors into noise.
 
     Args:
         values_N: floating point [N].
@@ -125,10 +125,10 @@ class KLInReward:
     estimator: KLEstimator
 
     def subtracted(self, batch: Batch) -> Batch:
-        """`batch` with the penalty in its `advantages`.
+        """Return `batch` with the penalty subtracted from its `advantages`.
 
-        The KL is taken at the policy that sampled, as the trainer sees it: of `old_logprobs` where there are any, else
-        of `rollout_logprobs`, to `ref_logprobs`.
+        The penalty is the KL from the policy that sampled, by `old_logprobs` (`rollout_logprobs` if the batch lacks
+        them), to the reference, by `ref_logprobs`.
         """
         sampled_T = batch.fields.get("old_logprobs", batch.fields["rollout_logprobs"])
         kl_T = kl_estimate(sampled_T, batch.fields["ref_logprobs"], self.estimator)
@@ -136,18 +136,18 @@ class KLInReward:
 
 
 def subtract_kl_to_go(advantages_T: torch.Tensor, kl_T: torch.Tensor, batch: Batch, kl_ctl: float) -> torch.Tensor:
-    """Advantages when the KL penalty is part of the reward instead of the loss (`kl_in=reward`).
+    """Return the advantages when the KL penalty is part of the reward instead of the loss (`kl_in=reward`).
 
-    Token t of a completion earns -kl_ctl * KL_t, so that what it can still influence, its undiscounted reward-to-go,
-    is added to the completion's advantage:
+    Token t of a completion earns -kl_ctl * KL_t. The undiscounted sum of these rewards from t on, which token t can
+    still influence, is added to the completion's advantage:
 
         A_t = A - kl_ctl * sum over trained tokens s >= t of KL_s
 
     The KL term is not normalised with the rewards: kl_ctl keeps its unit (advantage per nat) whatever their spread.
 
     Args:
-        advantages_T: float32 [T], from `token_advantages`.
-        kl_T: float32 [T]: the KL estimate of each token at the policy that sampled it, without gradient.
+        advantages_T: float32 [T]: on each token, the advantage of its completion.
+        kl_T: float32 [T]: the KL estimate of each token under the policy that sampled it, without gradient.
         batch: the sequences; its mask says which tokens count.
         kl_ctl: weight of the penalty.
 

@@ -6,7 +6,7 @@ With x ~ policy and d = log policy(x) - log reference(x) (Schulman 2020, http://
     k2 = d^2 / 2                biased, low variance; its gradient is the gradient of the KL divergence
     k3 = exp(-d) - 1 + d        unbiased, low variance, never negative
 
-As a *loss*, k1 has a gradient of zero in expectation, so it constrains nothing there: it belongs into the reward.
+As a *loss*, k1 has a gradient of zero in expectation and constrains nothing, so it belongs in the reward.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 KLEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are held within ±20 before they are exponentiated: exp(20) = 4.9e8 still leaves float32 sums finite."""
+"""Log-ratios are clamped to ±20 before they are exponentiated: exp(20) = 4.9e8 still leaves float32 sums finite."""
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of a log-ratio held within ±`LOG_RATIO_LIMIT`; beyond it the value is constant and the gradient zero."""
+    """Return exp of a log-ratio, clamped to ±`LOG_RATIO_LIMIT`; beyond it the value is constant, the gradient zero."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """KL(policy || reference) of each token, from samples of the policy.
+    """Estimate KL(policy || reference) for each token, from samples of the policy.
 
     Args:
         logprobs: log-probabilities under the policy, any shape; gradients flow through them.
-        ref_logprobs: under the reference, same shape.
+        ref_logprobs: log-probabilities under the reference, same shape.
         estimator: `k1`, `k2` or `k3`, as at the top of this file.
 
     Returns:

@@ -26,38 +26,38 @@ _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "r
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch of whole sequences, laid end to end; T tokens, 0 where there was no sequence left."""
+    """One micro-batch of whole sequences, laid end to end; it may be empty (T = 0)."""
 
     predictions: Mapping[str, torch.Tensor]
-    """float32 [T] each, by name: what the model's head makes of the tokens under the current weights.
+    """float32 [T] each, by name: the predictions of the model's head under the current weights.
 
-    A policy's are `logprobs`, with gradient, log p(token) at the loss's temperature; and `entropy` of the distribution
-    that predicts the token, which has a gradient if the loss asks for one.
+    A policy's head gives `logprobs`, log p(token) at the loss's temperature, with gradient; and `entropy` of the
+    distribution that predicts the token, with gradient if the loss asks for it.
     """
     mask_T: torch.Tensor
-    """float32 [T]: 1 on trained tokens, else 0. Whatever stands in other fields under a 0 is ignored, NaN included."""
+    """float32 [T]: 1 on trained tokens, else 0. All other values of a token whose mask is 0 are ignored, even NaN."""
     lengths: tuple[int, ...]
     """Tokens of each sequence; they sum to T."""
     fields: Mapping[str, torch.Tensor]
-    """[T, ...] each: the batch's per-token fields."""
+    """[T, ...] each, by name: the batch's per-token fields."""
 
 
 class Loss(Protocol):
-    """What an engine trains on."""
+    """What an engine minimises."""
 
     @property
     def temperature(self) -> float:
-        """The engine divides the logits by it."""
+        """Temperature that divides the logits."""
 
     @property
     def entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient."""
 
     def normalizer(self, totals: Totals) -> float:
-        """What the sum over a whole mini-batch of these sizes is divided by; at least 1."""
+        """Return the divisor, at least 1, of the sum over a whole mini-batch of these sizes."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
-        """The loss's sum (scalar, with gradient) and the metrics' sums over trained tokens (scalars, without).
+        """Return the loss's sum (scalar, with gradient) and the metrics' sums over trained tokens (without).
 
         Metrics are divided by the global number of trained tokens, except names that end in `/max` or `/min`:
         those are reduced by maximum or minimum (a micro-batch without trained tokens gives -inf or +inf).
@@ -98,11 +98,11 @@ class PolicyLoss:
     old_is_rollout: bool = False
     """Whether `old_logprobs` are the rollout engine's (`recompute_logprob: false`)."""
     rollout_is_truncated: bool = False
-    """Whether `rollout_logprobs` are those of a truncated distribution, which the trainer's cannot be compared with."""
+    """Whether `rollout_logprobs` are of a truncated distribution, so that a comparison with the trainer's is void."""
 
     @classmethod
     def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
-        """The loss of a recipe's actor on completions that were sampled as `sampling` says."""
+        """Return the loss of a recipe's actor on completions that are sampled with `sampling`."""
         return cls(
             temperature=sampling.temperature,
             clip_low=config.eps_clip,
@@ -127,7 +127,7 @@ class PolicyLoss:
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         trained_T = inputs.mask_T.bool()
-        # What stands under the mask may be -inf or NaN, and 0 * NaN is NaN: in the sum and in the gradient.
+        # Values of masked tokens may be -inf or NaN, and 0 * NaN is NaN, in the sum and in the gradient.
         logprobs_T = _zero_unless(trained_T, inputs.predictions["logprobs"])
         entropy_T = _zero_unless(trained_T, inputs.predictions["entropy"])
         present = inputs.fields.keys() & _POLICY_FIELDS
@@ -139,7 +139,7 @@ class PolicyLoss:
         metrics = {"policy_loss": surrogate_T.detach().sum(), "entropy": entropy_T.detach().sum()}
         metrics |= self._ratio_metrics(log_ratio_T.detach(), fields["advantages"], trained_T)
         if "rollout_logprobs" in fields and not self.rollout_is_truncated:
-            # Old log-probs that came from the rollout say nothing; those of now do, exactly on the first update.
+            # Old log-probs that are the rollout's own show no mismatch. Current ones do, exactly on the first update.
             trainer_T = logprobs_T.detach() if self.old_is_rollout else old_logprobs_T
             metrics |= mismatch_metrics(trainer_T, fields["rollout_logprobs"], trained_T)
 
@@ -201,7 +201,7 @@ class SFTLoss:
 
 
 def token_weights(mask_T: torch.Tensor, lengths: tuple[int, ...], aggregation: Aggregation) -> torch.Tensor:
-    """What each token's cost is multiplied by before the sum: the mask, and with `sequence_mean` 1 / its count.
+    """Return the factor of each token's cost in the sum: the mask, with `sequence_mean` divided by its sequence's sum.
 
     Args:
         mask_T: [T], 1 on trained tokens, else 0.
@@ -222,7 +222,7 @@ def token_weights(mask_T: torch.Tensor, lengths: tuple[int, ...], aggregation: A
 
 
 def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T: torch.Tensor) -> Metrics:
-    """How far the trainer's log-probs are from those that the rollout engine sampled with, at the same weights.
+    """Measure how far the trainer's log-probs are from those of the rollout engine, at the same weights.
 
     Args:
         trainer_T, rollout_T: [T], zero where not trained.
@@ -244,7 +244,7 @@ def _zero_unless(trained_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tenso
 
 
 def _max(values_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:
-    """The largest trained value; -inf, the identity of the maximum, where there is none."""
-    # No indexing with the mask: how many there are would have to be asked of the device.
+    """Return the largest trained value; -inf, the identity of the maximum, if there is none."""
+    # Indexing with the mask would wait for the device, which alone knows the number of trained tokens.
     lowest = values_T.new_full((1,), -torch.inf)
     return torch.cat([torch.where(trained_T, values_T, lowest), lowest]).amax()

@@ -29,32 +29,35 @@ class BucketEntry:
 
     name: str
     dtype: str
-    """As in `torch.<dtype>`."""
+    """Name of the tensor's dtype, as in `torch.<name>`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: int
-    """First byte in the bucket."""
+    """Offset in the bucket, in bytes."""
     n_bytes: int
-    """Bytes in this bucket."""
+    """Number of the tensor's bytes in this bucket."""
     tensor_offset: int
-    """How many of the tensor's bytes came in earlier buckets."""
+    """Number of the tensor's bytes in earlier buckets."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes of several tensors, and what they are. Pickle protocol 5 carries `data` out of band, without a copy."""
+    """Bytes of several tensors, and their entries. Pickle protocol 5 carries `data` out of band, without a copy."""
 
     entries: tuple[BucketEntry, ...]
     data: np.ndarray
-    """uint8 [bytes], in host memory. Read-only where it comes out of an object store."""
+    """uint8 [bytes], in host memory. Read-only if it comes out of an object store."""
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
     """Pack tensors, in order, into buckets of at most `max_bytes`.
 
     Tensors may be of any dtype, shape (empty ones too), stride and device. A bucket is filled on its first tensor's
-    device and copied to the host at once. Bytes are copied as the tensors come, so whoever yields them may reuse their
-    memory.
+    device and copied to the host at once. A tensor's bytes are copied before the next tensor is asked for, so the
+    source may reuse its memory.
+
+    Raises:
+        ValueError: `max_bytes` is below the alignment of tensors.
     """
     if max_bytes < _ALIGNMENT:
         raise ValueError(f"max_bytes={max_bytes} is below {_ALIGNMENT}, the alignment of tensors in a bucket: raise it")
@@ -72,10 +75,13 @@ def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Buck
 
 
 def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `pack`, in order, on `device`.
+    """Yield the tensors of `pack`, in order, on `device`.
 
-    On the CPU they share the bucket's memory: read them, and copy what you keep. Each bucket goes to another device in
-    one copy. Raises ValueError if a part of a tensor is missing.
+    On the CPU they share the bucket's memory: do not write to them, and copy those that you keep. To another device,
+    each bucket is copied as a whole.
+
+    Raises:
+        ValueError: a part of a tensor is missing.
     """
     split = _SplitTensor()
     for bucket in buckets:
@@ -106,11 +112,11 @@ class _OpenBucket:
         return -(-self._end // _ALIGNMENT) * _ALIGNMENT
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether a tensor may begin here: it fits, or the bucket is empty and no other would do better."""
+        """Return whether a tensor may begin here: it fits, or the bucket is empty, so that no other has more room."""
         return self.is_empty or self._next_offset + n_bytes <= self._max_bytes
 
     def add(self, name: str, tensor: Tensor, source: Tensor, sent: int) -> int:
-        """Take as many bytes of `source`, from `sent` on, as fit; returns how many."""
+        """Take as many bytes of `source`, from `sent` on, as fit; return their number."""
         if self.is_empty:
             self._flat = torch.empty(self._max_bytes, dtype=torch.uint8, device=source.device)
         offset = self._next_offset
@@ -122,14 +128,14 @@ class _OpenBucket:
         return piece.numel()
 
     def close(self) -> Bucket:
-        """Hand the bucket over, and begin the next."""
+        """Return the bucket, and begin the next one."""
         bucket = Bucket(tuple(self._entries), self._flat[: self._end].cpu().numpy())
         self._entries, self._end = [], 0
         return bucket
 
 
 class _SplitTensor:
-    """Puts a tensor together that is spread over several buckets."""
+    """Assembles a tensor that is spread over several buckets."""
 
     def __init__(self) -> None:
         self._name: str | None = None
@@ -137,7 +143,7 @@ class _SplitTensor:
         self._received = 0
 
     def add(self, entry: BucketEntry, piece: Tensor) -> Tensor | None:
-        """The whole tensor's bytes once its last piece is here, else None."""
+        """Add a piece; return the whole tensor's bytes if it was the last one, else None."""
         if entry.tensor_offset == 0:
             self.check_complete()
             self._name, self._received = entry.name, 0

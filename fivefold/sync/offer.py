@@ -1,4 +1,4 @@
-"""What the actor offers and the rollout takes."""
+"""Weights that the actor offers to the rollout."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WeightOffer:
-    """All weights of one version. They are gathered as they are taken, so an offer is taken once, and to its end."""
+    """All weights of one version. They are gathered while they are read, so read an offer once, and to its end."""
 
     version: int
-    """Training steps that the weights have seen."""
+    """Number of training steps behind the weights."""
     buckets: Iterator[Any]
     """References to `Bucket`s in the object store, in order."""
