@@ -1,9 +1,9 @@
-"""What travels between the rooms: prompts, trajectories, samples and ragged batches.
+"""The data that packages exchange: prompts, trajectories, samples and ragged batches.
 
                       ┌─> Sample      what the driver knows: text, rewards, lengths
 Prompt ──rollout──> Trajectory
                       └─> Columns     tokens, log-probs, versions: by reference to the trainer's processes, where
-                                      each data-parallel replica makes a Batch of the sequences that are its own
+                                      each data-parallel replica assembles a Batch of its own sequences
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 FinishReason = Literal["stop", "length"]
 
 NOT_SAMPLED = -1
-"""Weight version of a token that no weights sampled: a prompt's, or a tool's."""
+"""Weight version of a token that the policy did not sample, but that is part of a prompt or of a tool's answer."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """`text`, tokenized."""
     ground_truth: Any
-    """What the reward function compares with; whatever the data set holds."""
+    """The data set's value with which the reward function compares a completion, of any type."""
     data_source: str = ""
     """Name of the data set or task the prompt comes from; rewards may dispatch on it."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a rollout engine answers to one request."""
+    """A rollout engine's answer to one request."""
 
     token_ids: tuple[int, ...]
     """Sampled tokens, the end-of-sequence token included where one was sampled."""
@@ -51,12 +51,12 @@ class Completion:
     finish_reason: FinishReason
     """`stop`: an end or stop token was sampled. `length`: the token limit was reached."""
     weight_version: int
-    """Version of the weights that sampled it: the training steps they had seen."""
+    """Version of the weights that sampled the tokens: the number of training steps behind them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One sequence of T tokens: a prompt, and what the policy and its surroundings made of it, in one turn or several.
+    """One sequence of T tokens: a prompt, and in one turn or several what the policy and its environment added.
 
     tokens     p p p  r r r  t t  r r        prompt, response, a tool's answer, response
     mask       0 0 0  1 1 1  0 0  1 1
@@ -65,21 +65,21 @@ class Trajectory:
     """
 
     group: int
-    """Index of the prompt: trajectories of one group are compared with each other."""
+    """Index of the prompt: the trajectories of one prompt are a group, in which rewards are compared."""
     data_source: str
     finish_reason: FinishReason
     """How the last turn ended."""
     tokens_T: npt.NDArray[np.int32]
     mask_T: npt.NDArray[np.bool_]
-    """True on tokens that the policy sampled, which are those to train on."""
+    """True on tokens that the policy sampled, which are the trained ones."""
     logprobs_T: npt.NDArray[np.float32]
     """Log-probs of the distribution that was sampled from; 0 where nothing was sampled."""
     versions_T: npt.NDArray[np.int32]
     """Version of the weights that sampled each token; `NOT_SAMPLED` elsewhere."""
     routes_TLK: npt.NDArray[np.int16] | None = None
-    """Experts that each token visited, by MoE layer; -1 where they are not known. None: the engine does not tell."""
+    """Experts of each token, by MoE layer; -1 where they are unknown. None: the engine does not report them."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name, where the surroundings of the policy give any."""
+    """Rewards by name, if the environment gives any."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("tokens_T", "mask_T", "logprobs_T", "versions_T")}
@@ -88,7 +88,7 @@ class Trajectory:
 
     @staticmethod
     def single_turn(prompt: Prompt, completion: Completion) -> Trajectory:
-        """A prompt and the one completion that answers it.
+        """Return the trajectory of a prompt and its one completion.
 
         Raises:
             ValueError: a prompt without tokens, or log-probs that do not match the completion's tokens.
@@ -96,12 +96,13 @@ class Trajectory:
         n_prompt, n_sampled = len(prompt.token_ids), len(completion.token_ids)
         if n_prompt == 0:
             raise ValueError(
-                f"prompt {prompt.index} has no tokens, so nothing predicts the first token of its completion"
+                f"prompt {prompt.index} has no tokens, so nothing predicts the first token of its completion: "
+                "a prompt needs at least one token"
             )
         if n_sampled != len(completion.logprobs):
             raise ValueError(
                 f"a completion of prompt {prompt.index} has {n_sampled} tokens, "
-                f"but {len(completion.logprobs)} log-probs"
+                f"but {len(completion.logprobs)} log-probs: the engine must give one for each token"
             )
         return Trajectory(
             group=prompt.index,
@@ -116,7 +117,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the driver knows of a trajectory. Its tokens and log-probs lie in the object store (see `Columns`)."""
+    """A trajectory as the driver knows it. Its tokens and log-probs are in the object store (see `Columns`)."""
 
     prompt: Prompt
     response_text: str
@@ -127,7 +128,7 @@ class Sample:
     n_sampled: int
     """Tokens that the policy sampled."""
     versions: tuple[int, int]
-    """Oldest and newest version of the weights that sampled them."""
+    """Oldest and newest version of the weights that sampled its tokens."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards by name."""
 
@@ -137,22 +138,22 @@ class Sample:
         return sum(self.rewards.values())
 
     def rewarded(self, rewards: Mapping[str, float]) -> Sample:
-        """A copy with further rewards."""
+        """Return a copy with further rewards."""
         return replace(self, rewards={**self.rewards, **rewards})
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Per-token values of N sequences laid end to end, T tokens together. Arrays travel without being copied."""
+    """Per-token values of N sequences laid end to end, T tokens in all. The object store shares arrays uncopied."""
 
     lengths_N: npt.NDArray[np.int32]
     """Tokens of each sequence; they sum to T."""
     values: Mapping[str, npt.NDArray[Any]]
-    """[T, ...] each, by name."""
+    """Arrays [T, ...], by name."""
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory]) -> Columns:
-        """The columns `tokens`, `mask`, `rollout_logprobs`, `versions`, and `routes` where every trajectory has them.
+        """Lay trajectories end to end. There is a column `routes` only if all of them have routes.
 
         Raises:
             ValueError: no trajectory.
@@ -224,19 +225,19 @@ class Batch:
         return self.tokens_T.numel()
 
     def totals(self) -> Totals:
-        """Its sizes, which are those of a mini-batch if it is a whole one."""
+        """Return the sizes of this batch, which must be a whole mini-batch if a loss is to be divided by them."""
         trained = [int(mask.sum()) for mask in self.split(self.mask_T)]
         return Totals(len(self), self.n_tokens, sum(trained), sum(count > 0 for count in trained))
 
     def offsets(self) -> list[int]:
-        """Start of each sequence, and T at the end: len(self) + 1 entries."""
+        """Return the start of each sequence, and T at the end: len(self) + 1 entries."""
         offsets = [0]
         for length in self.lengths:
             offsets.append(offsets[-1] + length)
         return offsets
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """The sequences at `indices`, in that order."""
+        """Return the sequences at `indices`, in that order."""
         offsets = self.offsets()
         rows = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
         tokens = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
@@ -248,7 +249,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
         return Batch(
             self.lengths,
@@ -258,24 +259,24 @@ class Batch:
         )
 
     def with_fields(self, **fields: torch.Tensor) -> Batch:
-        """A copy with per-token fields added or replaced."""
+        """Return a copy with per-token fields added or replaced."""
         return Batch(self.lengths, self.tokens_T, self.mask_T, {**self.fields, **fields})
 
     def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
-        """A per-token tensor [T, ...] as one tensor a sequence."""
+        """Split a per-token tensor [T, ...] into one tensor for each sequence."""
         return list(values_T.split(list(self.lengths)))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     learning_rate: float
     """Learning rate of this step."""
     skipped: bool
-    """The gradient was not finite, and no weight was changed."""
+    """Whether no weight was changed, because the gradient was not finite."""
     non_finite: tuple[str, ...] = ()
-    """The first few parameters whose gradient is not finite, if the step was skipped. None of them: all gradients are
-    finite, but their norm is beyond float32."""
+    """The first few parameters whose gradient is not finite, if the step was skipped. Empty for a skipped step: all
+    gradients are finite, but their norm exceeds float32."""
