@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: between training steps, and of a model by itself (`fivefold eval`)."""
+"""Accuracy on held-out prompts: between training steps, and of a model alone (`fivefold eval`)."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from fivefold.types import Prompt, Sample
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a model does on held-out prompts."""
+    """Results of a model on held-out prompts."""
 
     accuracy: float
     """Share of completions with full reward."""
     reward: float
     """Mean reward."""
     response_length: float
-    """Mean length in tokens."""
+    """Mean length of a completion, in tokens."""
     n_prompts: int
     samples: tuple[Sample, ...]
 
 
 class Evaluator:
-    """Held-out prompts, and how they are sampled and judged."""
+    """Evaluates rollouts on held-out prompts."""
 
     def __init__(self, recipe: TrainRecipe, data: PromptDataset, reward: NamedReward) -> None:
         self.data = data
@@ -60,7 +60,11 @@ class Evaluator:
 
     @classmethod
     def of(cls, recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase, reward: NamedReward) -> Evaluator | None:
-        """None where the recipe has no `valid_dataset`."""
+        """Return the evaluator of a recipe, None if it has no `valid_dataset`.
+
+        Raises:
+            ValueError: held-out prompts that cannot be read, or that the reward cannot judge.
+        """
         if recipe.valid_dataset is None:
             return None
         data = load_prompts(recipe.valid_dataset, tokenizer)
@@ -68,7 +72,7 @@ class Evaluator:
         return cls(recipe, data, reward)
 
     def run(self, rollout: Rollout) -> Evaluation:
-        """Sample every held-out prompt with the weights of now. Random choices are the same at every evaluation."""
+        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation."""
         prompts = self.data.prompts
         generated = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
         samples = judge(generated.samples, self._reward)
@@ -82,10 +86,10 @@ class Evaluator:
 
 
 def check_requests(shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-    """Refuse what the model cannot be asked.
+    """Refuse requests that the model cannot answer.
 
     Raises:
-        ValueError: completions that could outgrow the model's positions, or stop tokens outside its vocabulary.
+        ValueError: completions that could exceed the model's positions, or stop tokens outside its vocabulary.
     """
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
     if longest > shape.max_positions:
@@ -100,7 +104,9 @@ def check_requests(shape: ModelShape, prompts: Sequence[Prompt], sampling: Sampl
 
 
 def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, float | int | str]:
-    """Accuracy of `model` (none: the recipe's actor) on the recipe's held-out prompts, by its rollout engine alone.
+    """Measure the accuracy of `model` (None: the recipe's actor) on the recipe's held-out prompts.
+
+    Only the rollout engine is started.
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, or its rollout cannot run here.
@@ -116,7 +122,7 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)
     timers = PhaseTimers()
-    # It outlives a failure, whose message names a file in it.
+    # A failure leaves the folder, because its message names a log file in it.
     logs = Path(tempfile.mkdtemp(prefix="fivefold-evaluation-"))
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
         role = rollout_role(recipe, placement, path, load_weights=True)
@@ -137,12 +143,16 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
 def _run(evaluator: Evaluator, rollout: Rollout) -> Evaluation:
     try:
         return evaluator.run(rollout)
-    except ValueError as error:  # a reward that fails on an answer, say: too late to be wrong input
+    except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its set-up
         raise RunFailed(str(error)) from error
 
 
 def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:
-    """The rollout's replicas as if the cluster were theirs alone: the actor may need more than is here."""
+    """Place the rollout's replicas as if they had the cluster alone, which may be too small for the actor.
+
+    Raises:
+        RecipeError: replicas that the model, the cluster or a server does not allow.
+    """
     roles = [role for group in recipe_allocation(recipe).groups for role in group if role.role == "rollout"]
     placement = place_allocation(Allocation((tuple(roles),)), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
     rollout = placement["rollout"]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning through the same engine: cross entropy on given responses."""
+"""Supervised fine-tuning with the same engine: cross entropy on given responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fivefold.roles.remote_batch import Piece, RemoteBatch
 
 @dataclass(frozen=True)
 class SFTSetup:
-    """All that is known of a run before a process is started."""
+    """A run as it is known before a process is started."""
 
     recipe: SFTRecipe
     ground: Groundwork
@@ -64,10 +64,10 @@ def _check_lengths(shape: ModelShape, section: str, data: SFTDataset) -> None:
 
 
 def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
-    """Run `recipe` from its first step to its last. Returns what `summary.json` holds.
+    """Run `recipe` from its first step to its last. Returns the content of `summary.json`.
 
     Raises:
-        ValueError: a recipe, a data set or a machine that cannot do it; nothing was trained.
+        ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
         RunFailed: a worker failed, died or hung.
     """
     began = time.perf_counter()
@@ -103,7 +103,7 @@ def _banner(setup: SFTSetup) -> dict[str, object]:
 
 
 def _loop(setup: SFTSetup, actor: Actor, run: OpenRun) -> tuple[float | None, float | None]:
-    """The training loop; held-out loss before and after."""
+    """Run the training loop. Returns the held-out losses before and after it, in nats per token."""
     recipe, timers = setup.recipe, run.timers
     sampler = setup.data.sampler(recipe.train_dataset, recipe.seed)
     tensorboard = run.folder.tensorboard if recipe.stats.tensorboard else None
@@ -132,7 +132,7 @@ def _loop(setup: SFTSetup, actor: Actor, run: OpenRun) -> tuple[float | None, fl
 
 
 def _remote(examples: list[SFTExample]) -> RemoteBatch:
-    """Examples as a batch whose tokens lie in the object store."""
+    """Put examples into the object store; return them as a batch by reference."""
     columns = sft_columns(examples)
     return RemoteBatch(
         lengths_N=columns.lengths_N.astype(np.int64),
@@ -142,7 +142,7 @@ def _remote(examples: list[SFTExample]) -> RemoteBatch:
 
 
 def _held_out_nll(actor: Actor, valid: SFTDataset | None, run: OpenRun, when: str) -> float | None:
-    """Mean negative log-likelihood of a held-out response token."""
+    """Return the mean negative log-likelihood of a held-out response token, in nats; None without held-out data."""
     if valid is None:
         return None
     batch = _remote(list(valid.examples))

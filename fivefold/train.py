@@ -1,4 +1,4 @@
-"""Reinforcement learning: the roles are built, then one loop.
+"""Reinforcement learning: the roles are started, then one loop runs.
 
 prompts ─> rollout ─> rewards ─> (reference) ─> advantages ─> mini-batches ─> actor
    ^                                                                            │
@@ -35,7 +35,7 @@ from fivefold.rollout.protocol import SamplingParams
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """All that is known of a run before a process is started."""
+    """A run as it is known before a process is started."""
 
     recipe: TrainRecipe
     ground: Groundwork
@@ -45,7 +45,7 @@ class TrainSetup:
     sampling: SamplingParams
     total_steps: int
     n_left_over: int
-    """Prompts that each epoch leaves out, because they do not fill a step."""
+    """Number of prompts that each epoch leaves out, because they do not fill a step."""
 
 
 def set_up(recipe: TrainRecipe) -> TrainSetup:
@@ -76,10 +76,10 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
-    """Run `recipe` from its first step to its last. Returns what `summary.json` holds.
+    """Run `recipe` from its first step to its last. Returns the content of `summary.json`.
 
     Raises:
-        ValueError: a recipe, a data set or a machine that cannot do it; nothing was trained.
+        ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
         RunFailed: a worker failed, died or hung.
     """
     began = time.perf_counter()
@@ -97,7 +97,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
 
 
 def _loop(setup: TrainSetup, roles: Roles, run: OpenRun) -> tuple[Evaluation | None, Evaluation | None]:
-    """The training loop, with an evaluation before and after."""
+    """Run the training loop. Returns the evaluations before and after it."""
     recipe, actor, rollout, timers = setup.recipe, roles.actor, roles.rollout, run.timers
     sampler = setup.data.sampler(recipe.train_dataset, recipe.seed)
     source = StepSource(recipe, sampler, rollout, setup.sampling, setup.reward, timers)
@@ -112,7 +112,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun) -> tuple[Evaluation | N
         for step in range(1, setup.total_steps + 1):
             began = time.perf_counter()
             experience = source.take(step)
-            # Before the update: whatever ends the run there, these are looked for.
+            # Written before the update: if it fails, its samples are where the search begins.
             for sample in experience.samples[: recipe.stats.n_logged_samples]:
                 generations.write(as_record(sample, step=step))
             with roles.training(timers):
@@ -159,7 +159,7 @@ def _evaluation_metrics(evaluation: Evaluation | None) -> dict[str, float]:
 
 
 def _speed(setup: TrainSetup, batch: RemoteBatch, seconds: dict[str, float], step_seconds: float) -> dict[str, float]:
-    """Tokens a second over the whole step, seconds of its phases, and model TFLOP/s of the update on each device."""
+    """Return tokens per second of the whole step, seconds of its phases, and model TFLOP/s per device of the update."""
     world, epochs = setup.ground.placement["actor"].layout.world_size, setup.recipe.actor.ppo_epochs
     flops = training_flops(setup.ground.shape, batch.lengths_N.tolist(), int(batch.trained_N.sum())) * epochs
     return {

@@ -1,4 +1,4 @@
-"""From generated samples to rewarded ones, and what a step's samples look like in numbers."""
+"""Rewards of generated samples, and metrics of a step's samples."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fivefold.rewards import NamedReward, compute_rewards
 from fivefold.types import Sample
 
 FULL_REWARD = 1.0
-"""A completion counts as right from this reward on."""
+"""Least reward of a completion that counts as correct."""
 
 
 def judge(samples: Sequence[Sample], reward: NamedReward) -> list[Sample]:
-    """The samples with the reward of each, under the reward's name.
+    """Compute the reward of each sample; return the samples with it, under the reward's name.
 
     Raises:
-        ValueError: the reward function returned something else than a finite number.
-        Exception: whatever the reward function raised, with a note that names function and prompt.
+        ValueError: the reward function returned anything but a finite number.
+        Exception: any error of the reward function, with a note that names function and prompt.
     """
     prompts = [sample.prompt for sample in samples]
     rewards = compute_rewards(reward, prompts, [sample.response_text for sample in samples])
@@ -25,7 +25,7 @@ def judge(samples: Sequence[Sample], reward: NamedReward) -> list[Sample]:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`accuracy` (share of samples with full reward), response lengths in tokens, and the share that hit the limit."""
+    """Return `accuracy` (see below), response lengths in tokens, and the share of samples cut off at the limit."""
     lengths = [sample.n_sampled for sample in samples]
     return {
         "accuracy": accuracy(samples),
@@ -36,12 +36,12 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def accuracy(samples: Sequence[Sample]) -> float:
-    """Share of samples with full reward."""
+    """Return the share of samples with full reward."""
     return sum(sample.reward >= FULL_REWARD for sample in samples) / len(samples)
 
 
 def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
-    """A sample as one line of `samples.jsonl`; `where` comes first, such as the step."""
+    """Return a sample as one line of `samples.jsonl`; `where`, such as the step, comes first."""
     return {
         **where,
         "prompt": sample.prompt.text,

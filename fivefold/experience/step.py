@@ -1,4 +1,4 @@
-"""Samples of a step that come from the step itself: prompts are read, answered and judged when they are asked for."""
+"""Synchronous experience: each step reads prompts, generates samples and computes their rewards itself."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fivefold.types import Prompt, Sample
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """What a step trains on."""
+    """The samples that a step trains on."""
 
     samples: list[Sample]
-    """Rewarded, the group of a prompt side by side."""
+    """Samples with their rewards, those of one prompt side by side."""
     batch: RemoteBatch
     """The same sequences, in the same order."""
 
     @property
     def groups(self) -> list[int]:
-        """The prompt that each sample answers: samples with equal numbers are one group."""
+        """Index of each sample's prompt: samples with the same one are a group."""
         return [sample.prompt.index for sample in self.samples]
 
 
 @dataclass(frozen=True)
 class StepSource:
-    """Takes the next prompts of the data, and has the rollout answer them with the weights of now."""
+    """Takes the next prompts of the data set, and generates their samples with the current weights."""
 
     recipe: TrainRecipe
     sampler: EpochSampler[Prompt]
@@ -42,7 +42,7 @@ class StepSource:
     timers: PhaseTimers
 
     def take(self, step: int) -> Experience:
-        """The experience of training step `step`, counted from 1."""
+        """Return the experience of training step `step`, counted from 1."""
         prompts = self.sampler.next_batch()
         with self.timers.phase("rollout"):
             key = (self.recipe.seed, "train", step)

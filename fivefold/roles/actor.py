@@ -1,4 +1,4 @@
-"""The model that is trained, as the driver sees it. Its processes hold a `TrainerWorker` each."""
+"""The driver's handle of the model that is trained. Each of its processes holds a `TrainerWorker`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fivefold.sync.offer import WeightOffer
 
 
 class Actor:
-    """Verbs over the trainer's processes."""
+    """The actor's methods, each of which runs in all of its processes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """Log-probs of the trained tokens under the weights of now, as the column `old_logprobs`."""
+        """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
         return self._trainer.logprobs(batch, "own", temperature, "old_logprobs")
 
     def sum_logprobs(self, batch: RemoteBatch) -> float:
-        """The sum of the log-probs of all trained tokens, at temperature 1."""
+        """Return the sum of the log-probs of all trained tokens, at temperature 1."""
         return self._trainer.sum_logprobs(batch)
 
     def update(self, batch: RemoteBatch, loss: Loss, kl: KLInReward | None = None) -> UpdateResult:
-        """One optimizer step on a mini-batch; `kl` is subtracted from its advantages first."""
+        """Make one optimizer step on a mini-batch; `kl` is subtracted from its advantages first."""
         _, arguments = self._trainer.deal(batch, loss, kl)
         return self._trainer.group.call_each(TrainerWorker.update, arguments)[0]
 
     def offer_weights(self, version: int) -> WeightOffer:
-        """The weights of now, for a rollout to take; they are gathered while it does."""
+        """Offer the current weights to a rollout; they are gathered while it reads them."""
         return WeightOffer(version, self._trainer.group.stream(TrainerWorker.offer_weights))
 
     def save(self, folder: Path) -> None:
@@ -39,5 +39,5 @@ class Actor:
         self._trainer.group.call_first(TrainerWorker.save, folder)
 
     def release(self) -> None:
-        """Give unused device memory back, for a role that shares the devices."""
+        """Release cached device memory, for a role that shares the devices."""
         self._trainer.release()

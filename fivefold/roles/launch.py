@@ -1,4 +1,4 @@
-"""From a recipe and its placement to the running roles."""
+"""Starts the roles of a recipe on the devices of their placement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fivefold.rollout.replica import ReplicaSpec
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a run. There is a reference only where the recipe has a KL term."""
+    """All roles of a run. There is a reference only if the recipe has a KL term."""
 
     actor: Actor
     rollout: Rollout
@@ -35,7 +35,7 @@ class Roles:
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
-        """Inside, devices that the rollout shares with the actor belong to the actor."""
+        """Give the actor, inside the block, the devices that the rollout shares with it."""
         if not self.rollout.shares_devices:
             yield
             return
@@ -73,7 +73,7 @@ def launch_actor(session: Session, recipe: Recipe, placement: Placement, path: s
 
 
 def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int) -> TrainerSpec:
-    """What each process of the actor is made of: its model, and the reference where that is in the same processes."""
+    """Return the spec of the actor's processes: its model, and the reference if that shares the processes."""
     model = engine_config(recipe.actor, path)
     reference = None
     if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0 and "ref" not in placement:
@@ -100,7 +100,7 @@ def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
 
 
 def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement: Placement) -> dict[str, WorkerGroup]:
-    """All roles side by side, unless a server shares devices: it measures what is free when it starts."""
+    """Start all roles at once. A server that shares devices starts first, because it measures their free memory."""
     if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
         return session.launch(rollout, *trainers)
     groups = session.launch(rollout)
@@ -121,7 +121,7 @@ def _reference(
 
 
 def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:
-    """The rollout replicas of a recipe over the model at `path`."""
+    """Return the role of a recipe's rollout replicas over the model at `path`."""
     placed = placement["rollout"]
     spec = replica_spec(recipe, placement, path, load_weights=load_weights)
     return Role(
@@ -130,7 +130,7 @@ def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
 
 
 def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> ReplicaSpec:
-    """What each replica of the rollout is made of."""
+    """Return the spec of the rollout's replicas."""
     layout, config = placement["rollout"].layout, recipe.rollout
     is_shared = bool(placement.sharers("rollout")) and not placement.is_cpu
     return ReplicaSpec(
@@ -154,16 +154,16 @@ def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
 
 
 def _longest(recipe: TrainRecipe) -> int:
-    """Tokens of the longest prompt and completion that a replica may be asked for."""
+    """Return the most tokens that a prompt and its completion may have together."""
     rows = [recipe.train_dataset, *([recipe.valid_dataset] if recipe.valid_dataset else [])]
     return max(data.max_length for data in rows) + recipe.gconfig.max_new_tokens
 
 
 def check_engines(placement: Placement) -> None:
-    """Refuse a role whose backend can be written in a layout, but has no engine yet.
+    """Refuse a role whose backend can be planned, but has no engine.
 
     Raises:
-        ValueError: naming the role.
+        ValueError: a backend without an engine.
     """
     for placed in placement.roles:
         if not BACKENDS[placed.layout.backend].runs:
@@ -182,13 +182,13 @@ def _kept_beside_rollout(recipe: TrainRecipe, path: str) -> int:
 
 
 def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:
-    """The actor as it begins, or the model of `ref.path`, whose weights are always read."""
+    """Return the config of the reference: the untrained actor, or the model of `ref.path`, always with its weights."""
     if recipe.ref.path is None:
         return model
     return model.model_copy(update={"path": resolve_model_path(recipe.ref.path), "init_from_scratch": False})
 
 
 def engine_config(config: EngineConfig, path: str) -> EngineConfig:
-    """The engine's part of an actor's section, with its model found."""
+    """Return the engine's options of an actor's section, with `path` as its model."""
     fields = {name: getattr(config, name) for name in EngineConfig.model_fields}
     return EngineConfig(**{**fields, "path": path})

@@ -1,4 +1,4 @@
-"""How every training command begins: the model is found and checked, then folder, screen and machines are opened."""
+"""The start of every training command: model and layouts are checked, then folder, screen and machines opened."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from fivefold.rollout.hf_model import load_tokenizer
 
 @dataclass(frozen=True)
 class Groundwork:
-    """What every run knows of its model and its devices before a process is started."""
+    """A run's model and devices, as they are known before a process is started."""
 
     path: str
-    """The actor's model, folder or hub name."""
+    """Folder or hub name of the actor's model."""
     shape: ModelShape
     placement: Placement
     tokenizer: PreTrainedTokenizerBase
 
     def describe_model(self, recipe: Recipe) -> str:
-        """The model in a line, for people."""
+        """Return a description of the model in one line."""
         return f"{recipe.actor.path} ({self.shape.family}, {self.shape.n_parameters / 1e6:,.1f} M parameters)"
 
     def warnings(self, recipe: Recipe) -> dict[str, object]:
-        """What would run, but wastes devices or is a key without effect: an entry of the banner, if there is any."""
+        """Return the banner's entry about unused devices and keys without effect; empty if there is nothing to say."""
         lines = [*self.placement.warnings(), *unused_keys(recipe, self.shape)]
         return {"warnings": "\n".join(lines)} if lines else {}
 
@@ -49,8 +49,8 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
     """Find and check the model, the layouts and the tokenizer.
 
     Raises:
-        ValueError: a model that is not there or not supported, layouts that do not fit it or the cluster, an engine
-            that does not run, or no usable tokenizer.
+        ValueError: a model that is missing or not supported, layouts that do not fit it or the cluster, a backend
+            without an engine, or no usable tokenizer.
     """
     path = resolve_model_path(recipe.actor.path)
     shape = load_shape(resolve_model_folder(path))
@@ -62,21 +62,25 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
 
 
 def _reference_shape(recipe: TrainRecipe, shape: ModelShape) -> ModelShape | None:
-    """Shape of a reference model that is not the actor's."""
+    """Return the shape of a reference model of its own; None if the reference is the untrained actor.
+
+    Raises:
+        ValueError: its vocabulary is not the actor's.
+    """
     if recipe.ref.path is None:
         return None
     reference = load_shape(resolve_model_folder(recipe.ref.path))
     if reference.vocab != shape.vocab:
         raise ValueError(
             f"ref.path={recipe.ref.path} has {reference.vocab} tokens in its vocabulary, the actor {shape.vocab}: "
-            "a KL divergence needs the same ones"
+            "a KL divergence needs the same tokens, so name a reference with the actor's vocabulary"
         )
     return reference
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """What a run writes to and runs on, for as long as it lasts."""
+    """The folder, the screen, the timers and the machines of a run."""
 
     folder: RunDir
     screen: RunConsole
@@ -88,15 +92,16 @@ class OpenRun:
 def open_run(
     recipe: Recipe, columns: Sequence[Column], banner: Mapping[str, object], *, overwrite: bool
 ) -> Iterator[OpenRun]:
-    """The run's folder, its screen, and its machines. However the block is left, no process of the run is left behind.
+    """Open the run's folder, its screen and its machines. However the block ends, it leaves no process of the run.
 
     Args:
-        columns: what the table of steps shows.
-        banner: what the screen says of the run before it starts.
+        recipe: the recipe of the run.
+        columns: columns of the table of steps.
+        banner: facts about the run, which the screen shows before it starts.
         overwrite: whether the results of an earlier run of the same name are deleted.
 
     Raises:
-        ValueError: the folder holds another run, or the machines do not have what the recipe asks for.
+        ValueError: the folder holds another run, or the machines lack devices that the recipe asks for.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(RunDir.create(recipe, overwrite=overwrite))

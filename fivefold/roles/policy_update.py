@@ -22,7 +22,7 @@ MOST_SKIPPED = 3
 
 
 class PolicyUpdate:
-    """Advantages, old log-probs, and the optimizer steps of one training step."""
+    """Computes advantages and old log-probs, and makes the optimizer steps of one training step."""
 
     def __init__(self, recipe: TrainRecipe, actor: Actor, reference: Reference | None, timers: PhaseTimers) -> None:
         self._config = config = recipe.actor
@@ -35,12 +35,12 @@ class PolicyUpdate:
         penalized = config.kl_in == "reward" and config.kl_ctl > 0
         self._kl = KLInReward(config.kl_ctl, config.kl_estimator) if penalized else None
         self._guard = SkipGuard()
-        # The KL of a reward is taken at the policy that sampled, as the trainer sees it.
+        # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
         needed = penalized or config.ppo_epochs * config.ppo_n_minibatches > 1
         self._recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
 
     def prepare(self, samples: Sequence[Sample], batch: RemoteBatch) -> tuple[RemoteBatch, dict[str, float]]:
-        """`batch`, the samples' sequences, with all that is trained on; and the metrics of rewards and advantages."""
+        """Return `batch`, the samples' sequences, with advantages and log-probs; and metrics of rewards, advantages."""
         advantages = compute_advantages(
             [sample.reward for sample in samples], [sample.prompt.index for sample in samples], self._config
         )
@@ -53,12 +53,12 @@ class PolicyUpdate:
         return batch.with_scalars(advantages=advantages.advantages_N.numpy()), advantages.metrics
 
     def run(self, batch: RemoteBatch, groups: Sequence[int], step: int) -> dict[str, float]:
-        """All epochs and mini-batches of a step. Returns the mean of each metric over the updates.
+        """Make the updates of all epochs and mini-batches of a step. Returns the averages of their metrics.
 
         Args:
-            batch: as `prepare` made it.
+            batch: the batch that `prepare` returned.
             groups: the group of each of its sequences.
-            step: the training step, which decides how groups are drawn for mini-batches.
+            step: the training step, from which the random split into mini-batches is seeded.
 
         Raises:
             RunFailed: several updates in a row had no finite gradient.
@@ -73,7 +73,7 @@ class PolicyUpdate:
 
 
 class SkipGuard:
-    """Ends a run whose gradients stay without finite values."""
+    """Ends a run whose gradients are repeatedly not finite."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -82,7 +82,7 @@ class SkipGuard:
         """Count updates that were skipped in a row.
 
         Raises:
-            RunFailed: there were `MOST_SKIPPED`.
+            RunFailed: `MOST_SKIPPED` updates in a row were skipped.
         """
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if self._in_a_row >= MOST_SKIPPED:
@@ -96,11 +96,11 @@ class SkipGuard:
 def _where(result: UpdateResult) -> str:
     if result.non_finite:
         return f", first in {', '.join(result.non_finite)}"
-    return ": each parameter's is, but the norm of all of them is beyond float32"
+    return ": every parameter's gradient is finite, but the norm of all of them is beyond float32"
 
 
 def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """One number for each metric of several updates.
+    """Reduce each metric of several updates to one number.
 
     Most are averaged. Names that end in `/max` or `/min` are reduced by maximum or minimum, `lr` is the last one, and
     `skipped_updates` counts the updates that were skipped.

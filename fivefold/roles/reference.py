@@ -12,10 +12,10 @@ COLUMN = "ref_logprobs"
 
 
 class Reference(Protocol):
-    """What the loop asks of a reference model, wherever it is."""
+    """The driver's handle of a reference model, whichever processes hold it."""
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """Log-probs of the trained tokens under the reference, as the column `ref_logprobs`."""
+        """Compute log-probs of the trained tokens under the reference, as the column `ref_logprobs`."""
 
 
 class ReferenceBesideActor:
@@ -25,7 +25,7 @@ class ReferenceBesideActor:
         self._actors = actors
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """See `Reference`."""
+        """Compute the column `ref_logprobs`, as `Reference` says."""
         return self._actors.logprobs(batch, "reference", temperature, COLUMN)
 
 
@@ -38,7 +38,7 @@ class ReferenceAlone:
         self._actor_on_devices = actor_on_devices
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """See `Reference`. Unused device memory is given back before and after, where the actor shares the devices."""
+        """Compute the column `ref_logprobs`, as `Reference` says. Models on shared devices release cached memory."""
         if self._actor_on_devices is not None:
             self._actor_on_devices.release()
         pieces = self._trainer.logprobs(batch, "own", temperature, COLUMN)

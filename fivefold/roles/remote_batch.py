@@ -28,17 +28,17 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Columns of M of a batch's sequences."""
+    """Columns of M sequences, which may belong to a batch."""
 
     columns: Remote
     """A `Columns` in the object store."""
     sequences_M: Indices
-    """Which sequence of the batch each of the piece's is; -1: none of them."""
+    """Index in the batch of each of the piece's sequences; -1: not in the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteBatch:
-    """N sequences whose tokens are elsewhere."""
+    """N sequences by reference: their sizes, and pieces in the object store that hold their tokens."""
 
     lengths_N: Indices
     """Tokens of each sequence."""
@@ -46,7 +46,7 @@ class RemoteBatch:
     """Trained tokens of each sequence."""
     pieces: tuple[Piece, ...]
     scalars: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """float32 [N] each, by name: numbers of whole sequences, which every token of the sequence gets as a field."""
+    """float32 [N] each, by name: values of whole sequences, which `assemble` gives to each of their tokens."""
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -57,20 +57,20 @@ class RemoteBatch:
         return int(self.lengths_N.sum())
 
     def totals(self) -> Totals:
-        """Its sizes, which are those of a mini-batch if it is a whole one."""
+        """Return the sizes of this batch, which must be a whole mini-batch if a loss is to be divided by them."""
         trained = self.trained_N
         return Totals(len(self), self.n_tokens, int(trained.sum()), int((trained > 0).sum()))
 
     def with_pieces(self, pieces: Sequence[Piece]) -> RemoteBatch:
-        """A copy with further columns."""
+        """Return a copy with further columns."""
         return RemoteBatch(self.lengths_N, self.trained_N, (*self.pieces, *pieces), self.scalars)
 
     def with_scalars(self, **scalars: npt.NDArray[np.float32]) -> RemoteBatch:
-        """A copy with further numbers of whole sequences."""
+        """Return a copy with further values of whole sequences."""
         return RemoteBatch(self.lengths_N, self.trained_N, self.pieces, {**self.scalars, **scalars})
 
     def select(self, indices: Sequence[int]) -> RemoteBatch:
-        """The sequences at `indices`, in that order."""
+        """Return the sequences at `indices`, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
         place_N = _places(chosen, len(self))
         return RemoteBatch(
@@ -81,7 +81,7 @@ class RemoteBatch:
         )
 
     def orders(self, plan: BatchPlan) -> list[tuple[ShareOrder, list[Remote]]]:
-        """For each data-parallel replica: what its share is made of, and the columns to make it from."""
+        """Return each data-parallel replica's order for its share, and references to the columns that it needs."""
         totals = self.totals()
         return [self._order(plan, replica, totals) for replica in range(len(plan.replicas))]
 
@@ -92,7 +92,7 @@ class RemoteBatch:
         for piece in self.pieces:
             places_M = _renumbered(piece.sequences_M, place_N)
             (rows,) = np.nonzero(places_M >= 0)
-            # A replica without sequences gets all pieces, for its empty share has the same fields as the others'.
+            # A replica without sequences gets all pieces, so that its empty share has the same fields as the others.
             if len(rows) or not len(own):
                 picks.append(Pick(rows, places_M[rows]))
                 columns.append(piece.columns)
@@ -103,14 +103,14 @@ class RemoteBatch:
 
 
 def _places(chosen: Indices, n: int) -> Indices:
-    """[n]: the place of each sequence in `chosen`, -1 where it is not there."""
+    """Return int64 [n]: the index of each sequence in `chosen`, -1 if it is not there."""
     place_N = np.full(n, -1, dtype=np.int64)
     place_N[chosen] = np.arange(len(chosen))
     return place_N
 
 
 def _renumbered(sequences_M: Indices, place_N: Indices) -> Indices:
-    """The places of the sequences of a piece; -1 stays -1."""
+    """Return the new indices of a piece's sequences; -1 stays -1."""
     return np.where(sequences_M >= 0, place_N[sequences_M], -1)
 
 
@@ -119,30 +119,30 @@ class Pick:
     """Sequences to take out of one `Columns`."""
 
     rows: Indices
-    """Which of its sequences."""
+    """Indices of the sequences in the columns."""
     places: Indices
-    """Where they stand in the share."""
+    """Indices of the same sequences in the share."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShareOrder:
-    """How a replica's share is put together from columns. `picks` has one entry for each of them."""
+    """How to assemble a replica's share from columns. `picks` has one entry for each `Columns`."""
 
     lengths: Indices
     """Tokens of each of the share's sequences."""
     picks: tuple[Pick, ...]
     scalars: Mapping[str, npt.NDArray[np.float32]]
-    """As in `RemoteBatch`, of the share's sequences."""
+    """Values of the share's sequences, as in `RemoteBatch`."""
     micro_batches: MicroBatches
     longest: int
     totals: Totals
 
 
 def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
-    """Put a replica's share together.
+    """Assemble a replica's share.
 
-    The columns `tokens` and `mask` become the batch's own, all others its fields. A number of a whole sequence becomes
-    a field that has it on every token.
+    The columns `tokens` and `mask` become the batch's own, all others its fields. A value of a whole sequence becomes a
+    field with that value on every token.
     """
     ends = np.cumsum(order.lengths)
     starts, total = ends - order.lengths, int(ends[-1]) if len(ends) else 0

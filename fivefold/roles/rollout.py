@@ -1,4 +1,4 @@
-"""The replicas that generate: the worker's verbs, and the driver's.
+"""The replicas that generate: the driver's handle of them, and the worker in each replica's process.
 
 driver   prompts ─> requests, shared out over the replicas ─> samples (text, lengths), and the tokens by reference
 replica  requests ─> completions ─> trajectories ─> columns, which stay in the object store
@@ -32,7 +32,7 @@ from fivefold.types import Columns, FinishReason, Prompt, Sample, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """What a rollout made of some prompts, the group of a prompt side by side. Nothing is judged yet."""
+    """Samples without rewards, those of one prompt side by side."""
 
     samples: list[Sample]
     batch: RemoteBatch
@@ -40,7 +40,7 @@ class Generated:
 
 
 class Rollout:
-    """Verbs over the replicas."""
+    """The driver's handle of all replicas."""
 
     def __init__(self, group: WorkerGroup, shares_devices: bool) -> None:
         self._group = group
@@ -49,7 +49,7 @@ class Rollout:
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
     ) -> Generated:
-        """`n_samples` completions of each prompt.
+        """Generate `n_samples` completions of each prompt.
 
         Args:
             key: decides the random choices, together with a prompt's place and the sample's place in its group.
@@ -63,35 +63,35 @@ class Rollout:
         return generated(asked, kept)
 
     def take_weights(self, offer: WeightOffer) -> None:
-        """Bring every replica to the weights that the actor offers, piece by piece."""
+        """Give every replica the weights that the actor offers, bucket by bucket."""
         self._group.feed(RolloutWorker.take_weights, offer.buckets, offer.version)
 
     def sleep(self) -> None:
-        """Forget the weights and leave the devices to the actor."""
+        """Drop the weights and leave the devices to the actor."""
         self._group.call(RolloutWorker.sleep)
 
     def wake(self) -> None:
-        """Take the devices back; the next thing must be new weights."""
+        """Take the devices back; call `take_weights` next, because `sleep` has dropped the weights."""
         self._group.call(RolloutWorker.wake)
 
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """What the driver is told of a replica's N trajectories."""
+    """What a replica reports of its N trajectories to the driver."""
 
     texts: list[str]
     """The sampled tokens of each, decoded without special tokens."""
     finish_reasons: list[FinishReason]
     lengths_N: npt.NDArray[np.int64]
-    """Tokens of each."""
+    """Tokens of each trajectory."""
     sampled_N: npt.NDArray[np.int64]
-    """Tokens of each that the policy sampled."""
+    """Tokens of each trajectory that the policy sampled."""
     versions_N2: npt.NDArray[np.int64]
-    """Oldest and newest version of the weights that sampled each."""
+    """Oldest and newest version of the weights that sampled each trajectory."""
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory], texts: list[str]) -> Responses:
-        """What is told of `trajectories`, whose sampled tokens decode to `texts`."""
+        """Return the report of `trajectories`, whose sampled tokens decode to `texts`."""
         sampled = [trajectory.versions_T[trajectory.mask_T] for trajectory in trajectories]
         return Responses(
             texts=texts,
@@ -103,7 +103,7 @@ class Responses:
 
 
 def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> Generated:
-    """What the replicas made of the prompts `asked`, one for each trajectory, in the order of the replicas."""
+    """Combine the results of all replicas. `asked` holds each trajectory's prompt, in the order of the replicas."""
     answered = [(responses, columns) for responses, columns in kept if responses.texts]
     starts = np.cumsum([0, *(len(responses.texts) for responses, _ in answered)])
     pieces = [Piece(columns, np.arange(*starts[i : i + 2])) for i, (_, columns) in enumerate(answered)]
@@ -126,7 +126,7 @@ def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]])
 
 
 class RolloutWorker:
-    """One replica of the generation engine, and its verbs."""
+    """One replica of the rollout engine."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         place = NodePlace(spec.run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
@@ -138,10 +138,10 @@ class RolloutWorker:
     def generate(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerationRequest], sampling: SamplingParams
     ) -> tuple[Responses, Columns | None]:
-        """One trajectory for each request, which is for the prompt at the same place.
+        """Generate one trajectory for each request, which asks for the prompt at the same index.
 
         Returns:
-            What the driver is told of each, and their columns; None for the columns of no trajectory.
+            The report for the driver, and the columns of the trajectories; None if there are no trajectories.
         """
         completions = self._engine.generate(requests, sampling)
         trajectories = [
@@ -151,11 +151,11 @@ class RolloutWorker:
         return Responses.of(trajectories, texts), Columns.of(trajectories) if trajectories else None
 
     def take_weights(self, buckets: Iterator[Bucket], version: int) -> None:
-        """Replace all weights by those that the actor offers."""
+        """Replace all weights by those in `buckets`, whose version is `version`."""
         self._engine.update_weights(unpack(buckets, self._device), version)
 
     def sleep(self) -> None:
-        """Forget the weights and leave the devices to the actor."""
+        """Drop the weights and leave the devices to the actor."""
         self._engine.sleep()
 
     def wake(self) -> None:

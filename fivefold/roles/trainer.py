@@ -1,6 +1,6 @@
-"""The processes that hold a model, to train or frozen: the worker's verbs, and how the driver deals batches to them.
+"""The processes that hold a model, trained or frozen: the driver's handle of them, and the worker in each.
 
-driver   Trainer: plans who trains what     RemoteBatch ─> an order for every rank
+driver   Trainer: plans each rank's share   RemoteBatch ─> an order for every rank
 rank     TrainerWorker: a training engine, and the reference model beside it where the two share processes
 """
 
@@ -28,15 +28,15 @@ from fivefold.sync.buckets import Bucket, pack
 from fivefold.types import Columns
 
 BUCKET_BYTES = 128 * 2**20
-"""Weights travel to the rollout engines in pieces of this size."""
+"""Most bytes of a bucket in which weights travel to the rollout engines."""
 
 Model = Literal["own", "reference"]
-"""Which of the models in a trainer's processes."""
+"""A model in the trainer's processes: its own, or the reference beside it."""
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What to build in the processes of a role."""
+    """What to build in each process of a role."""
 
     model: EngineConfig
     layout: ParallelLayout
@@ -44,9 +44,9 @@ class TrainerSpec:
     timeout_s: float
     """Longest time, in seconds, that a collective may wait for another rank."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer that belongs to the model; None: its own."""
+    """Folder or hub name of the tokenizer to save with the model; None: the model's own."""
     optimizer: OptimizerConfig | None = None
-    """None: the model is not trained."""
+    """Hyper-parameters; None: the model is not trained."""
     total_steps: int = 1
     """Optimizer steps of the run."""
     reference: EngineConfig | None = None
@@ -55,17 +55,17 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step did, and the metrics of its loss."""
+    """Result of one optimizer step, and the metrics of its loss."""
 
     metrics: dict[str, float]
     skipped: bool
-    """The gradient was not finite, and no weight was changed."""
+    """Whether no weight was changed, because the gradient was not finite."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient was not finite, if the step was skipped."""
 
 
 class Trainer:
-    """The driver's side: a group of `TrainerWorker`s, and the plan that deals batches to its replicas."""
+    """The driver's handle: a group of `TrainerWorker`s, and the planner that splits batches over its replicas."""
 
     def __init__(self, group: WorkerGroup, planner: BatchPlanner) -> None:
         self.group = group
@@ -77,14 +77,14 @@ class Trainer:
         """The first rank of each replica."""
 
     def deal(self, batch: RemoteBatch, *between: Any) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
-        """The plan of a mini-batch, and each rank's arguments: its order, `between`, and the columns that it needs."""
+        """Plan a mini-batch. Returns the plan and each rank's arguments: its order, `between`, the columns it needs."""
         plan = self._planner.plan(batch.lengths_N.tolist())
         orders = batch.orders(plan)
         arguments = [(order, *between, *columns) for order, columns in orders]
         return plan, [arguments[replica] for replica in self._replicas]
 
     def logprobs(self, batch: RemoteBatch, model: Model, temperature: float, column: str) -> tuple[Piece, ...]:
-        """Log-probs of the trained tokens, under the name `column`: one piece for each replica."""
+        """Compute log-probs of the trained tokens, as a column of the name `column`: one piece for each replica."""
         plan, arguments = self.deal(batch, model, temperature, column)
         kept = self.group.keep_each(TrainerWorker.compute_logprobs, arguments)
         return tuple(
@@ -93,26 +93,26 @@ class Trainer:
         )
 
     def sum_logprobs(self, batch: RemoteBatch) -> float:
-        """The sum of the log-probs of all trained tokens, at temperature 1."""
+        """Return the sum of the log-probs of all trained tokens, at temperature 1."""
         _, arguments = self.deal(batch)
         sums = self.group.call_each(TrainerWorker.sum_logprobs, arguments)
         return sum(sums[rank] for rank in self._first_ranks)
 
     def release(self) -> None:
-        """Give unused device memory back, for a role that shares the devices."""
+        """Release cached device memory, for a role that shares the devices."""
         self.group.call(TrainerWorker.release_cache)
 
 
 class TrainerWorker:
-    """The verbs of the trainer's side of the loop. All ranks take part in each."""
+    """One rank of a trained or frozen model. All ranks take part in every method."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        # The environment, set by the worker's shell, says who takes part.
+        # Imported here, because the driver imports this module too, and Megatron-Core takes seconds to import.
         from fivefold.mcore.engine import MegatronEngine
 
         backend = "gloo"
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # of the one device that this process sees
+            torch.cuda.set_device(0)  # the only device that this process sees
             backend = "nccl"
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
         self._engine = MegatronEngine(
@@ -131,7 +131,14 @@ class TrainerWorker:
     def compute_logprobs(
         self, order: ShareOrder, model: Model, temperature: float, column: str, *columns: Columns
     ) -> tuple[None, Columns]:
-        """Log-probs of the share's trained tokens under one of these processes' models, under the name `column`."""
+        """Compute log-probs of the share's trained tokens under `model`, as a column of the name `column`.
+
+        Returns:
+            No summary, and the columns.
+
+        Raises:
+            ValueError: `model` is the reference, which these processes do not hold.
+        """
         engine = self._engine if model == "own" else self._reference
         if engine is None:
             raise ValueError("these processes hold no reference model: their TrainerSpec has none")
@@ -140,12 +147,12 @@ class TrainerWorker:
         return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
 
     def sum_logprobs(self, order: ShareOrder, *columns: Columns) -> float:
-        """The sum of the log-probs of the replica's trained tokens, at temperature 1."""
+        """Return the sum of the log-probs of the replica's trained tokens, at temperature 1."""
         logprobs_T, _ = self._engine.compute_logprobs(assemble(order, columns), temperature=1.0)
         return float(logprobs_T.double().sum())
 
     def update(self, order: ShareOrder, loss: Loss, kl: KLInReward | None, *columns: Columns) -> UpdateResult:
-        """One optimizer step on a mini-batch, whose advantages bear the KL penalty first if there is one."""
+        """Make one optimizer step on a mini-batch; `kl` is subtracted from its advantages first."""
         share = assemble(order, columns)
         if kl is not None:
             share = replace(share, batch=kl.subtracted(share.batch))
@@ -162,7 +169,7 @@ class TrainerWorker:
         return UpdateResult(metrics, step.skipped, step.non_finite)
 
     def offer_weights(self) -> Iterator[Bucket]:
-        """All weights under their Hugging Face names, from rank 0; the others take part and yield nothing."""
+        """Yield all weights under their Hugging Face names, on rank 0; other ranks take part and yield nothing."""
         weights = self._engine.export_weights()
         if dist.get_rank() == 0:
             yield from pack(weights, BUCKET_BYTES)
@@ -175,13 +182,13 @@ class TrainerWorker:
         self._engine.save_hf(folder, self._tokenizer)
 
     def release_cache(self) -> None:
-        """Give unused device memory back, for the engine that shares the device."""
+        """Release cached device memory, for the role that shares the device."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def _largest_peak_gb() -> float:
-    """Most device memory that any rank had in tensors, in 1e9 bytes."""
+    """Return the most device memory that any rank had in tensors, in GB (1e9 bytes)."""
     peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device="cuda")
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return float(peak)
