@@ -1,1 +1,1 @@
-"""What people see of a run: metrics, timers, console, TensorBoard, run folders."""
+"""What a run shows and records: metrics, timers, console, TensorBoard, run folders."""

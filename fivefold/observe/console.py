@@ -1,4 +1,4 @@
-"""What a person sees of a run: a banner, a line a step under a live status line, and where everything is at the end.
+"""The screen of a run: a banner, one line for each step, a live status line, and the results' paths at the end.
 
 +- arithmetic / trial-0 -------------+
 | model    package:tiny-moe          |
@@ -28,7 +28,7 @@ from fivefold.observe.table import Column, StepTable
 from fivefold.observe.timers import SETUP
 
 FILE_WIDTH = 160
-"""Width of the lines where the output is no terminal."""
+"""Width of lines, in characters, if the output is not a terminal."""
 HEADER_EVERY = 25
 """Steps after which the labels are printed again."""
 REFRESH_HZ = 8
@@ -46,8 +46,8 @@ class RunConsole:
             screen.note("evaluation after step 20: accuracy 0.71")
             screen.end("finished in 1:23", {"weights": ...})
 
-    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only. Several threads
-    may write to it.
+    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only. Several
+    threads may write to it.
     """
 
     def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
@@ -60,26 +60,26 @@ class RunConsole:
         self._lock = threading.Lock()
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
-        """Run name and what it runs on."""
+        """Print the run's name and facts about it."""
         self._box(title, facts, style="cyan")
 
     def start(self, n_steps: int) -> None:
-        """The steps begin."""
+        """Begin the table of steps."""
         self._table = StepTable(self._columns, n_steps, self.console.width)
         self._status.begin(n_steps)
 
     def phase(self, name: str) -> None:
-        """The phases under way are those of `name`: the `on_change` of `PhaseTimers`."""
+        """Show `name`, the phases in progress, on the status line; to be the `on_change` of `PhaseTimers`."""
         self._status.enter(name)
 
     def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
-        """One line: the numbers of `step` (counted from 1) and the seconds of its phases.
+        """Print one line: the numbers of `step` (counted from 1) and the seconds of its phases.
 
         Raises:
             RuntimeError: called before `start`.
         """
         if self._table is None:
-            raise RuntimeError("RunConsole.step was called before RunConsole.start")
+            raise RuntimeError("RunConsole.step was called before RunConsole.start: call start first")
         with self._lock:
             if self._n_lines % HEADER_EVERY == 0:
                 for line in self._table.header(seconds):
@@ -89,11 +89,11 @@ class RunConsole:
         self._status.finish_step(step)
 
     def note(self, text: str, style: str = "") -> None:
-        """A line of text between the steps."""
+        """Print a line of text between the steps."""
         self._line(Text(text, style=style))
 
     def end(self, title: str, facts: Mapping[str, object]) -> None:
-        """How it went and where everything is. Stops the status line."""
+        """Stop the status line; print how the run ended and where its results are."""
         self._stop()
         self._box(title, facts, style="green")
 
@@ -114,7 +114,7 @@ class RunConsole:
             self._live = None
 
     def _line(self, text: Text) -> None:
-        # Cut, not folded: a folded table cannot be read.
+        # Lines are cut and not folded, because a folded table cannot be read.
         self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
     def _box(self, title: str, facts: Mapping[str, object], style: str) -> None:
@@ -134,7 +134,7 @@ class RunConsole:
 
 
 class _Status:
-    """The live line: what the run is doing now, for how long, and how long it may still take."""
+    """The live line: the phases in progress, their duration, and the estimated rest of the run."""
 
     def __init__(self) -> None:
         self._phase = SETUP
@@ -170,14 +170,14 @@ class _Status:
 
 
 def clock(seconds: float) -> str:
-    """65 -> 1:05, 3665 -> 1:01:05."""
+    """Format seconds: 65 -> 1:05, 3665 -> 1:01:05."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _painted(row: str) -> Text:
-    """The seconds stand back, so that the eye finds the run's own numbers."""
+    """Dim the seconds, so that the metrics stand out."""
     numbers, bar, seconds = row.partition("|")
     return Text.assemble(numbers, (bar + seconds, "dim"))
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class RunFailed(RuntimeError):
-    """A run broke after its set-up; the message is meant for the person who started it."""
+    """A run failed after its set-up. The message is for the person who started it."""

@@ -1,4 +1,4 @@
-"""JSON files as they are read by others: one object a line, on disk as soon as it is written, no NaN."""
+"""JSON files that any program can read: on disk as soon as they are written, and without NaN."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any, Self
 
 
 class JsonLines:
-    """A file that grows by one JSON object a line; several threads may write to it."""
+    """A file with one JSON object per line, to which several threads may append."""
 
     def __init__(self, path: Path) -> None:
-        # Half a surrogate pair has no UTF-8; a backslash and its code point are how JSON spells it.
+        # Half a surrogate pair has no UTF-8 encoding. JSON writes it as a backslash and its code point.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         self._lock = threading.Lock()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends `record`; floats that are not finite are written as null."""
+        """Append `record`; floats that are not finite are written as null."""
         line = json.dumps(finite(record), ensure_ascii=False) + "\n"
         with self._lock:
             self._file.write(line)
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; nothing is written after it."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -41,7 +41,7 @@ class JsonLines:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes `value` to `path` in one go: a reader sees the old file or the new one, never half of it."""
+    """Write `value` to `path` atomically: a reader sees the old file or the new one, never a part."""
     part = path.with_name(path.name + ".part")
     text = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
     part.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -49,7 +49,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with each float that JSON cannot hold (NaN, infinities) replaced by None, at any depth."""
+    """Return `value` with each float that JSON cannot hold (NaN, infinities) replaced by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where a step's numbers are kept: `metrics.jsonl` and TensorBoard."""
+"""The log of a run's metrics: `metrics.jsonl` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MetricsLog:
-    """One line of `metrics.jsonl` a step, and the same numbers as TensorBoard scalars.
+    """One line of `metrics.jsonl` for each step, and the same numbers as TensorBoard scalars.
 
         {"step": 3, "reward/mean": 0.41, "lr": 1e-06, "seconds/rollout": 2.9, ...}
 
@@ -23,17 +23,18 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, tensorboard: Path | None) -> None:
-        """
+        """Open the log.
+
         Args:
             path: the JSON lines file.
-            tensorboard: folder of TensorBoard's event files; none: no TensorBoard.
+            tensorboard: folder of TensorBoard's event files; None: no TensorBoard.
         """
         self._lines = JsonLines(path)
         self._board = None if tensorboard is None else _open_board(tensorboard)
         self._lock = threading.Lock()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps the numbers of `step`; they are on disk when this returns."""
+        """Write the numbers of `step`; they are on disk when this returns."""
         self._lines.write({"step": step, **metrics})
         if self._board is not None:
             with self._lock:
@@ -42,6 +43,7 @@ class MetricsLog:
                 self._board.flush()
 
     def close(self) -> None:
+        """Close the files."""
         self._lines.close()
         if self._board is not None:
             self._board.close()
@@ -56,7 +58,7 @@ class MetricsLog:
 
 
 def _open_board(folder: Path) -> SummaryWriter:
-    # Imported here: it takes a second and brings torch along, which the command line's errors must not wait for.
+    # Imported here, because it takes a second and imports torch; errors of the command line must not wait for that.
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(log_dir=str(folder))

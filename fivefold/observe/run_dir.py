@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, whose it is, and how the run in it ended.
+"""The folder of a run: its files, the process that owns it, and how the run ended.
 
 runs/<experiment_name>/<trial_name>/
     recipe.yaml      the resolved recipe: every key, also those left at their defaults
@@ -40,9 +40,9 @@ class RunDir:
     """A run's folder; as a context manager it records how the run ends.
 
     with RunDir.create(recipe, overwrite=False) as run:
-        ...                       set-up: a ValueError here is the recipe's fault and stays a ValueError
+        ...                       set-up: a ValueError here is an error of the recipe, and stays a ValueError
         run.started()
-        ...                       the run: a ValueError of the driver here is ours, and becomes a RunFailed
+        ...                       the run: a ValueError here is a failure of the run, and becomes a RunFailed
         run.write_summary({...})
     """
 
@@ -62,18 +62,18 @@ class RunDir:
 
     @classmethod
     def of(cls, recipe: RunConfig) -> Self:
-        """Where the recipe's run is or would be; nothing is created."""
+        """Return the folder of the recipe's run, which is not created."""
         # Absolute: on a joined cluster, workers have another working folder than the driver.
         return cls(Path(recipe.cluster.fileroot).expanduser().resolve() / recipe.experiment_name / recipe.trial_name)
 
     @classmethod
     def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:
-        """Makes the folder and writes the resolved recipe into it.
+        """Create the folder and write the resolved recipe into it.
 
-        The remains of a run that ended before its first step are replaced without asking.
+        A folder without results, of a run that ended before its first step, is replaced even without `overwrite`.
 
         Raises:
-            ValueError: as `check_free`, or the folder cannot be made.
+            ValueError: `check_free` refuses the folder, or it cannot be created.
         """
         run = cls.of(recipe)
         run.check_free(overwrite=overwrite)
@@ -91,24 +91,24 @@ class RunDir:
         return run
 
     def check_free(self, *, overwrite: bool) -> None:
-        """Whether a new run may have the folder.
+        """Refuse a folder that a new run must not replace.
 
         Raises:
-            ValueError: it holds another run and `overwrite` is false, or that run still goes on.
+            ValueError: it is not the folder of a run, its run still goes on, or it holds results without `overwrite`.
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             self._refuse(overwrite=overwrite)
 
     def started(self) -> None:
-        """The set-up is over."""
+        """Record that the set-up is over and the run has begun."""
         self._write_status("running")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json`."""
+        """Write `summary.json`."""
         write_json(self.summary, summary)
 
     def saved(self) -> dict[str, Path]:
-        """What there is of the run's results, by what it is: for the end of a run, however it ended."""
+        """Return the paths of all results that exist, by name; a run that failed may have some."""
         results = {
             "weights": self.weights,
             "metrics": self.metrics,
@@ -121,7 +121,7 @@ class RunDir:
         return {name: path for name, path in results.items() if _has_content(path)}
 
     def is_ours(self) -> bool:
-        """Whether the run in the folder is one of this process."""
+        """Return whether this process started the run in the folder."""
         if not self.status.is_file():
             return False
         status = json.loads(self.status.read_text(encoding="utf-8"))
@@ -143,13 +143,13 @@ class RunDir:
                 "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
             )
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        except OSError as failure:  # a full disk, say: what ended the run is the error to be told
+        except OSError as failure:  # such as a full disk; the error to report is the one that ended the run
             error.add_note(f"how the run ended could not be written to {self.path}: {failure}")
         if had_started and isinstance(error, ValueError):
             raise RunFailed(f"{error}\n\nTraceback: {log}") from error
 
     def _refuse(self, *, overwrite: bool) -> None:
-        """Raises unless what is in the folder may be deleted."""
+        """Raise ValueError unless the folder's content may be deleted."""
         if not self.status.is_file():
             raise ValueError(
                 f"{self.path} exists and is not the folder of a run: choose another trial_name, such as "
@@ -180,7 +180,7 @@ class RunDir:
             )
 
     def _free_name(self) -> str:
-        """The next trial name in the experiment's folder that nothing has yet: trial-0 -> trial-1."""
+        """Return the next trial name that is free in the experiment's folder: trial-0 -> trial-1."""
         match = re.fullmatch(r"(.*?)(\d+)", self.path.name)
         stem, number = (match[1], int(match[2])) if match else (f"{self.path.name}-", 0)
         while (name := f"{stem}{number + 1}") and (self.path.parent / name).exists():
@@ -212,7 +212,7 @@ def _has_content(path: Path) -> bool:
 
 
 def _is_alive(status: Mapping[str, Any]) -> bool:
-    """Whether the process of this machine that wrote `status` still runs; its number may have gone to another since."""
+    """Return whether the process of this machine that wrote `status` still runs, and not another of the same number."""
     if not psutil.pid_exists(status["pid"]):
         return False
     changed = datetime.fromisoformat(status["changed"]).timestamp()

@@ -1,4 +1,4 @@
-"""The table of steps as text: which columns fit a width, and how numbers look in them."""
+"""The table of steps as text: which columns fit a width, and how their numbers are formatted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Kind = Literal["fixed", "short", "rate", "count"]
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a step."""
+    """A column of the table: one number of each step."""
 
     label: str
     keys: tuple[str, ...]
-    """Metric to show; the first of them that the step has."""
+    """Names of metrics, of which the first that the step has is shown."""
     kind: Kind
     width: int
+    """Characters of the column."""
 
 
 TRAIN_COLUMNS = (
@@ -35,7 +36,7 @@ TRAIN_COLUMNS = (
     Column("len", ("response_length/mean",), "count", 5),
     Column("tok/s", ("tokens_per_second",), "count", 5),
 )
-"""Reinforcement learning. KL: to the reference where there is one, else to the policy that sampled."""
+"""Columns of reinforcement learning. KL is to the reference if there is one, else to the policy that sampled."""
 
 SFT_COLUMNS = (
     Column("loss", ("nll",), "short", 7),
@@ -44,23 +45,23 @@ SFT_COLUMNS = (
     Column("lr", ("lr",), "rate", 7),
     Column("tok/s", ("tokens_per_second",), "count", 5),
 )
-"""Supervised fine-tuning."""
+"""Columns of supervised fine-tuning."""
 
 TOTAL = "seconds"
-"""Label of the seconds of all phases together."""
+"""Label of the column of all phases' seconds."""
 REST = "rest"
-"""Label of the seconds of the phases that have no column."""
+"""Label of the column with the seconds of all phases that have no column of their own."""
 
 
 class StepTable:
-    """Aligned lines, one a step, none longer than `width`.
+    """Aligned lines, one for each step, none longer than `width` characters.
 
                                                                             |                       weight
         step reward   acc      KL entropy  clip   gnorm      lr   len tok/s | seconds rollout train   sync
         1/50  0.312 0.312 0.00012   1.204 0.000   0.531 1.0e-06   214 31.2k |    12.1     8.0   3.6    0.5
 
-    The phases of the step that `header` is given become columns; where there is no room for all, the longest ones do,
-    and the others are added up as `rest`.
+    The phases of the step that `header` gets become columns. If not all fit, the longest ones do, and the others are
+    added up as `rest`.
     """
 
     def __init__(self, columns: Sequence[Column], n_steps: int, width: int) -> None:
@@ -71,7 +72,7 @@ class StepTable:
         self._phases: list[str] = []
 
     def header(self, seconds: Mapping[str, float]) -> list[str]:
-        """The lines of labels, one or two; `seconds` of a step say which phases there are and which matter."""
+        """Return the one or two lines of labels; `seconds` of a step decide which phases are columns."""
         self._phases = self._fitting(seconds)
         widths = [self._step_width, *(column.width for column in self._columns)]
         labels = ["step", *(column.label for column in self._columns)]
@@ -87,7 +88,7 @@ class StepTable:
         return lines
 
     def row(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> str:
-        """The line of one step; what a step does not have, and what is not a number, is "-"."""
+        """Return the line of one step; a value that is missing or not finite is "-"."""
         cells = [f"{step}/{self._n_steps}".rjust(self._step_width)]
         cells += [_cell(column, metrics) for column in self._columns]
         times = [_seconds(sum(seconds.values()), len(TOTAL))]
@@ -116,7 +117,7 @@ class StepTable:
 
 
 def number(value: float | None, kind: Kind) -> str:
-    """`value` in at most 7 characters.
+    """Format `value` in at most 7 characters.
 
     fixed: 0.312     short: 0.0012, 1.2e-05, 31.5     rate: 1.0e-06     count: 214, 3.1k
     """

@@ -1,4 +1,4 @@
-"""How long each phase of a step took, and which phases the driver is in."""
+"""Timers of a step's phases, which also know the phases in progress."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class PhaseTimers:
         timers = PhaseTimers()
         with timers.phase("rollout"):
             samples = rollout.generate(prompts, ...)
-        timers.take()                       # {"rollout": 3.21}, and the next step starts at nothing
+        timers.take()                       # {"rollout": 3.21}, and the next step starts at zero
 
-    `current` names the phase in worker errors and on the console. Phases may nest; the time of an inner one is its own
-    and not the outer's, so that the seconds of all phases of one thread add up to the time that passed. Several threads
-    may each be in phases of their own (generation beside training): their seconds are added up by name.
+    `current` names the phase in worker errors and on the console. Phases may nest; the time of an inner phase does not
+    count for the outer one, so that the seconds of all phases of one thread add up to the time that passed. Several
+    threads may each be in phases of their own (generation beside training): their seconds are added up by name.
     """
 
     def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
-        """`on_change` is called, in the thread that enters or leaves a phase, with all phases under way."""
+        """`on_change` is called, in the thread that enters or leaves a phase, with the names of all open phases."""
         self._seconds: dict[str, float] = {}
         self._lane = _Lane()
         self._innermost: dict[int, str] = {}
-        """The current phase of each thread that is in one, by thread."""
+        """The innermost phase of each thread that is in one, by the thread's id."""
         self._lock = threading.Lock()
         self._on_change = on_change
 
@@ -48,14 +48,14 @@ class PhaseTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Everything inside belongs to phase `name`; a phase entered twice in a step adds up."""
+        """Count the time of the block for phase `name`; a phase that is entered twice in a step adds up."""
         lane = self._lane
         lane.stack.append(name)
         self._tell()
         start, inner_before = time.perf_counter(), lane.inner
         lane.inner = 0.0
         yield
-        # Not reached by a failure: its message names the phase that it happened in.
+        # A failure skips this, so that its message can name the phase in which it happened.
         elapsed = time.perf_counter() - start
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - lane.inner
@@ -64,7 +64,7 @@ class PhaseTimers:
         self._tell()
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase finished since the last `take`, in the order in which they ended."""
+        """Return the seconds of each phase that ended since the last `take`, in the order in which they ended."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds

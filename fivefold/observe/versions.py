@@ -1,4 +1,4 @@
-"""The versions that a run's numbers were made with."""
+"""Versions of the software that a run's results depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "safetensors")
 
 
 def versions() -> dict[str, str]:
-    """Version of Fivefold, Python and the libraries under it, by name; nothing is imported for it."""
+    """Return the versions of Fivefold, Python and the main libraries by name, without importing the libraries."""
     found = {"fivefold": __version__, "python": platform.python_version()}
     return found | {name: installed for name in PACKAGES if (installed := _version(name))}
 
