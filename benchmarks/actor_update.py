@@ -1,11 +1,11 @@
-"""Speed of the actor's update: forward, backward and optimizer step of a model of any shape, random weights.
+"""Speed of the actor's update: forward, backward and optimizer step of a model of any shape with random weights.
 
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8
     torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend "megatron:(attn:d1t2c2|ffn:e4)"
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --model Qwen3-8B --layers 12 --backend megatron:t2
 
-One line of JSON a run: tokens/s, model TFLOP/s a GPU (recomputation not counted), peak memory, and the losses, which
-must agree across layouts. With --profile, the kernels that take the most time.
+Each run prints one line of JSON: tokens/s, model TFLOP/s per GPU (recomputation not counted), peak memory, and the
+losses, which must agree across layouts. With --profile, it also prints the kernels that take the most time.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-30B-A3B", help="one of fivefold/families/shapes/, without .json")
-    parser.add_argument("--layers", type=int, default=8, help="in place of the model's own number")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers, in place of the model's own")
     parser.add_argument("--backend", default="megatron:d1")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=16, help="sequences of a step, over all ranks")
-    parser.add_argument("--micro-tokens", type=int, default=8192, help="most tokens of a micro-batch")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens in a sequence")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences in a step, over all ranks")
+    parser.add_argument("--micro-tokens", type=int, default=8192, help="most tokens in a micro-batch")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits exist at one time")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=5)

@@ -1,11 +1,11 @@
-"""What a training step costs the driver: everything between the rollout's summaries and the trainer's calls.
+"""CPU time that a training step costs the driver, between the rollout's reports and the trainer's calls.
 
     python benchmarks/driver_step.py --tokens 10000000 --sequence 4096
 
-The tokens lie in an object store and are not touched, so the cost depends on the number of sequences and not on their
-lengths. Timed, in CPU seconds, are the parts that the driver runs itself: samples from what the replicas tell, rewards
-attached, advantages, the plan of every mini-batch, each rank's order, and pickling what is sent. The time of the reward
-function itself is not among them.
+The driver does not read the tokens, which are in the object store, so the cost depends on the number of sequences and
+not on their lengths. Timed, in CPU seconds, is what the driver runs itself: it makes samples of the replicas' reports,
+attaches rewards, computes advantages, plans every mini-batch, makes each rank's order, and pickles what it sends. The
+reward function is not timed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=10_000_000, help="tokens of a step, prompts included")
     parser.add_argument("--sequence", type=int, default=4096, help="mean tokens of a sequence")
-    parser.add_argument("--layout", default="megatron:d8t2c2", help="of the actor")
+    parser.add_argument("--layout", default="megatron:d8t2c2", help="layout of the actor")
     parser.add_argument("--minibatches", type=int, default=4)
     args = parser.parse_args()
 
@@ -59,7 +59,7 @@ def main() -> None:
         Prompt(i, "p" * PROMPT * CHARACTERS_PER_TOKEN, tuple(map(int, generator.integers(0, 150_000, PROMPT))), "42")
         for i in range(n_groups)
     ]
-    # Lengths of answers are skewed: half as long to twice as long as the mean, and some that are cut off.
+    # Lengths of completions are skewed: half as long to twice as long as the mean, and some that are cut off.
     lengths = np.clip(generator.lognormal(0.0, 0.6, n) * args.sequence / 1.2, PROMPT + 1, 4 * args.sequence).astype(int)
     told = [pickle.dumps(_responses(part)) for part in np.array_split(lengths, REPLICAS)]
     layout = parse_backend(args.layout)

@@ -1,13 +1,13 @@
-"""The memory and the time that `fivefold plan` estimates against what was measured.
+"""Compares the memory and the time that `fivefold plan` estimates with measured ones.
 
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8 --recompute full >> runs.jsonl
     torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend megatron:d1p4 >> runs.jsonl
     python benchmarks/memory_check.py runs.jsonl
     python benchmarks/memory_check.py benchmarks/results/actor-update-h200.jsonl
 
-Reads the lines of JSON that `actor_update.py` prints (other lines are passed over) and prints a table; rank 0, hence
-the first pipeline stage, is what those runs measure. The time is the step's best after the first. Exit code 1 if an
-estimate of the memory is off by more than `--tolerance`.
+Reads the lines of JSON that `actor_update.py` prints, ignores other lines, and prints a table. The measured memory is
+that of rank 0, hence of the first pipeline stage; the time is that of the fastest step after the first. The exit code
+is 1 if an estimate of the memory is off by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="output of actor_update.py; none: standard input")
+    parser.add_argument("files", nargs="*", help="output of actor_update.py; without files: standard input")
     parser.add_argument("--sequence", type=int, default=4096, help="--sequence of the runs")
     parser.add_argument("--chunk", type=int, default=1024, help="--chunk of the runs")
     parser.add_argument("--gpu", default="h200-141g", help="GPU of the runs")
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measured(files: list[str]) -> Iterator[dict[str, Any]]:
-    """The runs in `files`."""
+    """Yield the runs in `files`."""
     with fileinput.input(files or ("-",), encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("{") and '"peak_memory_gb": ' in line:
@@ -74,7 +74,7 @@ def measured(files: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[float, float]:
-    """Estimated peak of rank 0's allocator in a run, in GB (1e9), and seconds of a step."""
+    """Return the estimated peak of rank 0's allocator in a run, in GB (1e9 bytes), and the seconds of a step."""
     work = Workload(
         sequence_length=sequence,
         sequences=row["tokens_per_step"] // sequence,
@@ -90,7 +90,7 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[
 
 
 def shape(model: str, n_layers: int) -> ModelShape:
-    """The benchmark's model: the first layers of `model`."""
+    """Return the shape of the benchmark's model: the first `n_layers` layers of `model`."""
     whole = find_shape(model)
     return replace(whole, n_layers=n_layers, moe_layers=whole.moe_layers[:n_layers])
 

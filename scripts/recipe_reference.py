@@ -1,4 +1,7 @@
-"""Generates docs/recipe.md, a table of every key of a recipe, from the schema: `python scripts/recipe_reference.py`."""
+"""Generates docs/recipe.md, with a table of every key of a recipe, from the schema.
+
+    python scripts/recipe_reference.py
+"""
 
 from __future__ import annotations
 
