@@ -1,7 +1,4 @@
-"""Generates docs/recipe.md, with a table of every key of a recipe, from the schema.
-
-    python scripts/recipe_reference.py
-"""
+"""Generates docs/recipe.md, tables of all keys of a recipe, from the schema: `python scripts/recipe_reference.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test needs."""
+"""Set-up of all tests: exit statuses of child processes are kept, as in the command line."""
 
 from fivefold.cluster.interrupt import keep_exit_statuses
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls of the experts on a GPU, where the number of routed rows is any."""
+"""Grouped matmuls of the experts on a GPU, for any number of routed rows."""
 
 from __future__ import annotations
 

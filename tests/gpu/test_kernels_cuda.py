@@ -19,17 +19,17 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """On the device, in values that `dtype` holds exactly."""
+    """Return random numbers on the device, which `dtype` holds exactly."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def reference(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The same values in float32 on the CPU, as a leaf."""
+    """Return the same values in float32 on the CPU, as a leaf."""
     return None if x is None else x.detach().cpu().float().requires_grad_(x.requires_grad)
 
 
 def assert_close(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    """Equal to within float32's error of the chain and one rounding to `dtype`."""
+    """Assert that results equal the expected ones but for float32's error of the chain and one rounding to `dtype`."""
     for result, value in zip(results, expected, strict=True):
         assert result.dtype == dtype
         rtol = 0.51 * torch.finfo(dtype).eps + 1e-5
@@ -39,7 +39,7 @@ def assert_close(results: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("prob_dtype", DTYPES)
 @pytest.mark.parametrize(("n_rows", "width"), [(0, 16), (1, 1), (37, 24), (5, 768), (3, 1500), (2, 4099)])
-def test_swiglu(n_rows: int, width: int, dtype: torch.dtype, prob_dtype: torch.dtype) -> None:
+def test_swiglu_equals_the_plain_function(n_rows: int, width: int, dtype: torch.dtype, prob_dtype: torch.dtype) -> None:
     gate_up = random(n_rows, 2 * width, seed=0, dtype=dtype).requires_grad_()
     probs = random(n_rows, seed=1).sigmoid().to(prob_dtype).requires_grad_()
     grad = random(n_rows, width, seed=2, dtype=dtype) / 16
@@ -64,7 +64,9 @@ def test_swiglu_takes_views() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("n_tokens", "terms", "width"), [(0, 2, 16), (1, 1, 1), (13, 8, 2048), (7, 3, 1001)])
-def test_sum_rows(n_tokens: int, terms: int, width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+def test_sum_rows_equals_the_plain_function(
+    n_tokens: int, terms: int, width: int, dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
     rows = random(n_tokens * terms + 1, width, seed=3, dtype=dtype)
     order = torch.randperm(n_tokens * terms, generator=torch.Generator().manual_seed(4))
     index = order.view(n_tokens, terms).to(DEVICE, index_dtype)
@@ -74,14 +76,14 @@ def test_sum_rows(n_tokens: int, terms: int, width: int, dtype: torch.dtype, ind
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0,), (1,), (2048,), (3, 5, 1001)])
-def test_accumulate(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_accumulate_adds_in_float32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     total, addend = random(*shape, seed=5), random(*shape, seed=6, dtype=dtype)
     expected = total + addend.float()
     triton_experts.accumulate(total, addend)
     assert torch.equal(total, expected)
 
 
-def test_accumulate_refuses_what_it_would_not_reach() -> None:
+def test_accumulate_refuses_strides_and_other_shapes() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         triton_experts.accumulate(random(4, 6, seed=5).t(), random(6, 4, seed=6))
     with pytest.raises(ValueError, match="shape"):
@@ -94,7 +96,7 @@ def test_accumulate_refuses_what_it_would_not_reach() -> None:
     ("n_tokens", "n_groups", "n_queries", "head_dim"),
     [(1, 1, 1, 2), (21, 4, 8, 128), (9, 3, 1, 80), (5, 2, 7, 64), (3, 1, 30, 96)],
 )
-def test_split_heads(
+def test_split_heads_equals_the_plain_function(
     n_tokens: int, n_groups: int, n_queries: int, head_dim: int, has_norm: bool, dtype: torch.dtype
 ) -> None:
     inputs = [random(n_tokens, n_groups * (n_queries + 2) * head_dim, seed=7, dtype=dtype).requires_grad_()]
@@ -128,7 +130,7 @@ def test_split_heads_gives_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n_rows", "vocab"), [(0, 8), (1, 1), (5, 1013), (3, 4096), (4, 9001)])
 @pytest.mark.parametrize("offset", [0.0, -300.0, 3000.0])
-def test_logit_statistics(n_rows: int, vocab: int, offset: float, dtype: torch.dtype) -> None:
+def test_logit_statistics_equal_the_plain_function(n_rows: int, vocab: int, offset: float, dtype: torch.dtype) -> None:
     logits = (8 * random(n_rows, vocab, seed=12) + offset).to(dtype)
     targets = torch.arange(-1, n_rows - 1, device=DEVICE) * max(vocab // 3, 1)
     result = triton_logits.logit_statistics(logits, targets).cpu()
@@ -136,7 +138,7 @@ def test_logit_statistics(n_rows: int, vocab: int, offset: float, dtype: torch.d
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=1e-5)
 
 
-def test_one_bad_logit_shows_in_its_row_only() -> None:
+def test_a_logit_that_is_not_finite_affects_its_row_only() -> None:
     for value in (torch.nan, torch.inf):
         logits = random(3, 9001, seed=13)
         logits[1, 7000] = value
@@ -148,7 +150,7 @@ def test_one_bad_logit_shows_in_its_row_only() -> None:
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("has_entropy", [True, False])
 @pytest.mark.parametrize(("n_rows", "vocab"), [(0, 8), (1, 1), (5, 1013), (3, 9001)])
-def test_logit_gradient(
+def test_logit_gradient_equals_the_plain_function(
     n_rows: int, vocab: int, has_entropy: bool, dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> None:
     logits = (4 * random(n_rows, vocab, seed=14)).to(dtype)
@@ -163,7 +165,7 @@ def test_logit_gradient(
     assert_close([result], [kernels.logit_gradient(*on_cpu, torch.float32)], grad_dtype)
 
 
-def test_rows_beyond_two_to_the_31_values() -> None:
+def test_kernels_address_more_than_two_to_the_31_values() -> None:
     width = 2**20
     rows = torch.zeros(2049, width, dtype=torch.bfloat16, device=DEVICE)
     rows[-1] = 3.0
@@ -172,7 +174,7 @@ def test_rows_beyond_two_to_the_31_values() -> None:
     assert last.tolist() == [3.0, width, 0.0, 3.0]
 
 
-def test_public_functions_choose_by_device() -> None:
+def test_tensors_on_a_gpu_go_to_the_triton_kernels() -> None:
     gate_up, probs = random(5, 16, seed=17, dtype=torch.bfloat16), random(5, seed=18).sigmoid()
     assert torch.equal(kernels.swiglu(gate_up, probs), triton_experts.swiglu(gate_up, probs))
     total = torch.zeros(5, 16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Advantages against `statistics` and hand-worked numbers."""
+"""Advantages against Python's `statistics` and numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(mean: str = "group", std: str = "group", **options: Any) -> ActorConf
 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
-def test_every_pair_of_levels_equals_the_textbook(mean: str, std: str) -> None:
+def test_every_pair_of_levels_equals_pythons_statistics(mean: str, std: str) -> None:
     result = compute_advantages(REWARDS, GROUPS, config(mean, std)).advantages_N
     for i, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
         sets = {"group": [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group], "batch": REWARDS}
@@ -53,7 +53,7 @@ def test_a_batch_without_variance_gets_exactly_zero() -> None:
     )
 
 
-def test_a_group_of_one_has_no_signal_of_its_own() -> None:
+def test_a_group_of_one_gets_exactly_zero() -> None:
     result = compute_advantages([1.0, 0.0, 5.0], [0, 0, 1], config())
     assert result.advantages_N[2].item() == 0.0
     assert result.advantages_N.isfinite().all()
@@ -68,20 +68,20 @@ def test_rewards_are_biased_then_scaled_then_clipped() -> None:
     assert shaped.metrics["reward/mean"] == pytest.approx(4 / 3)
 
 
-def test_clipping_may_take_a_group_its_variance() -> None:
+def test_a_group_that_clipping_makes_constant_gets_exactly_zero() -> None:
     result = compute_advantages([2.0, 3.0, 0.0, 1.0], [0, 0, 1, 1], config("batch", "group", reward_clip=1.0))
     assert result.advantages_N[:2].tolist() == [0.0, 0.0]
     assert result.metrics["zero_variance_groups"] == 0.5
 
 
-def test_bad_rewards_are_errors() -> None:
+def test_rewards_that_are_not_finite_or_lack_a_group_are_errors() -> None:
     with pytest.raises(ValueError, match="reward 1 is nan"):
         compute_advantages([0.0, float("nan")], [0, 0], config())
     with pytest.raises(ValueError, match="2 rewards came with 1 group ids"):
         compute_advantages([0.0, 1.0], [0], config())
 
 
-def test_kl_to_go_is_what_a_token_can_still_influence() -> None:
+def test_kl_to_go_sums_the_kl_of_the_token_and_of_those_after_it() -> None:
     mask = torch.tensor([0.0, 1, 1, 1, 0, 0, 1])
     batch = Batch((4, 3), torch.zeros(7, dtype=torch.int64), mask)
     advantages = torch.tensor([2.0, 2, 2, 2, -1, -1, -1])

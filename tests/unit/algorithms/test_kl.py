@@ -36,7 +36,7 @@ def test_k2_has_the_gradient_of_the_divergence() -> None:
     torch.testing.assert_close(k1, torch.zeros_like(k1), rtol=0, atol=1e-15)
 
 
-def test_k3_is_never_negative_and_exact_for_near_equals_in_float32() -> None:
+def test_k3_is_never_negative_and_accurate_for_close_policies_in_float32() -> None:
     policy = torch.linspace(-5, 0, 101)
     close = policy + 1e-4
     value = kl_estimate(policy, close, "k3")

@@ -49,7 +49,7 @@ def raw_inputs(
 
 
 def make_batch(seed: int = 0) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """A batch in float64 with ratios on both sides of the clips, current log-probs, and entropies."""
+    """Return a batch in float64 with ratios on both sides of the clips, current log-probs, and entropies."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
 
@@ -73,7 +73,7 @@ def inputs_of(batch: Batch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -
 
 
 def reference_cost(loss: PolicyLoss, logprob: float, entropy: float, fields: dict[str, float]) -> float:
-    """One token's cost, written from the papers' case distinctions rather than from maxima."""
+    """Return one token's cost, by the case distinctions of the papers instead of maxima."""
     ratio = math.exp(logprob - fields["old_logprobs"])
     advantage = fields["advantages"]
     if advantage >= 0:
@@ -170,7 +170,7 @@ def test_without_old_logprobs_the_gradient_is_the_policy_gradient() -> None:
     assert metrics["clip_fraction"].item() == metrics["ppo_kl"].item() == 0
 
 
-def test_values_under_the_mask_reach_neither_loss_nor_gradient() -> None:
+def test_values_of_masked_tokens_affect_neither_loss_nor_gradient() -> None:
     loss = replace(BASE, kl_coeff=0.1, entropy_coeff=0.1)
     batch, logprobs, entropy = make_batch()
     clean, clean_metrics = loss(inputs_of(batch, logprobs, entropy))
@@ -193,7 +193,7 @@ def test_values_under_the_mask_reach_neither_loss_nor_gradient() -> None:
         assert not tensor.grad[~batch.mask_T.bool()].any()
 
 
-def test_a_far_ratio_stays_finite() -> None:
+def test_loss_gradient_and_metrics_of_an_extreme_ratio_are_finite() -> None:
     logprobs = torch.tensor([-1.0, -2000.0, 0.0], requires_grad=True)
     fields = {"advantages": torch.tensor([0.0, -1.0, -1.0]), "old_logprobs": torch.tensor([0.0, -1.0, -900.0])}
     fields["ref_logprobs"] = torch.tensor([0.0, -1.0, -900.0])
@@ -206,7 +206,7 @@ def test_a_far_ratio_stays_finite() -> None:
     assert all(value.isfinite() for value in [total, *logprobs.grad, *metrics.values()])
 
 
-def test_metrics_against_hand_counts() -> None:
+def test_metrics_equal_counts_by_hand() -> None:
     logprobs = torch.tensor([0.0, math.log(0.5), math.log(0.5), math.log(2.0), math.log(2.0)], dtype=torch.float64)
     zeros = torch.zeros_like(logprobs)
     fields = {
@@ -219,7 +219,7 @@ def test_metrics_against_hand_counts() -> None:
         LossInputs({"logprobs": logprobs, "entropy": zeros + 2}, mask, (5,), fields)
     )
     values = {name: value.item() for name, value in metrics.items()}
-    # Per token: 0.5 clipped below to 0.8; 0.5 and its advantage stand; 2 clipped to 1.3; 2 dual-clipped to 1.5.
+    # By token: 0.5 is clipped to 0.8; 0.5 is not clipped; 2 is clipped to 1.3; 2 is dual-clipped to 1.5.
     assert values["policy_loss"] == pytest.approx(0.8 - 0.5 - 1.3 + 1.5)
     assert values["clip_fraction_lower"] == values["clip_fraction_upper"] == values["clip_fraction_dual"] == 1
     assert values["clip_fraction"] == 3

@@ -1,4 +1,4 @@
-"""The plain versions of the fused chains, against autograd through naive formulas written from their definitions."""
+"""The plain versions of the fused chains against naive formulas, which are differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_swiglu_is_rounded_once(dtype: torch.dtype) -> None:
     expected = gate / (1 + (-gate).exp()) * up * probs.double()[:, None]
     result = kernels.swiglu(gate_up, probs)
     assert result.dtype == dtype
-    # Half a unit in the last place is the best a rounded result can do.
+    # A result that is rounded once is off by at most half a unit in the last place.
     torch.testing.assert_close(result.double(), expected, rtol=0.51 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
 
 
 def test_sum_rows_accumulates_in_float32() -> None:
-    # In bfloat16 256 + 1 is 256 again: a sum kept in half precision would lose every 1.
+    # In bfloat16, 256 + 1 is 256: a sum in half precision would lose every 1.
     rows = torch.tensor([[256.0], [1.0], [1.0], [0.0]], dtype=torch.bfloat16)
     index = torch.tensor([[0, 1, 2], [3, 3, 1]])
     assert kernels.sum_rows(rows, index).tolist() == [[258.0], [1.0]]
@@ -41,7 +41,9 @@ def test_accumulate_rounds_to_float32_only() -> None:
 
 @pytest.mark.parametrize(("n_groups", "n_queries", "head_dim"), [(1, 1, 2), (2, 3, 8), (3, 1, 6)])
 @pytest.mark.parametrize("has_norm", [True, False])
-def test_split_heads_turns_each_pair_by_its_angle(n_groups: int, n_queries: int, head_dim: int, has_norm: bool) -> None:
+def test_split_heads_rotates_each_pair_by_its_angle(
+    n_groups: int, n_queries: int, head_dim: int, has_norm: bool
+) -> None:
     n_tokens, half, eps = 4, head_dim // 2, 1e-3
     qkv = random(n_tokens, n_groups * (n_queries + 2) * head_dim, seed=3)
     weights = (random(head_dim, seed=4), random(head_dim, seed=5)) if has_norm else (None, None)
@@ -103,7 +105,7 @@ def test_what_all_logits_have_in_common_costs_no_digits(offset: float) -> None:
     torch.testing.assert_close((target_logit - maximum) - total.log(), logprob, rtol=1e-6, atol=1e-6)
 
 
-def test_target_of_another_shard_has_logit_zero() -> None:
+def test_a_target_of_another_shard_has_logit_zero_and_no_gradient() -> None:
     logits = random(3, 5, seed=10)
     statistics = kernels.logit_statistics(logits, torch.tensor([-1, 5, 2]))
     assert statistics[3].tolist() == [0.0, 0.0, float(logits[2, 2])]

@@ -1,4 +1,4 @@
-"""Micro-batch plans: their promises over random lengths, and their quality against bounds."""
+"""Micro-batch plans: their guarantees for random lengths, and their quality against bounds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def plan(lengths: list[int], **changes: Any) -> list[list[list[int]]]:
     min_micro_batches=st.integers(1, 6),
     multiple_of=st.integers(1, 4),
 )
-def test_promises_hold(lengths: list[int], n_ranks: int, min_micro_batches: int, multiple_of: int) -> None:
+def test_every_plan_keeps_its_limits_and_holds_each_sequence_once(
+    lengths: list[int], n_ranks: int, min_micro_batches: int, multiple_of: int
+) -> None:
     options = {"n_ranks": n_ranks, "min_micro_batches": min_micro_batches, "multiple_of": multiple_of}
     ranks = plan(lengths, **options)
     assert len(ranks) == n_ranks
@@ -62,12 +64,12 @@ def test_fewer_sequences_than_micro_batches_get_one_each_and_empties_come_last(l
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_longer_sequence_than_the_cap_is_alone() -> None:
+def test_a_sequence_longer_than_the_limit_has_a_micro_batch_of_its_own() -> None:
     ranks = plan([250, 10, 10, 10], n_ranks=1, max_tokens=100)
     assert sorted(ranks[0]) == [[0], [1, 2, 3]]
 
 
-def test_ranks_are_even_in_time_in_total_and_round_by_round() -> None:
+def test_ranks_have_equal_costs_in_total_and_in_every_round() -> None:
     generator = random.Random(0)
     lengths = [min(4000, int(generator.lognormvariate(6.0, 0.8)) + 1) for _ in range(512)]
     cost = SequenceCost(quadratic_at=2000)
@@ -77,12 +79,12 @@ def test_ranks_are_even_in_time_in_total_and_round_by_round() -> None:
     assert max(totals) < 1.02 * sum(totals) / len(totals)
     for round_ in zip(*costs, strict=True):
         assert max(round_) < 1.05 * sum(round_) / len(round_)
-    # And few: within 10% of what the tokens alone ask for, rounded up to whole rounds.
+    # There are few micro-batches: at most 10% more than the tokens need, rounded up to whole rounds.
     assert len(ranks[0]) <= -(-int(1.1 * sum(lengths)) // 8192) // 8 + 1
 
 
 def test_quadratic_cost_spreads_long_sequences() -> None:
-    """Equal tokens are not equal time: two long sequences must not meet while short ones are together elsewhere."""
+    """Equal tokens are not equal time: one rank must not get both long sequences, and the other all short ones."""
     ranks = plan(
         [400, 400, 100, 100, 100, 100, 100, 100, 100, 100], max_tokens=1000, cost=SequenceCost(quadratic_at=100)
     )
@@ -90,13 +92,13 @@ def test_quadratic_cost_spreads_long_sequences() -> None:
 
 
 def test_perfect_packing_is_found_where_balancing_fails() -> None:
-    """60 40 | 60 40 | 30 30 25 15. Evening out puts 40 with 40 and a 30 to each 60, and 25 finds no room."""
+    """60 40 | 60 40 | 30 30 25 15. Balancing puts 40 with 40 and 30 with each 60, which leaves no room for 25."""
     lengths = [60, 60, 40, 40, 30, 30, 25, 15]
     ranks = plan(lengths, n_ranks=1, max_tokens=100)
     assert len(ranks[0]) == 3
 
 
-def test_min_micro_batches_and_multiple_of_split_what_would_fit_together() -> None:
+def test_min_micro_batches_and_multiple_of_split_sequences_that_would_fit_together() -> None:
     assert [len(row) for row in plan([5] * 16, n_ranks=2, min_micro_batches=3, multiple_of=2)] == [4, 4]
     assert all(len(bin_) == 2 for row in plan([5] * 16, n_ranks=2, min_micro_batches=4) for bin_ in row)
 

@@ -10,7 +10,7 @@ from fivefold.mcore.experts import GroupedLinear
 def check_grouped_linear(
     sizes: tuple[int, ...], n_in: int, n_out: int, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Outputs and both gradients, for groups of so many rows."""
+    """Check outputs and both gradients, for groups of `sizes` rows."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

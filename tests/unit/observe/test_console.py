@@ -30,7 +30,7 @@ def screen(width: int, terminal: bool) -> tuple[RunConsole, io.StringIO]:
 
 
 def run(width: int, terminal: bool, steps: int = 2) -> list[str]:
-    """Everything a run prints, as lines without colours and cursor movements."""
+    """Return everything that a run prints, as lines without colours and cursor movements."""
     console, out = screen(width, terminal)
     with console:
         console.banner("arithmetic / trial-0", {"model": "package:tiny-moe", "actor": "megatron:(attn:d1t2|ffn:e2)"})
@@ -68,14 +68,14 @@ def test_a_wide_screen_has_every_phase_and_a_narrow_one_the_longest() -> None:
     assert narrow[1].split("|")[1].split() == ["12.8", "8.0", "3.6", "1.1"]
 
 
-def test_what_is_missing_or_no_number_is_a_dash() -> None:
+def test_missing_and_non_finite_values_are_dashes() -> None:
     table = StepTable(TRAIN_COLUMNS, n_steps=50, width=160)
     table.header({"rollout": 1.0})
     row = table.row(3, {"reward/mean": math.nan, "entropy": math.inf, "accuracy": None, "lr": 1e-6}, {})
     assert row.split() == ["3/50", "-", "-", "-", "-", "-", "-", "1.0e-06", "-", "-", "|", "0.0", "-"]
 
 
-def test_kl_to_the_reference_comes_first() -> None:
+def test_kl_to_the_reference_is_shown_if_there_is_one() -> None:
     table = StepTable(TRAIN_COLUMNS, n_steps=1, width=160)
     row = table.row(1, {"kl_ref": 0.5, "ppo_kl_k3": 0.25}, {})
     assert "0.500" in row
@@ -105,11 +105,11 @@ def test_kl_to_the_reference_comes_first() -> None:
         (None, "count", "-"),
     ],
 )
-def test_numbers(value: float | None, kind: str, text: str) -> None:
+def test_numbers_are_formatted_by_their_kind(value: float | None, kind: str, text: str) -> None:
     assert number(value, kind) == text  # type: ignore[arg-type]
 
 
-def test_labels_come_again_on_a_long_run() -> None:
+def test_labels_are_repeated_in_a_long_run() -> None:
     lines = run(160, terminal=False, steps=HEADER_EVERY + 1)
     assert sum("entropy" in line for line in lines) == 2
 
@@ -129,7 +129,7 @@ def test_a_file_gets_no_colour_no_box_and_no_status_line() -> None:
     assert text.startswith("title\n  model  m\n")
 
 
-def test_the_status_line_of_a_terminal() -> None:
+def test_a_terminal_has_a_status_line_with_step_phase_and_times() -> None:
     console, out = screen(120, terminal=True)
     with console:
         console.start(n_steps=4)
@@ -141,17 +141,17 @@ def test_the_status_line_of_a_terminal() -> None:
     assert re.search(r"step 2/4   rollout   0\.\d s   elapsed 0:00   about 0:00 left", text)
 
 
-def test_steps_before_start_are_a_mistake_of_ours() -> None:
+def test_a_step_before_start_is_a_runtime_error() -> None:
     console, _ = screen(100, terminal=False)
     with pytest.raises(RuntimeError, match=r"before RunConsole\.start"):
         console.step(1, {}, {})
 
 
-def test_sft_columns_are_narrower() -> None:
+def test_all_phases_fit_beside_the_columns_of_sft() -> None:
     table = StepTable(SFT_COLUMNS, n_steps=10, width=100)
     assert max(map(len, table.header(SECONDS))) <= 100
     assert "rest" not in table.header(SECONDS)[-1]
 
 
-def test_clock() -> None:
+def test_durations_are_written_as_a_clock_shows_them() -> None:
     assert [clock(seconds) for seconds in (0, 59.6, 65, 3665)] == ["0:00", "1:00", "1:05", "1:01:05"]

@@ -12,7 +12,7 @@ from fivefold.observe.metrics import MetricsLog
 
 
 def strict(text: str) -> object:
-    """JSON as the standard has it: NaN and Infinity are refused."""
+    """Parse JSON by the standard, which has no NaN and no Infinity."""
 
     def refuse(name: str) -> None:
         raise ValueError(name)
@@ -20,7 +20,7 @@ def strict(text: str) -> object:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_a_step_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
+def test_a_step_is_on_disk_when_write_returns(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as log:
         log.write(1, {"reward/mean": 0.5, "grad_norm": math.nan})
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -33,13 +33,13 @@ def test_a_step_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
         assert rewards == [(1, 0.5), (2, 0.75)]
 
 
-def test_without_tensorboard(tmp_path: Path) -> None:
+def test_without_tensorboard_only_the_json_lines_are_written(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl", None) as log:
         log.write(1, {"loss": 1.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_samples_keep_their_characters_and_lose_their_nan(tmp_path: Path) -> None:
+def test_samples_keep_their_characters_and_non_finite_numbers_become_null(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "samples.jsonl") as lines:
         lines.write({"prompt": "π = ?\n", "logprobs": [-0.5, -math.inf], "deep": {"x": (math.nan, 1)}})
     text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def test_samples_keep_their_characters_and_lose_their_nan(tmp_path: Path) -> Non
     assert strict(text) == {"prompt": "π = ?\n", "logprobs": [-0.5, None], "deep": {"x": [None, 1]}}
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):

@@ -37,7 +37,7 @@ def status(run: RunDir) -> dict[str, object]:
     return dict(json.loads(run.status.read_text()))
 
 
-def test_a_run_from_begin_to_end(tmp_path: Path) -> None:
+def test_a_run_records_its_states_and_its_results(tmp_path: Path) -> None:
     with RunDir.create(recipe(tmp_path), overwrite=False) as run:
         assert run.path == tmp_path / "runs/e/trial-0"
         assert status(run)["state"] == "setup"
@@ -52,7 +52,7 @@ def test_a_run_from_begin_to_end(tmp_path: Path) -> None:
     assert set(run.saved()) == {"summary", "recipe"}
 
 
-def test_results_are_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_results_are_overwritten_only_with_overwrite(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     (tmp_path / "runs/e/trial-1").mkdir()
     with pytest.raises(ValueError, match=r"finished run.*trial_name=trial-2.*--overwrite"):
@@ -64,14 +64,14 @@ def test_results_are_not_overwritten_unasked(tmp_path: Path) -> None:
     assert again.recipe.exists()
 
 
-def test_the_next_name_of_a_trial_without_a_number(tmp_path: Path) -> None:
+def test_a_trial_name_without_a_number_gets_one(tmp_path: Path) -> None:
     with RunDir.create(recipe(tmp_path, "best"), overwrite=False) as run:
         run.metrics.write_text("{}\n")
     with pytest.raises(ValueError, match="trial_name=best-1"):
         RunDir.create(recipe(tmp_path, "best"), overwrite=False)
 
 
-def test_a_folder_that_is_no_runs_is_never_deleted(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_never_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "runs/e/trial-0"
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("years of work")
@@ -81,14 +81,14 @@ def test_a_folder_that_is_no_runs_is_never_deleted(tmp_path: Path) -> None:
     assert (folder / "thesis.tex").exists()
 
 
-def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_in_progress_is_never_deleted(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
     with pytest.raises(ValueError, match=rf"a run goes on in .*\(process {os.getpid()}\)"):
         RunDir.create(recipe(tmp_path), overwrite=True)
 
 
-def test_a_run_that_was_killed_counts_by_its_results(tmp_path: Path) -> None:
+def test_a_killed_run_keeps_its_folder_only_if_it_has_results(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
     dead = status(run) | {"pid": 2**22 + 1}
@@ -100,7 +100,7 @@ def test_a_run_that_was_killed_counts_by_its_results(tmp_path: Path) -> None:
     RunDir.create(recipe(tmp_path), overwrite=False)
 
 
-def test_a_failure_in_the_setup_stays_a_value_error_and_blocks_no_name(tmp_path: Path) -> None:
+def test_a_failure_in_the_setup_stays_a_value_error_and_does_not_keep_the_folder(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="heads"), RunDir.create(recipe(tmp_path), overwrite=False) as run:
             raise ValueError("14 heads cannot be split over 4 ranks")
@@ -108,7 +108,7 @@ def test_a_failure_in_the_setup_stays_a_value_error_and_blocks_no_name(tmp_path:
     assert status(run)["error"] == "14 heads cannot be split over 4 ranks"
 
 
-def test_a_failure_of_the_run_keeps_its_traceback(tmp_path: Path) -> None:
+def test_a_value_error_of_the_run_becomes_run_failed_with_its_traceback_in_a_log(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
     with pytest.raises(RunFailed, match=r"(?s)shapes differ.*driver\.log") as caught, run:
@@ -118,7 +118,7 @@ def test_a_failure_of_the_run_keeps_its_traceback(tmp_path: Path) -> None:
     assert status(run)["state"] == "failed"
 
 
-def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
+def test_errors_other_than_value_errors_are_raised_as_they_are(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
     with pytest.raises(KeyError), run:
@@ -131,19 +131,19 @@ def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
     assert status(run)["state"] == "interrupted"
 
 
-def test_versions_name_what_numbers_depend_on() -> None:
+def test_versions_are_those_of_the_libraries_that_results_depend_on() -> None:
     import ray
     import torch
 
     found = versions()
-    # The build (+cpu, +cu130) is part of torch's own version; what is installed may leave it out.
+    # torch's own version has the build (+cpu, +cu130), which the version of its package may lack.
     assert torch.__version__.startswith(found["torch"].split("+")[0])
     assert found["ray"] == ray.__version__
     assert {"fivefold", "python", "megatron-core", "transformers"} <= set(found)
 
 
 @pytest.mark.parametrize("has_results", [True, False])
-def test_a_run_of_another_machine_counts_as_alive(tmp_path: Path, has_results: bool) -> None:
+def test_a_run_of_another_machine_counts_as_in_progress(tmp_path: Path, has_results: bool) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
     run.status.write_text(json.dumps({**status(run), "host": "elsewhere"}))

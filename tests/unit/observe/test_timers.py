@@ -7,7 +7,7 @@ from fivefold.observe.timers import PhaseTimers
 
 
 class Clock:
-    """A clock that goes only when it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ def test_seconds_add_up_per_phase_and_start_again_after_take(clock: Clock) -> No
     assert timers.take() == {}
 
 
-def test_the_seconds_of_nested_phases_add_up_to_the_clocks(clock: Clock) -> None:
+def test_the_seconds_of_nested_phases_add_up_to_the_time_that_passed(clock: Clock) -> None:
     timers = PhaseTimers()
     with timers.phase("train"):
         for name in ("reference", "old log-probs"):
@@ -51,7 +51,7 @@ def test_the_seconds_of_nested_phases_add_up_to_the_clocks(clock: Clock) -> None
     assert clock.now == 222.5
 
 
-def test_who_is_told_of_the_phases() -> None:
+def test_on_change_gets_the_phase_whenever_one_begins_or_ends() -> None:
     told: list[str] = []
     timers = PhaseTimers(on_change=told.append)
     assert timers.current == "setup"
@@ -62,7 +62,7 @@ def test_who_is_told_of_the_phases() -> None:
     assert told == ["train", "old log-probs", "train", "setup"]
 
 
-def test_a_failure_leaves_the_phase_it_was_in() -> None:
+def test_after_a_failure_the_current_phase_is_the_one_that_failed() -> None:
     timers = PhaseTimers()
     with pytest.raises(KeyError), timers.phase("train"):
         raise KeyError

@@ -1,4 +1,4 @@
-"""A batch by reference and the shares made from it hold what the same batch in one place holds."""
+"""The shares that are assembled from a batch by reference equal those of the same batch in one place."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def columns(batch: Batch, indices: list[int], names: list[str]) -> Columns:
 
 
 def remote(batch: Batch) -> RemoteBatch:
-    """Tokens in pieces as rollout replicas leave them, log-probs in other pieces, in another order."""
+    """Return `batch` by reference: tokens in one piece per rollout replica, log-probs in other pieces, shuffled."""
     orders = [list(range(0, 9)), list(range(9, N)), random.sample(range(N), 11)]
     orders.append([i for i in range(N) if i not in orders[2]])
     names = [["tokens", "mask", "rollout_logprobs", "routes"]] * 2 + [["old_logprobs"]] * 2
     pieces = [
-        # What stands for a reference is the thing itself: nothing here looks into it.
+        # The columns themselves take the place of references to them, because nothing here dereferences any.
         Piece(columns(batch, order, wanted), np.array(order))
         for order, wanted in zip(orders, names, strict=True)
     ]
@@ -83,8 +83,8 @@ def test_shares_of_a_remote_batch_are_those_of_the_batch(layout: str, chosen: li
     assert by_reference.totals() == mini_batch.totals()
 
 
-def test_a_replica_gets_only_pieces_that_it_needs() -> None:
+def test_a_replica_gets_only_the_pieces_that_it_needs() -> None:
     batch = remote(whole_batch(seed=5)).select([0, 1])  # both in the first piece of tokens
     planner = BatchPlanner(MicroBatchConfig(), parse_backend("megatron:d2"), quadratic_at=100.0)
     for _, pieces in batch.orders(planner.plan(batch.lengths_N.tolist())):
-        assert len(pieces) == 2, "one with tokens, one with log-probs"
+        assert len(pieces) == 2, "each replica needs one piece with tokens and one with log-probs"

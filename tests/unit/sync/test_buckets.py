@@ -1,4 +1,4 @@
-"""Buckets carry any tensor, bit for bit, within their size."""
+"""Buckets carry any tensor bit for bit, and never exceed their size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = [
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Every bit pattern, NaNs included; for bool, 0 and 1."""
+    """Return a tensor of random bits, which may be NaNs; for bool, of zeros and ones."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -97,7 +97,7 @@ def test_pickling_moves_the_bytes_out_of_band_and_reading_them_does_not_copy() -
     assert torch.equal(tensor, torch.arange(1000.0))
 
 
-def test_lost_buckets_are_noticed() -> None:
+def test_missing_buckets_are_errors() -> None:
     buckets = list(pack([("large", torch.arange(100.0)), ("small", torch.ones(2))], 128))
     assert len(buckets) > 3
     with pytest.raises(ValueError, match="256 bytes into tensor 'large' of 400 bytes"):

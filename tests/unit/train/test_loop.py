@@ -1,4 +1,4 @@
-"""What a training run leaves behind if a step fails: the loop with stand-ins for its processes."""
+"""Files of a training run that fails in a step: the loop, with stand-ins for its processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 
 
 class FixedRollout(Rollout):
-    """Always the same two tokens, until its last answer is given."""
+    """Answers `n_answers` times with the same two tokens, then fails."""
 
     def __init__(self, n_answers: int) -> None:
         self.shares_devices = False
@@ -70,7 +70,7 @@ class FixedActor(Actor):
 
 
 def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The metrics and the samples that a run of two steps has written when it has ended by an error."""
+    """Return the metrics and the samples that a run of two steps has written when an error ends it."""
     overrides = [
         f"cluster.fileroot={root}", "total_train_steps=2", "train_dataset.limit=64", "valid_dataset.limit=4",
         "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1",
@@ -85,14 +85,14 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     )
 
 
-def test_samples_of_a_step_that_could_not_be_trained_on_are_there(tmp_path: Path) -> None:
+def test_samples_of_a_step_are_written_even_if_its_update_fails(tmp_path: Path) -> None:
     metrics, samples = loop(tmp_path, FixedActor(math.nan), FixedRollout(9))
     assert metrics == []
     assert {sample["step"] for sample in samples} == {1}
 
 
-def test_metrics_of_a_trained_step_are_there_though_its_evaluation_failed(tmp_path: Path) -> None:
-    # Before training, step 1, and not the evaluation after it.
+def test_metrics_of_a_step_are_written_even_if_its_evaluation_fails(tmp_path: Path) -> None:
+    # The rollout answers before training and in step 1, but not in the evaluation after it.
     metrics, samples = loop(tmp_path, FixedActor(1.0), FixedRollout(2))
     assert [row["step"] for row in metrics] == [1]
     assert metrics[0]["grad_norm"] == 1.0
@@ -116,7 +116,7 @@ class NoSession:
         return {"rollout": None}
 
 
-def test_an_evaluation_that_fails_under_way_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_error_during_an_evaluation_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(*_: Any) -> None:
         raise ValueError("the reward is nan")
 
@@ -127,7 +127,7 @@ def test_an_evaluation_that_fails_under_way_is_a_failed_run(monkeypatch: pytest.
 
 
 class NotedTrainer(Trainer):
-    """A group of processes whose verbs are noted."""
+    """A trainer without processes that logs its calls."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
@@ -140,7 +140,7 @@ class NotedTrainer(Trainer):
         self._log.append(f"{self._name}: release")
 
 
-def test_roles_on_the_same_devices_give_their_memory_back() -> None:
+def test_roles_on_the_same_devices_release_their_memory() -> None:
     log: list[str] = []
     actors, references = NotedTrainer("actor", log), NotedTrainer("ref", log)
     batch = RemoteBatch(np.array([3]), np.array([1]), ())

@@ -1,4 +1,4 @@
-"""Trajectories, and how several of them are laid end to end."""
+"""Trajectories, columns of several of them laid end to end, and batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_single_turn_is_the_prompt_with_its_completion() -> None:
     assert made.versions_T.tolist() == [NOT_SAMPLED] * 3 + [7, 7]
 
 
-def test_what_cannot_be_trained_is_an_error() -> None:
+def test_trajectories_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt 3 has no tokens"):
         trajectory((), (1,), (0.0,))
     with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 log-probs"):
@@ -32,8 +32,8 @@ def test_what_cannot_be_trained_is_an_error() -> None:
         Trajectory(0, "", "stop", np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
 
 
-def test_trajectories_lie_end_to_end_whatever_their_turns() -> None:
-    mask = np.array([False, True, False, True])  # a prompt, an answer, a tool's word, an answer
+def test_trajectories_of_one_and_several_turns_are_laid_end_to_end() -> None:
+    mask = np.array([False, True, False, True])  # a prompt, a response, a tool's answer, a response
     routes = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
     versions = np.array([-1, 4, -1, 5], np.int32)
     turns = Trajectory(8, "", "length", np.arange(4, dtype=np.int32), mask, -mask.astype(np.float32), versions, routes)
@@ -54,7 +54,7 @@ def test_a_sample_adds_its_rewards_up() -> None:
     assert (judged.reward, judged.rewards) == (0.75, {"math": 1.0, "format": -0.25})
 
 
-def test_a_batch_knows_its_totals_and_refuses_fields_of_another_length() -> None:
+def test_a_batch_counts_its_totals_and_refuses_fields_of_another_length() -> None:
     tokens, mask = torch.arange(5), torch.tensor([0.0, 1, 1, 0, 0])
     batch = Batch((3, 2), tokens, mask, {"routes": torch.zeros(5, 2, 3)})
     assert batch.totals() == Totals(n_sequences=2, n_tokens=5, n_trained_tokens=2, n_trained_sequences=1)
