@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import sys
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 from fivefold import sft
@@ -255,9 +256,11 @@ def test_the_family_of_the_documents_loads_and_writes_what_transformers_does(
     assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
     with HFWeights(tmp_path) as saved:
         assert Bridge(shape).expected_names() == {name: saved.shape(name) for name in saved.names}
-    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "sliding_window": 4096}))
-    with pytest.raises(ValueError, match="sliding_window=4096"):
-        load_shape(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for window in (saved | {"sliding_window": 512}, {key: saved[key] for key in saved.keys() - {"sliding_window"}}):
+        (tmp_path / "config.json").write_text(json.dumps(window))
+        with pytest.raises(ValueError, match=f"sliding_window={AutoConfig.from_pretrained(tmp_path).sliding_window} "):
+            load_shape(tmp_path)
 
 
 def test_the_loss_of_the_documents_is_the_policy_gradient_however_it_is_split(tmp_path: Path) -> None:
@@ -308,6 +311,18 @@ def test_the_make_targets_of_the_documents_exist() -> None:
     for document in (README, ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"make ([a-z][\w-]*)", document.read_text()):
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (document.name, target)
+
+
+def test_contributing_shows_the_rooms_and_their_order() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    drawn, ordered = (
+        block for block in re.findall(r"(?:^    .*\n)+", text, re.M) if re.search(r"^ +cli\b", block, re.M)
+    )
+    rooms = {path.name for path in (ROOT / "fivefold").iterdir() if (path / "__init__.py").exists()}
+    assert rooms <= set(re.findall(r"^      (\w+)/ ", drawn, re.M))
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [[room.removeprefix("fivefold.") for room in layer.split(" | ")] for layer in contract["layers"]]
+    assert [line.strip().split(", ") for line in ordered.splitlines()] == layers
 
 
 def test_the_index_lists_every_page() -> None:
