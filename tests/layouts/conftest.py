@@ -1,4 +1,4 @@
-"""Worker processes, shared by the tests of a file, and tiny models, made once."""
+"""Worker processes, which the tests of a file share, and tiny models, which all tests share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from worker_pool import WorkerPool, Workers
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """The pool of n processes, started at its first use in a file.
+    """A function that returns the pool of n processes, which starts at its first use in a file.
 
-    Interleaved layouts leave a process some threads of gloo, so that the tests would get slower from file to file.
+    Pools are not shared between files, because interleaved layouts leave threads of gloo in a process and slow it down.
     """
     pools: dict[int, WorkerPool] = {}
 

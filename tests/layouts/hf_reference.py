@@ -1,6 +1,6 @@
-"""What the engine is judged by: Hugging Face's model, one sequence at a time, plain autograd and torch's AdamW.
+"""The reference for the engine: Hugging Face's model, one sequence at a time, plain autograd and torch's AdamW.
 
-Losses are written out here once more, from their formulas, and share no code with `fivefold.algorithms`.
+Losses are implemented here from their formulas, and share no code with `fivefold.algorithms`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load_model(folder: Path) -> Any:
 
 
 def logprobs_and_entropies(folder: Path, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [T] each, 0 on every sequence's first token."""
+    """Return log-probs and entropies, float32 [T] each, 0 on every sequence's first token."""
     model = load_model(folder)
     with torch.no_grad():
         rows = [_predict(model, tokens, temperature) for tokens in batch.split(batch.tokens_T)]
@@ -41,7 +41,7 @@ def logprobs_and_entropies(folder: Path, batch: Batch, temperature: float) -> tu
 
 
 def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: Path) -> tuple[float, Tensors]:
-    """The loss, and its gradient under the names of the model's files."""
+    """Return the loss, and its gradient under the names of the model's files."""
     model = load_model(folder)
     return _accumulate(model, batch, loss), gradients_as_in_files(model, scratch)
 
@@ -49,7 +49,7 @@ def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: P
 def gradients_with_auxiliary_loss(
     folder: Path, batch: Batch, kind: str, coefficient: float, scratch: Path
 ) -> tuple[float, Tensors]:
-    """The gradient of the SFT loss plus `coefficient` times the sum of an auxiliary loss over the layers.
+    """Return the SFT loss, and the gradient of it plus `coefficient` times an auxiliary loss, summed over the layers.
 
     moe_aux_loss_coeff: E sum_e f_e p_e (Fedus et al. 2021, eq. 4 to 6), where f_e is the share of all choices that
     fall on expert e and p_e its mean probability. moe_z_loss_coeff: the mean of log^2 sum_e exp(logit_e) (Zoph et al.
@@ -72,7 +72,7 @@ def gradients_with_auxiliary_loss(
 def train(
     folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, config: OptimizerConfig, n_steps: int, scratch: Path
 ) -> tuple[list[Step], Tensors]:
-    """Steps on one batch at the constant rate `config.lr`, and the weights after them."""
+    """Make steps on one batch at the constant rate `config.lr`. Returns them and the weights after them."""
     model = load_model(folder)
     optimizer = torch.optim.AdamW(
         [
@@ -100,7 +100,7 @@ def gradients_as_in_files(model: Any, scratch: Path) -> Tensors:
 
 
 def _as_in_files(model: Any, scratch: Path) -> Tensors:
-    """The model's tensors as transformers itself writes them: an expert a tensor, whatever they are in memory."""
+    """Return the model's tensors as transformers writes them: one tensor per expert, however they are in memory."""
     model.save_pretrained(scratch)
     return load_file(scratch / "model.safetensors")
 
@@ -135,7 +135,7 @@ def sft_cost(logprobs_L: torch.Tensor, sequence: Batch) -> torch.Tensor:
 
 
 def policy_cost(logprobs_L: torch.Tensor, entropy_L: torch.Tensor, sequence: Batch, loss: PolicyLoss) -> torch.Tensor:
-    """The cost of one sequence: of the mean or of the sum of its tokens, as the aggregation wants."""
+    """Return the cost of one sequence, the mean or the sum over its tokens, as the aggregation says."""
     fields = [sequence.fields[name] for name in ("advantages", "old_logprobs", "ref_logprobs")]
     tokens = [
         _policy_token_cost(logprobs_L[t], entropy_L[t], *(float(field_L[t]) for field_L in fields), loss)

@@ -1,4 +1,4 @@
-"""What the worker processes run: engines on a layout, trained, and their results under Hugging Face names."""
+"""Functions for the worker processes: they train engines on a layout, and return results under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fivefold.types import Batch
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 _layout: ParallelLayout | None = None
-"""Of Megatron-Core's groups in this process."""
+"""Layout of Megatron-Core's groups in this process."""
 
 
 def lay_out(text: str) -> ParallelLayout:
-    """Make room for Megatron-Core's groups of a layout, unless they are there already."""
+    """Remove Megatron-Core's groups from this process if they are of another layout than `text`."""
     global _layout
     layout = parse_backend(text)
     if layout != _layout:
@@ -40,20 +40,20 @@ def lay_out(text: str) -> ParallelLayout:
 
 
 class OpenEngine(MegatronEngine):
-    """An engine to look into.
+    """An engine that shows its gradients and modules.
 
-    It leaves the whole gradient on every rank, where the distributed optimizer only needs the rank's part of it.
+    It leaves the whole gradient on every rank, though the distributed optimizer needs only the rank's part.
     """
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         super()._finalize_gradients(chunks, num_tokens, **{**options, "force_all_reduce": True})
 
     def forward_backward_of(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """`forward_backward` on this replica's share of a whole mini-batch."""
+        """Call `forward_backward` on this replica's share of a whole mini-batch."""
         return self.forward_backward(self.share(batch), loss)
 
     def logprobs_of(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`compute_logprobs` of a whole mini-batch, put together from the shares of all replicas."""
+        """Call `compute_logprobs`; return the whole mini-batch's results, assembled from the shares of all replicas."""
         plan = self.planner.plan(batch.lengths)
         whole = torch.zeros(2, batch.n_tokens)
         own = torch.stack(self.compute_logprobs(self.share(batch), temperature=temperature))
@@ -67,16 +67,16 @@ class OpenEngine(MegatronEngine):
         return logprobs, entropies
 
     def share(self, batch: Batch) -> Share:
-        """This replica's share of a whole mini-batch."""
+        """Return this replica's share of a whole mini-batch."""
         return self.planner.plan(batch.lengths).share(batch, self.groups.dp.rank())
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The accumulated gradient under Hugging Face names."""
+        """Yield the accumulated gradient under Hugging Face names."""
         main_grads = {name: parameter.main_grad for name, parameter in self.parameters.items()}
         return self._bridge.export(main_grads, self._shards)
 
     def modules_of(self, kind: type[Module]) -> list[Module]:
-        """This rank's modules of a class."""
+        """Return this rank's modules of a class."""
         return [module for decoder in self._decoders for module in decoder.modules() if isinstance(module, kind)]
 
 
@@ -113,7 +113,7 @@ class Case:
 
 
 def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
-    """Copies of exported tensors, on rank 0 only: all of them are the same everywhere."""
+    """Return copies of exported tensors on rank 0, and none elsewhere: they are the same on every rank."""
     copies = {name: tensor.clone() for name, tensor in weights}
     return copies if torch.distributed.get_rank() == 0 else {}
 
@@ -127,7 +127,7 @@ class Gradients:
 
 
 def gradients(case: Case, folder: Path, batch: Batch, loss: Loss) -> Gradients:
-    """Predictions, loss and gradient of one batch."""
+    """Compute predictions, loss and gradient of one batch."""
     engine = case.engine(folder, OptimizerConfig())
     logprobs, entropy = engine.logprobs_of(batch, temperature=loss.temperature)
     metrics = engine.forward_backward_of(batch, loss)
@@ -142,7 +142,7 @@ class Run:
 
 
 def train(case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: OptimizerConfig, n_steps: int) -> Run:
-    """Some optimizer steps on one batch."""
+    """Make optimizer steps on one batch."""
     engine = case.engine(folder, optimizer)
     steps, metrics = [], []
     for _ in range(n_steps):
@@ -156,7 +156,7 @@ def train(case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: Optimiz
 def train_and_save(
     case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: OptimizerConfig, saved: Path
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step, the model written to `saved`; the log-probs and entropies of the model that was written."""
+    """Make one optimizer step and save the model to `saved`. Returns the saved model's log-probs and entropies."""
     engine = case.engine(folder, optimizer)
     engine.forward_backward_of(batch, loss)
     engine.optim_step()

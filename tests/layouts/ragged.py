@@ -11,13 +11,13 @@ from tiny_models import VOCAB
 from fivefold.types import Batch
 
 LENGTHS = (7, 1, 22, 5, 31, 9, 17)
-"""One token alone, which predicts nothing, among them."""
+"""Tokens of each sequence. One has a single token, so that nothing predicts it."""
 UNTRAINED = 3
-"""A sequence whose mask is 0 all over."""
+"""Index of a sequence whose mask is 0 on every token."""
 
 
 def uneven_batch(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> Batch:
-    """Random tokens; the first third of every sequence is its prompt."""
+    """Return a batch of random tokens; the first third of every sequence is its prompt."""
     generator = torch.Generator().manual_seed(seed)
     masks = []
     for index, length in enumerate(lengths):
@@ -28,9 +28,9 @@ def uneven_batch(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> Batch:
 
 
 def policy_batch(folder: Path, seed: int = 0) -> Batch:
-    """`uneven_batch` with advantages, and with old and reference log-probs near those of the model in `folder`.
+    """Return `uneven_batch` with advantages, and with old and reference log-probs near those of the model in `folder`.
 
-    Near enough for ratios on both sides of every clip, of either sign of the advantage.
+    For either sign of the advantage, there are ratios on both sides of every clip.
     """
     batch = uneven_batch(seed)
     logprobs, _ = logprobs_and_entropies(folder, batch, temperature=1.0)

@@ -1,12 +1,11 @@
 """Two optimizer steps on one ragged batch give the same loss, gradient norm and weights, however the work is split.
 
-The judge of the single process is Hugging Face's model with torch's AdamW; the single process is the judge of every
-other way to do the same.
+A single process is compared with Hugging Face's model and torch's AdamW, and every other way with the single process.
 
-Adam divides each gradient by its own size, so where a gradient is rounding noise alone (1e-9, say), an epsilon of 1e-8
-would turn that noise into steps of the whole learning rate. With 1e-3, about the size of a clipped gradient here, a
-rounding error of 1e-7 moves a weight by 1e-4 of a step; everything else moves by whole steps, as the update's own
-comparison shows.
+Adam divides each gradient by its own size. If a gradient is only rounding noise, such as 1e-9, an epsilon of 1e-8 would
+turn this noise into steps of the whole learning rate. With 1e-3, about the size of a clipped gradient here, a rounding
+error of 1e-7 moves a weight by 1e-4 of a step, while other weights move by whole steps, which the comparison of the
+updates shows.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ WAYS_LAYOUTS = (
 )
 
 Trained = Callable[[str, str], Run]
-"""Of (model, loss): the run of the single process."""
+"""(model, loss) -> the run of a single process."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,7 @@ def assert_same_run(got: Run, steps: list[Step], weights: Tensors, before: Tenso
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("model", ["qwen2", "qwen3_moe"])
-def test_one_process_trains_as_hugging_face_with_torchs_adamw(
+def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     workers: Workers,
     models: Path,
     batch_for: Callable[[str], Batch],
@@ -141,7 +140,7 @@ def test_one_process_trains_as_hugging_face_with_torchs_adamw(
     before = load_file(models / model / "model.safetensors")
     run = alone(model, loss)
     assert_same_run(run, steps, weights, before, 2e-5)
-    # The comparison means something only if there are weights that moved by nearly the learning rate in each step.
+    # The comparison is only meaningful if some weights move by nearly the learning rate in each step.
     assert max(float(update.abs().max()) for update in difference(run.weights, before).values()) > 1.5 * OPTIMIZER.lr
 
 
@@ -151,7 +150,7 @@ def test_one_process_trains_as_hugging_face_with_torchs_adamw(
     + [(layout, "qwen3_moe", loss) for layout in FOLDED for loss in LOSSES]
     + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS],
 )
-def test_every_layout_trains_as_one_process(
+def test_every_layout_trains_like_one_process(
     workers: Workers,
     models: Path,
     batch_for: Callable[[str], Batch],
@@ -168,7 +167,7 @@ def test_every_layout_trains_as_one_process(
     before = load_file(models / model / "model.safetensors")
     assert_same_run(runs[0], wanted.steps, wanted.weights, before, WEIGHT_TOLERANCE)
     for run in runs:
-        assert run.steps == runs[0].steps, "the ranks were told different losses or gradient norms"
+        assert run.steps == runs[0].steps, "the ranks got different losses or gradient norms"
         for mine, theirs in zip(run.metrics, wanted.metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 

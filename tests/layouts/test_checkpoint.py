@@ -1,4 +1,4 @@
-"""A saved training state goes on to the bit on the same layout, and within rounding on another."""
+"""Training resumes from a saved state bit for bit on the same layout, and within rounding on another."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import OptimizerConfig
 
-# A schedule, so that the place in it matters; a large eps, so that Adam does not blow rounding up.
+# With a schedule, the step count matters; a large eps keeps Adam from amplifying rounding errors.
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3)
 
 
 def train_saving(case: Case, model: Path, folder: Path, skipped: int | None = None) -> tuple[Tensors, float]:
-    """In a worker: two steps, save, two more steps. The weights then, and the last rate.
+    """In a worker: make two steps, save, make two more. Returns the weights then, and the last rate.
 
     Step `skipped` has a gradient that is not finite.
     """
@@ -36,7 +36,7 @@ def train_saving(case: Case, model: Path, folder: Path, skipped: int | None = No
 
 
 def go_on(case: Case, model: Path, folder: Path) -> tuple[Tensors, float]:
-    """In a worker: load, two steps. The weights then, and the last rate."""
+    """In a worker: load, then make two steps. Returns the weights then, and the last rate."""
     engine = case.engine(model, OPTIMIZER)
     engine.load(folder)
     for _ in range(2):
@@ -47,7 +47,7 @@ def go_on(case: Case, model: Path, folder: Path) -> tuple[Tensors, float]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:p2t2|ffn:p2e2)", "megatron:p2v2"])
-def test_the_same_layout_goes_on_to_the_bit(
+def test_training_resumes_bit_for_bit_on_the_same_layout(
     workers: Workers, models: Path, tmp_path: Path, layout: str, dtype: str
 ) -> None:
     case, model = Case(layout, dtype=dtype), models / "qwen3_moe"
@@ -69,7 +69,7 @@ def test_a_skipped_step_counts_for_the_schedule_and_not_for_adam(
     assert [name for name in unbroken if not torch.equal(resumed[name], unbroken[name])] == []
 
 
-def test_another_layout_goes_on_within_rounding(workers: Workers, models: Path, tmp_path: Path) -> None:
+def test_training_resumes_within_rounding_on_another_layout(workers: Workers, models: Path, tmp_path: Path) -> None:
     model = models / "qwen3_moe"
     (unbroken, _), *_ = workers(2).run(train_saving, Case("megatron:d2"), model, tmp_path)
     (resumed, _), *_ = workers(4).run(go_on, Case("megatron:(attn:p2t2|ffn:p2e2)"), model, tmp_path)
@@ -77,7 +77,7 @@ def test_another_layout_goes_on_within_rounding(workers: Workers, models: Path, 
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_tied_embeddings_have_one_state(workers: Workers, models: Path, tmp_path: Path) -> None:
+def test_the_state_of_tied_embeddings_is_saved_once(workers: Workers, models: Path, tmp_path: Path) -> None:
     case, model = Case("megatron:p2"), models / "qwen2"
     (unbroken, _), *_ = workers(2).run(train_saving, case, model, tmp_path)
     (resumed, _), *_ = workers(2).run(go_on, case, model, tmp_path)
@@ -85,6 +85,6 @@ def test_tied_embeddings_have_one_state(workers: Workers, models: Path, tmp_path
     assert "lm_head.weight" not in load_file(tmp_path / "exp_avg" / "model.safetensors")
 
 
-def test_a_state_that_is_not_whole_is_refused(workers: Workers, models: Path, tmp_path: Path) -> None:
+def test_an_incomplete_state_is_refused(workers: Workers, models: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"state\.json"):
         workers(1).run(go_on, Case("megatron:d1"), models / "qwen3_moe", tmp_path)

@@ -1,4 +1,4 @@
-"""The engine's own options do what they say, unusual batches train, and what cannot be is refused."""
+"""The engine's own options have their effects, unusual batches train, and impossible layouts are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Routing:
 
 
 def routings(case: Case, folder: Path, batch: Batch) -> list[Routing]:
-    """In a worker: what the routers of this rank's layers were given and what they made of it."""
+    """In a worker: return inputs and outputs of the routers of this rank's layers."""
     engine, found = case.engine(folder), []
 
     def note(router: TopKRouter, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ def routings(case: Case, folder: Path, batch: Batch) -> list[Routing]:
 
 
 def router_errors(workers: Workers, folder: Path, router_dtype: str) -> list[float]:
-    """Largest relative error of each router's probabilities against float64."""
+    """Return the largest relative error of each router's probabilities against float64."""
     case = Case("megatron:d1", MegatronConfig(router_dtype=router_dtype), dtype="bfloat16")
     errors = []
     for routing in workers(1).run(routings, case, folder, ONE_SEQUENCE)[0]:
@@ -82,7 +82,7 @@ def test_the_router_computes_in_the_models_dtype_if_asked_to(workers: Workers, m
 
 
 @pytest.mark.parametrize("layout", ["megatron:d1", FOLDED, "megatron:p2v2", "megatron:(attn:c2d2|ffn:t2e2)"])
-def test_bfloat16_trains_nearly_as_float32(workers: Workers, models: Path, layout: str) -> None:
+def test_bfloat16_trains_nearly_like_float32(workers: Workers, models: Path, layout: str) -> None:
     half, full = Case(layout, dtype="bfloat16"), Case("megatron:d1")
     folder, batch, optimizer = models / "qwen3_moe", uneven_batch(), OptimizerConfig(lr=1e-2, eps=1e-3)
     results = [
@@ -98,7 +98,7 @@ def test_bfloat16_trains_nearly_as_float32(workers: Workers, models: Path, layou
 
 
 def determinism(case: Case, folder: Path) -> tuple[bool, bool]:
-    """In a worker: the flags of torch and of Megatron-Core once the engine is built."""
+    """In a worker: build an engine; return the deterministic flags of torch and of Megatron-Core."""
     try:
         engine = case.engine(folder, OptimizerConfig())
         return torch.are_deterministic_algorithms_enabled(), engine._megatron_config.deterministic_mode
@@ -136,7 +136,7 @@ def test_random_weights_depend_on_the_seed_and_not_on_the_layout(
 
 
 def message_of(call: Callable[..., Any], *args: Any) -> str:
-    """In a worker: the text of the ValueError that `call` raises, or nothing."""
+    """In a worker: return the text of the ValueError that `call` raises, or ""."""
     try:
         call(*args)
     except ValueError as error:
@@ -186,7 +186,7 @@ def build_on_other_layout(first: str, second: str, folder: Path) -> None:
     try:
         megatron_cases.OpenEngine(config, layout, seed=1)
     finally:
-        lay_out("megatron:d2")  # what Megatron-Core has now is not what the next case takes it for
+        lay_out("megatron:d2")  # so that the next case finds the groups that it expects
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_one_set_of_processes_has_one_layout(
 
 
 def two_engines(case: Case, folder: Path, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """In a worker: log-probs of an untrained model, before and after another one of the same layout was trained."""
+    """In a worker: return log-probs of a frozen model, before and after another one on the same layout is trained."""
     reference = case.engine(folder)
     actor = case.engine(folder, OptimizerConfig(lr=0.1))
     before, _ = reference.logprobs_of(batch, temperature=1.0)
@@ -252,7 +252,7 @@ def test_a_batch_may_have_fewer_sequences_than_ranks(workers: Workers, models: P
 
 
 def accumulated(case: Case, folder: Path, batches: list[Batch]) -> Tensors:
-    """In a worker: the gradient after several mini-batches without a step in between."""
+    """In a worker: return the gradient after several mini-batches without a step in between."""
     engine = case.engine(folder, OptimizerConfig())
     for batch in batches:
         engine.forward_backward_of(batch, SFTLoss())
@@ -280,7 +280,7 @@ def test_a_sequence_longer_than_the_token_limit_gets_a_micro_batch_of_its_own(
     assert_close(got.gradients, wanted.gradients, 1e-4)
 
 
-def test_the_vocabulary_is_padded_out_of_sight(workers: Workers, models: Path) -> None:
+def test_exported_weights_lack_the_padding_of_the_vocabulary(workers: Workers, models: Path) -> None:
     assert VOCAB % 2
     assert VOCAB % 4
     for layout in ("megatron:t2", "megatron:t4"):
@@ -289,7 +289,7 @@ def test_the_vocabulary_is_padded_out_of_sight(workers: Workers, models: Path) -
 
 
 def remains_after_training(case: Case, folder: Path) -> bool:
-    """In a worker: whether an engine outlives the last use of its name."""
+    """In a worker: return whether an engine outlives its last reference."""
     engine = case.engine(folder, OptimizerConfig())
     engine.forward_backward_of(uneven_batch(), SFTLoss())
     engine.optim_step()
@@ -300,6 +300,6 @@ def remains_after_training(case: Case, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2"])
-def test_an_engine_that_nobody_uses_is_freed(workers: Workers, models: Path, layout: str) -> None:
+def test_an_engine_without_references_is_freed(workers: Workers, models: Path, layout: str) -> None:
     case = Case(layout)
     assert not any(workers(case.world_size).run(remains_after_training, case, models / "qwen3_moe"))

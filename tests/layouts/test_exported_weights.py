@@ -1,4 +1,4 @@
-"""Weights go from Hugging Face's files into an engine and back without losing a bit, on every layout."""
+"""Weights are loaded from Hugging Face's files and exported again without losing a bit, on every layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZER = OptimizerConfig()
 
 
 def names_that_differ(case: Case, folder: Path) -> list[str]:
-    """In a worker: tensors that the engine exports otherwise than the file has them, in the engine's dtype."""
+    """In a worker: return the names of tensors that the engine exports differently from the file, in its own dtype."""
     dtype = getattr(torch, case.dtype)
     wanted = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     # With an optimizer, DDP moves the parameters into buffers of its own.
@@ -53,7 +53,7 @@ def names_that_differ(case: Case, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "names"), [pytest.param(layout, names, id=layout) for names in LAYOUTS for layout in LAYOUTS[names]]
 )
-def test_export_gives_back_the_files_tensors_bit_for_bit(
+def test_exported_tensors_are_the_files_tensors_bit_for_bit(
     workers: Workers, models: Path, layout: str, names: tuple[str, ...], dtype: str
 ) -> None:
     case = Case(layout, dtype=dtype)
@@ -63,16 +63,14 @@ def test_export_gives_back_the_files_tensors_bit_for_bit(
 
 
 @pytest.mark.parametrize(("dtype", "files"), [("float32", "-bf16"), ("bfloat16", "")])
-def test_export_gives_files_of_another_dtype_converted_once(
-    workers: Workers, models: Path, dtype: str, files: str
-) -> None:
+def test_tensors_of_another_dtype_are_converted_once(workers: Workers, models: Path, dtype: str, files: str) -> None:
     case = Case("megatron:(attn:d2t2|ffn:t2e2)", dtype=dtype)
     assert workers(4).run(names_that_differ, case, models / f"qwen2_moe{files}") == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"])
 @pytest.mark.parametrize("model", ["qwen3_moe_mixed", "mixtral", "qwen2_moe"])
-def test_a_saved_model_is_the_trained_one_to_transformers(
+def test_transformers_loads_the_trained_model_from_a_saved_folder(
     workers: Workers, models: Path, tmp_path: Path, layout: str, model: str
 ) -> None:
     case, batch, saved = Case(layout), uneven_batch(), tmp_path / "saved"

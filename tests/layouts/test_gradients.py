@@ -1,4 +1,4 @@
-"""Every family's log-probs and gradients on every kind of layout against Hugging Face's model."""
+"""Log-probs and gradients of every family, on every kind of layout, equal those of Hugging Face's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head that is not a vocabulary trains on every kind of layout: the engine only scatters what heads predict."""
+"""A head that predicts no log-probs trains on every kind of layout: the engine only scatters what heads predict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:p2t2c
 
 
 class ValueHead:
-    """A value of each token: the sum of its hidden state's channels, weighted by a fixed wave."""
+    """Predicts a value for each token: the sum of its hidden state's channels, weighted by a fixed wave."""
 
     def predict(
         self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
@@ -46,7 +46,7 @@ def wave(n: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared difference of the values from a ramp over the tokens' ids, averaged over trained tokens."""
+    """Half the squared difference between values and a tenth of the tokens' ids, averaged over trained tokens."""
 
     temperature: float = 1.0
     entropy_gradient: bool = False

@@ -34,9 +34,9 @@ class Problem:
     entropy_gradient: bool = True
     dtype: torch.dtype = torch.float32
     scale: float = 1.0
-    """Of the logits."""
+    """Scale of the logits."""
     tolerance: float = 1e-5
-    """Of values in nats and of gradients, against the largest where that is above 1."""
+    """Tolerance of values in nats and of gradients, relative to the largest one if that is above 1."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ PROBLEMS = {
 
 
 def make(problem: Problem) -> Tensors:
-    """The same on every rank."""
+    """Return the tensors of a problem, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(problem.n_tokens, HIDDEN, generator=generator) * problem.scale
     weight = torch.randn(problem.vocab, HIDDEN, generator=generator)
@@ -79,7 +79,7 @@ def make(problem: Problem) -> Tensors:
 
 
 def on_full_logits(problem: Problem) -> dict[str, torch.Tensor]:
-    """log_softmax over [N, V] logits, in float64, differentiated by autograd."""
+    """Compute log_softmax over [N, V] logits in float64, differentiated by autograd."""
     tensors = make(problem)
     hidden = tensors.hidden_NH.double().requires_grad_()
     weight = tensors.weight_VH.double().requires_grad_()
@@ -98,7 +98,7 @@ def on_full_logits(problem: Problem) -> dict[str, torch.Tensor]:
 
 
 def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
-    """In a worker: the same with the vocabulary split over all ranks, put together again."""
+    """In a worker: compute the same with the vocabulary sharded over all ranks, and gather the gradients."""
     tensors, group = make(problem), dist.group.WORLD
     rows = padded_vocab(problem.vocab, group.size()) // group.size()
     padded = torch.full((rows * group.size(), HIDDEN), 7.0, dtype=problem.dtype)  # filler that would win, if it counted
@@ -153,7 +153,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation makes, backward passes included."""
+    """Records the number of elements of the largest tensor that any operation makes, backward passes included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_the_measure_sees_what_backward_passes_allocate() -> None:
+def test_the_largest_tensor_is_found_in_backward_passes_too() -> None:
     narrow = torch.ones(1, 30, requires_grad=True)
     total = narrow.expand(50, 30).sum()
     with LargestTensor() as largest:
@@ -205,7 +205,7 @@ def largest_tensor_of_an_engine(case: Case, folder: Path, batch: Batch, loss: Po
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2"])
-def test_the_whole_engine_never_holds_the_logits(
+def test_an_engine_never_holds_the_logits_of_all_tokens(
     workers: Workers, models: Path, tmp_path: Path, layout: str, recompute: str
 ) -> None:
     vocab, hidden, chunk_size = 20_000, 32, 16
@@ -224,5 +224,5 @@ def test_the_whole_engine_never_holds_the_logits(
         init_from_scratch=True,
     )
     largest = max(workers(case.world_size).run(largest_tensor_of_an_engine, case, folder, batch, loss))
-    # Nothing is larger than the weights' gradient buffers, which hold the embedding and the output layer.
+    # The largest tensors are the gradient buffers, which hold the embedding and the output layer.
     assert largest < 2.5 * vocab * hidden < n_tokens * vocab / 4

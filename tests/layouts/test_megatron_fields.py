@@ -1,4 +1,4 @@
-"""Megatron-Core's own fields that a recipe can set: each has its effect."""
+"""Each field of Megatron-Core that a recipe can set has its effect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def n_buckets(case: Case, folder: Path) -> int:
     return sum(len(group.buckets) for chunk in engine._chunks for group in chunk.bucket_groups)
 
 
-def test_the_bucket_size_is_that_of_the_override(workers: Workers, models: Path) -> None:
+def test_a_smaller_bucket_size_makes_more_buckets(workers: Workers, models: Path) -> None:
     counts = [
         workers(2).run(n_buckets, Case("megatron:d2", MegatronConfig(ddp=ddp)), models / "qwen3")[0]
         for ddp in ({}, {"bucket_size": 2000, "overlap_grad_reduce": True})
@@ -55,7 +55,7 @@ def test_the_bucket_size_is_that_of_the_override(workers: Workers, models: Path)
 
 
 def decayed(case: Case, folder: Path) -> Tensors:
-    """In a worker: the weights after a step that does nothing but decay them."""
+    """In a worker: return the weights after a step that only decays them."""
     engine = case.engine(folder, OptimizerConfig(lr=0.1, weight_decay=0.5))
     batch = uneven_batch()
     engine.forward_backward_of(Batch(batch.lengths, batch.tokens_T, torch.zeros_like(batch.mask_T)), SFTLoss())
@@ -63,7 +63,7 @@ def decayed(case: Case, folder: Path) -> Tensors:
     return whole(engine.export_weights())
 
 
-def test_weight_decay_of_the_head_norms_is_an_option_of_megatron_core(workers: Workers, models: Path) -> None:
+def test_apply_wd_to_qk_layernorm_decays_the_norms_of_queries_and_keys(workers: Workers, models: Path) -> None:
     case = Case("megatron:d1", MegatronConfig(optimizer={"apply_wd_to_qk_layernorm": True}))
     before = load_file(models / "qwen3" / "model.safetensors")
     (after,) = workers(1).run(decayed, case, models / "qwen3")
@@ -72,8 +72,8 @@ def test_weight_decay_of_the_head_norms_is_an_option_of_megatron_core(workers: W
         torch.testing.assert_close(after[name], weight * (1.0 if exempt else 0.95), rtol=1e-6, atol=0)
 
 
-def test_weight_decay_within_adam_is_an_option_of_megatron_core(workers: Workers, models: Path) -> None:
-    """As an L2 penalty, decay is a gradient like any other, of which Adam keeps the sign: a step of the whole rate."""
+def test_weight_decay_that_is_not_decoupled_goes_through_adam(workers: Workers, models: Path) -> None:
+    """As an L2 penalty, decay is a gradient, of which Adam's first step keeps only the sign, times the whole rate."""
     case = Case("megatron:d1", MegatronConfig(optimizer={"decoupled_weight_decay": False}))
     before = load_file(models / "qwen3" / "model.safetensors")
     (after,) = workers(1).run(decayed, case, models / "qwen3")
@@ -88,7 +88,7 @@ def test_weight_decay_within_adam_is_an_option_of_megatron_core(workers: Workers
 def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     workers: Workers, models: Path, tmp_path: Path, layout: str, name: str
 ) -> None:
-    """One sequence: with virtual stages or data parallelism there are micro-batches of filler alone."""
+    """With one sequence, virtual stages and data parallelism have micro-batches of filler only."""
     coefficient, folder = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}[name], models / "qwen3_moe"
     case = Case(layout, MegatronConfig(transformer={name: coefficient}))
     ((_, wanted),) = workers(1).run(

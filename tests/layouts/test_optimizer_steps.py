@@ -1,4 +1,4 @@
-"""What an optimizer step does besides AdamW: schedule, weight decay, clipping, gradient norms and bad gradients."""
+"""Optimizer steps besides AdamW itself: schedule, weight decay, clipping, gradient norms and bad gradients."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2")
     ("step", "expected"),
     [(0, 0.25), (1, 0.5), (2, 0.75), (3, 1.0), (4, 1.0), (7, 1.0 - 3 / 6), (9, 1.0 - 5 / 6), (10, 0.0), (99, 0.0)],
 )
-def test_linear_schedule_would_arrive_one_step_after_the_last(step: int, expected: float) -> None:
+def test_the_linear_schedule_reaches_its_end_one_step_after_the_last(step: int, expected: float) -> None:
     config = OptimizerConfig(lr=1.0, lr_scheduler_type="linear", warmup_steps_proportion=0.4)
     assert learning_rate(step, config, total_steps=10) == pytest.approx(expected)
 
 
-def test_cosine_schedule_is_that_of_torch() -> None:
+def test_the_cosine_schedule_is_that_of_torch() -> None:
     config = OptimizerConfig(lr=3.0, lr_scheduler_type="cosine", min_lr_ratio=0.1)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.3)
@@ -42,7 +42,7 @@ def test_cosine_schedule_is_that_of_torch() -> None:
         schedule.step()
 
 
-def test_constant_schedule_needs_no_warm_up() -> None:
+def test_the_constant_schedule_has_no_warm_up_by_default() -> None:
     assert {learning_rate(step, OptimizerConfig(lr=2.0), total_steps=5) for step in range(9)} == {2.0}
 
 
@@ -54,7 +54,7 @@ def test_a_warm_up_has_its_share_of_the_steps_rounded_up(proportion: float, tota
 
 
 def rates(case: Case, folder: Path, config: OptimizerConfig, n_steps: int) -> list[tuple[float, set[float]]]:
-    """In a worker: the rate that each step reports, and those that the parameter groups really have."""
+    """In a worker: return the rate that each step reports, and the rates of the parameter groups."""
     engine, batch = case.engine(folder, config, total_steps=n_steps), uneven_batch()
     found = []
     for _ in range(n_steps):
@@ -79,7 +79,7 @@ def untrained(batch: Batch) -> Batch:
 
 
 def step_without_gradient(case: Case, folder: Path, config: OptimizerConfig) -> tuple[StepResult, Tensors]:
-    """In a worker: one step on a batch that trains no token."""
+    """In a worker: make one step on a batch that trains no token."""
     engine = case.engine(folder, config)
     engine.forward_backward_of(untrained(uneven_batch()), SFTLoss())
     return engine.optim_step(), whole(engine.export_weights())
@@ -108,7 +108,7 @@ class NormAndGradient:
 
 
 def gradient_norm(case: Case, folder: Path) -> NormAndGradient:
-    """In a worker: the norm that a step reports, and the gradient that it is the norm of."""
+    """In a worker: return the gradient norm that a step reports, and the gradient."""
     engine = case.engine(folder, OptimizerConfig())
     engine.forward_backward_of(uneven_batch(), SFTLoss())
     gradients = whole(engine.gradients())
@@ -128,7 +128,7 @@ def test_the_gradient_norm_counts_every_parameter_once(workers: Workers, models:
 
 
 def clipped_update(case: Case, folder: Path, config: OptimizerConfig) -> tuple[float, Tensors]:
-    """In a worker: one step whose update is nearly proportional to the clipped gradient, for epsilon dwarfs it."""
+    """In a worker: make one step whose update is nearly proportional to the clipped gradient, as epsilon dwarfs it."""
     engine = case.engine(folder, config)
     before = {name: tensor.double().clone() for name, tensor in engine.export_weights()}
     engine.forward_backward_of(uneven_batch(), SFTLoss())
@@ -163,7 +163,7 @@ class BadStep:
 
 
 def bad_step(case: Case, folder: Path, poisoned: tuple[str, ...], value: float) -> BadStep:
-    """In a worker: a step with one element of each of some parameters' gradients overwritten, then a good one."""
+    """In a worker: make a step after an element of some parameters' gradients was set to `value`, then a good one."""
     engine, batch = case.engine(folder, OptimizerConfig(lr=0.1)), uneven_batch()
     before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
     engine.forward_backward_of(batch, SFTLoss())
@@ -199,7 +199,7 @@ def test_a_bad_gradient_changes_no_weight_and_is_named(
         assert bad.is_unchanged
         assert not bad.next_result.skipped
         assert bad.next_result.non_finite == ()
-    # Neither the gradient nor Adam's moments remember it.
+    # Neither the gradient nor Adam's moments keep anything of the bad one.
     assert all(results[0].next_weights[name].equal(tensor) for name, tensor in undisturbed.items())
 
 
@@ -223,7 +223,7 @@ def test_a_norm_beyond_float32_is_skipped_without_blaming_a_parameter(workers: W
 
 
 class ExplodingLoss(SFTLoss):
-    """Infinite, as a loss whose ratio overflows."""
+    """An infinite loss, as of a ratio that overflows."""
 
     def __call__(self, inputs):  # type: ignore[no-untyped-def]
         total, metrics = super().__call__(inputs)
@@ -237,7 +237,7 @@ def exploding_step(case: Case, folder: Path) -> StepResult:
 
 
 @pytest.mark.parametrize("layout", ["megatron:d2", "megatron:(attn:t2p2|ffn:e2)"])
-def test_a_gradient_that_is_bad_everywhere_names_a_few_parameters(workers: Workers, models: Path, layout: str) -> None:
+def test_of_many_bad_gradients_the_first_few_are_named(workers: Workers, models: Path, layout: str) -> None:
     case = Case(layout)
     results = workers(case.world_size).run(exploding_step, case, models / "qwen3_moe")
     assert all(result.skipped and 0 < len(result.non_finite) <= 8 for result in results)

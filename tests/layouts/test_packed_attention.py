@@ -1,4 +1,4 @@
-"""Attention on packed sequences, and on their context-parallel shares, against a masked softmax written out."""
+"""Attention on packed sequences, and on their context-parallel shares, equals a masked softmax."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENTRIES = {
 
 
 def by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed_TK: torch.Tensor) -> torch.Tensor:
-    """softmax(q k / sqrt(d)) v over the allowed keys, a head at a time; key heads serve consecutive query heads."""
+    """Compute softmax(q k / sqrt(d)) v over the allowed keys, head by head; query heads in a row share a key head."""
     sharing = query.shape[1] // key.shape[1]
     heads = []
     for head in range(query.shape[1]):
@@ -40,7 +40,7 @@ def by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed
 
 
 def allowed_pairs(entries: list[tuple[int, int]]) -> torch.Tensor:
-    """bool [queries, keys]: query i of n sees keys 0 .. n_keys - n + i of its own entry."""
+    """Return bool [queries, keys]: query i of n sees keys 0 .. n_keys - n + i of its own entry."""
     allowed = torch.zeros(sum(q for q, _ in entries), sum(k for _, k in entries), dtype=torch.bool)
     row, column = 0, 0
     for n_queries, n_keys in entries:
@@ -72,7 +72,7 @@ def test_packed_attention_is_a_masked_softmax(name: str, n_kv_heads: int) -> Non
 
 
 def flash_pairs(plan: FlashPlan) -> torch.Tensor:
-    """Which pairs flash attention's documented mask allows: causal, aligned to the bottom right of every entry."""
+    """Return the pairs that flash attention's documented mask allows: causal, aligned to each entry's bottom right."""
     queries, keys = plan.cu_queries.tolist(), plan.cu_keys.tolist()
     allowed = torch.zeros(queries[-1], keys[-1], dtype=torch.bool)
     for entry in range(len(queries) - 1):
@@ -141,7 +141,7 @@ def test_causal_attention_costs_every_rank_the_same(cp_size: int) -> None:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [(), (1,), (5,), LENGTHS])
-def test_the_padded_length_suits_every_rank(lengths: tuple[int, ...], cp_size: int, tp_size: int) -> None:
+def test_every_rank_can_split_the_padded_length(lengths: tuple[int, ...], cp_size: int, tp_size: int) -> None:
     total = padded_tokens(lengths, cp_size=cp_size, tp_size=tp_size)
     chunks = 2 * cp_size if cp_size > 1 else 1
     assert total > 0
@@ -157,11 +157,11 @@ class LocalAttention:
     positions_T: torch.Tensor
     output_THD: torch.Tensor
     gradients: list[torch.Tensor]
-    """Of the local queries, keys and values."""
+    """Gradients of the local queries, keys and values."""
 
 
 def attend_in_shares(lengths: tuple[int, ...], n_kv_heads: int) -> LocalAttention:
-    """In a worker: context-parallel attention of this rank's share of sequences, whose q, k, v all ranks can make."""
+    """In a worker: compute context-parallel attention of this rank's share of sequences with known q, k, v."""
     group = dist.group.WORLD
     # A token's id is the number of its sequence, from 1; filler is 0.
     numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))

@@ -1,4 +1,4 @@
-"""Every sample of an epoch reaches the loss exactly once, whatever the layout; counted where the loss is computed."""
+"""Every sample of an epoch reaches the loss exactly once on every layout, as counted where the loss is computed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MICRO_BATCHES = {
 
 @dataclass
 class Recorder:
-    """A loss that notes which samples it is asked about; the field `sample` holds a sample's number on each token."""
+    """A loss that records the samples it gets; the field `sample` holds a sample's number on each token."""
 
     temperature: float = 1.0
     entropy_gradient: bool = False
@@ -57,7 +57,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank's loss saw in an epoch, and the counts among the metrics that each step returned."""
+    """Samples of an epoch that one rank's loss got, and the counts among the metrics that each step returned."""
 
     coordinates: tuple[int, int]
     """(tp, cp) rank."""
@@ -69,7 +69,7 @@ class Seen:
 
 
 def examples() -> list[SFTExample]:
-    """Lengths 3 to 20, no two neighbours alike."""
+    """Return examples of lengths 3 to 20, of which no two neighbours are equal."""
     generator = torch.Generator().manual_seed(0)
     lengths = [3 + (7 * number) % 18 for number in range(N_SAMPLES)]
     tokens = [tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
@@ -83,7 +83,7 @@ def as_batch(chosen: list[SFTExample]) -> Batch:
 
 
 def train_an_epoch(case: Case, folder: Path) -> Seen:
-    """In a worker: one epoch over the examples, in shuffled batches."""
+    """In a worker: train one epoch of the examples, in shuffled batches."""
     engine, recorder = case.engine(folder, OptimizerConfig()), Recorder()
     sampler = EpochSampler(list(enumerate(examples())), batch_size=BATCH_SIZE, shuffle=True, seed=5)
     counts, expected_counts = [], []

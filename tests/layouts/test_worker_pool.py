@@ -1,4 +1,4 @@
-"""The worker processes themselves: what a failing or hanging rank does to a test."""
+"""The worker processes themselves: a test learns of a rank that fails or hangs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def die_on_rank_0() -> None:
     dist.barrier()
 
 
-def test_the_processes_stay_from_call_to_call(pool: WorkerPool) -> None:
+def test_calls_run_in_the_same_processes(pool: WorkerPool) -> None:
     pids = pool.run(os.getpid)
     assert len(set(pids)) == 2
     assert pool.run(sum_of_ranks) == [1, 1]
     assert pool.run(os.getpid) == pids
 
 
-def test_a_failure_is_told_with_its_traceback_and_where_the_others_wait(pool: WorkerPool) -> None:
+def test_a_failure_is_reported_with_its_traceback_and_the_stacks_of_waiting_ranks(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError) as error:
         pool.run(fail_on_rank_1)
     report = str(error.value)
@@ -57,10 +57,10 @@ def test_a_failure_is_told_with_its_traceback_and_where_the_others_wait(pool: Wo
     assert "KeyError: 'the reason'" in report
     assert "rank 0 did not answer while another had failed" in report
     assert "in fail_on_rank_1" in report.split("rank 0 did not answer")[1]
-    assert pool.run(sum_of_ranks) == [1, 1], "fresh processes take over"
+    assert pool.run(sum_of_ranks) == [1, 1], "new processes take over"
 
 
-def test_a_hang_ends_at_the_time_limit_and_says_where(pool: WorkerPool) -> None:
+def test_a_hang_ends_at_the_time_limit_and_its_stack_is_reported(pool: WorkerPool) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)rank 0 did not answer within 2 s.*in hang_on_rank_0") as error:
         pool.run(hang_on_rank_0, time_limit=2.0)
@@ -68,6 +68,6 @@ def test_a_hang_ends_at_the_time_limit_and_says_where(pool: WorkerPool) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_a_process_that_dies_is_missed(pool: WorkerPool) -> None:
+def test_a_process_that_dies_is_reported(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="rank 0 raised:\nthe process died"):
         pool.run(die_on_rank_0)

@@ -1,4 +1,4 @@
-"""A tiny random model of each family, as transformers saves it."""
+"""Tiny random models, at least one of each family, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 VOCAB = 101
-"""A prime: every tensor-parallel degree pads it."""
+"""A prime number, so that every tensor-parallel degree pads the vocabulary."""
 
 _BASE = {
     "vocab_size": VOCAB,
@@ -24,7 +24,7 @@ _BASE = {
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _QWEN3_MOE = {**_BASE, **_MOE, "head_dim": 8, "norm_topk_prob": True}
 
-# The original context is shorter than the test's sequences, so that all three ranges of the scaling are in use.
+# The original context is shorter than the tests' sequences, so that all three ranges of the scaling are in use.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -71,7 +71,7 @@ def save_models(folder: Path) -> None:
 
 
 def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Every tensor different from its usual start, norms and biases too, at a scale that keeps the logits apart."""
+    """Draw every tensor, norms and biases too, away from its usual first values, at a scale that separates logits."""
     if tensor.ndim == 1 and not name.endswith("bias"):
         tensor.uniform_(0.5, 1.5, generator=generator)
     else:

@@ -1,9 +1,9 @@
-"""Processes joined by torch.distributed on gloo, started once and then sent one function after another.
+"""Processes joined by torch.distributed on gloo, which start once and then run one function after another.
 
     test ── (function, arguments) ──> rank 0 .. n-1 ── results, by rank ──> test
 
-They are forked from a server that has imported everything already, so that eight of them start in a second. After a
-failure or a hang the processes are in an unknown state: they are ended, and the next call starts fresh ones.
+They are forked from a server that has already imported everything, so that eight of them start in a second. After a
+failure or a hang their state is unknown, so they are ended, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import torch.distributed as dist
 
 PRELOADED = ("torch", "transformers", "fivefold.mcore.engine")
 START_LIMIT_S = 180.0
-"""Seconds for the imports, and for the processes to find one another."""
+"""Seconds for the imports, and for the processes to join torch.distributed."""
 GRACE_S = 3.0
-"""Once one rank has failed, how long the others may take to report before they count as waiting for it."""
+"""Seconds that the other ranks have to answer after one has failed, before they count as waiting for it."""
 
 
 class WorkerError(AssertionError):
-    """A rank raised, died, or did not answer in time; the message holds what every such rank reported."""
+    """A rank raised, died, or did not answer in time; the message has the report of every such rank."""
 
 
 class WorkerPool:
@@ -52,15 +52,16 @@ class WorkerPool:
         self._starts = 0
 
     def run(self, function: Callable[..., Any], *args: Any, time_limit: float = 60.0) -> list[Any]:
-        """Call `function(*args)` on every rank; its results, by rank.
+        """Call `function(*args)` on every rank; return the results, by rank.
 
         Args:
-            function: of a module, so that it can be sent by name.
-            args: whatever can be pickled.
+            function: a function at the top level of a module, so that it can be sent by name.
+            args: arguments that can be pickled.
             time_limit: seconds until the ranks that have not answered count as hung.
 
         Raises:
-            WorkerError: with the traceback of each rank that raised, and the stacks of each that hung.
+            WorkerError: some rank failed. It holds the tracebacks of ranks that raised, and the stacks of those that
+                hung.
         """
         if not self._processes:
             self._start()
@@ -79,7 +80,7 @@ class WorkerPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        # Whatever the machine has, these tests are about processes on its CPUs, one thread each.
+        # These tests run on CPUs, with one thread per process, even if the machine has GPUs.
         with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}):
             self._start_processes()
         self._answers("start of the processes", START_LIMIT_S)
@@ -100,7 +101,7 @@ class WorkerPool:
             self._pipes.append(here)
 
     def _answers(self, task: str, time_limit: float) -> list[Any]:
-        """What each rank has to say about `task`, by rank; WorkerError unless all succeeded."""
+        """Return each rank's answer, by rank; raise WorkerError unless all succeeded at `task`."""
         answers = self._collect(time_limit)
         failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
         if failures or len(answers) < self.n:
@@ -110,7 +111,7 @@ class WorkerPool:
         return [answers[rank][1] for rank in range(self.n)]
 
     def _collect(self, time_limit: float) -> dict[int, tuple[bool, Any]]:
-        """(succeeded, result or traceback) of each rank that answered."""
+        """Return (succeeded, result or traceback) of each rank that answered."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + time_limit
         waiting = dict(zip(self._pipes, range(self.n), strict=True))
@@ -130,7 +131,7 @@ class WorkerPool:
         return Path(self._scratch.name) / f"stacks-{self._starts}-{rank}"
 
     def _stacks(self, hung: list[int]) -> dict[int, str]:
-        """Where the ranks that did not answer stand."""
+        """Return the stacks of the ranks that did not answer."""
         for rank in hung:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None and self._stack_file(rank).exists():
@@ -140,20 +141,20 @@ class WorkerPool:
 
 
 Workers = Callable[[int], WorkerPool]
-"""The pool of so many processes."""
+"""Returns the pool of n processes."""
 
 
 def _report(task: str, failures: dict[int, str], stacks: dict[int, str], time_limit: float) -> str:
     lines = [f"{task} failed"]
     lines += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
     limit = "while another had failed" if failures else f"within {time_limit:.0f} s"
-    lines += [f"--- rank {rank} did not answer {limit}; it stood at:\n{text}" for rank, text in sorted(stacks.items())]
+    lines += [f"--- rank {rank} did not answer {limit}; it was at:\n{text}" for rank, text in sorted(stacks.items())]
     return "\n".join(lines)
 
 
 @dataclass
 class _Membership:
-    """Of this process in its world; set in workers only."""
+    """Membership of this process in its world; set in workers only."""
 
     rank: int
     world_size: int
@@ -161,7 +162,7 @@ class _Membership:
     times_joined: int = 0
 
     def join(self) -> None:
-        """Join the others, through a file of their own each time."""
+        """Join the other ranks, through a new file each time."""
         self.times_joined += 1
         dist.init_process_group(
             "gloo",
@@ -176,7 +177,7 @@ _membership: _Membership | None = None
 
 
 def rejoin() -> None:
-    """In a worker: leave torch.distributed with all its groups, and join it anew."""
+    """In a worker: leave torch.distributed with all its groups, and join it again."""
     assert _membership is not None, "only a worker of a pool can rejoin it"
     dist.destroy_process_group()
     _membership.join()
@@ -184,7 +185,7 @@ def rejoin() -> None:
 
 def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file: Path) -> None:
     global _membership
-    gc.freeze()  # what the imports made stays: collections need not walk through it
+    gc.freeze()  # objects of the imports stay, so garbage collections need not visit them
     torch.set_num_threads(1)
     _membership = _Membership(rank, world_size, store)
     with stack_file.open("w") as stacks:
@@ -207,5 +208,5 @@ def _answer(message: bytes) -> tuple[bool, Any]:
     try:
         function, args = pickle.loads(message)
         return True, function(*args)
-    except Exception:  # whatever it is, it is the test that has to say so
+    except Exception:  # any failure must reach the test
         return False, traceback.format_exc()

@@ -94,7 +94,7 @@ def test_statistics_and_gradient_are_those_of_log_softmax(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("offset", [3000.0, -3000.0])
-def test_what_all_logits_have_in_common_costs_no_digits(offset: float) -> None:
+def test_an_offset_common_to_all_logits_costs_no_digits(offset: float) -> None:
     logits = random(6, 33, seed=7) + offset
     targets = torch.arange(6)
     maximum, total, weighted, target_logit = kernels.logit_statistics(logits, targets)
