@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
@@ -109,12 +110,15 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     Only the rollout engine is started.
 
     Raises:
-        ValueError: the recipe has no `valid_dataset`, or its rollout cannot run here.
+        ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, or the model's weight files are
+            broken or of another model.
         RunFailed: a worker or the reward failed.
     """
     path = resolve_model_path(model or recipe.actor.path)
-    shape = load_shape(resolve_model_folder(path))
+    folder = resolve_model_folder(path)
+    shape = load_shape(folder)
     placement = _place_rollout(recipe, shape)
+    check_weights(folder, shape)
     check_server(replica_spec(recipe, placement, path, load_weights=True))
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     evaluator = Evaluator.of(recipe, tokenizer, resolve_reward(recipe.reward, recipe.scheduler.timeout_s))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from fivefold.bridge.audit import check_weights
+from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import DatasetConfig, GenerationConfig
 from fivefold.data.prompts import render
+from fivefold.families.read import load_shape
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.transformers_engine import TransformersEngine
@@ -37,8 +41,8 @@ def generate(
         device: `cpu`, `cuda` or `cuda:N`; None: the GPU if there is one.
 
     Raises:
-        ValueError: there is no prompt, a prompt has no tokens or is too long for the model, or the model has no chat
-            template.
+        ValueError: there is no prompt, a prompt has no tokens or is too long for the model, the model has no chat
+            template, or its weight files are broken or of another model.
     """
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, --file PATH, or write prompts to standard input")
@@ -47,10 +51,21 @@ def generate(
     tokenizer = load_tokenizer(resolve_model_path(model))
     rows = DatasetConfig(path=model, apply_chat_template=chat)
     token_ids = [render(prompt, rows, tokenizer, f"prompt {row}")[1] for row, prompt in enumerate(prompts)]
+    folder = resolve_model_folder(model)
+    _check_weights(folder)
     engine = TransformersEngine.from_path(
-        model, dtype=dtype, device=device, max_batch_size=256, tokenizer_path=None, load_weights=True
+        str(folder), dtype=dtype, device=device, max_batch_size=256, tokenizer_path=None, load_weights=True
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
     completions = engine.generate(requests, SamplingParams.from_config(config))
     texts = [str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)) for completion in completions]
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
+
+
+def _check_weights(folder: Path) -> None:
+    try:
+        shape = load_shape(folder)
+    except ValueError:
+        # Models that no engine trains can still generate; transformers compares their tensors when it loads them.
+        shape = None
+    check_weights(folder, shape)

@@ -1,18 +1,33 @@
-"""The audit of both sides: every Megatron parameter is filled, every Hugging Face tensor used, all shapes are equal."""
+"""The audit of both sides: every Megatron parameter is filled, every Hugging Face tensor used, all shapes are equal.
+
+check_weights   a folder, by the headers of its files, before any process is started
+check_files     the same of any source of tensors, without the files
+check_model     the parameters that a load is to fill
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from heapq import nlargest
+from itertools import takewhile
+from operator import eq
+from pathlib import Path
 
+from fivefold.bridge.decoder import expected_tensors, is_ignored
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
+from fivefold.bridge.mapping import Shape, StoredTensors, WeightMapping
+from fivefold.bridge.weight_files import WeightFiles, survey
+from fivefold.families.shape import ModelShape
 
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes of weights, as safetensors writes them; others are those of quantized models."""
 _LISTED = 8
 """Most strays that an error names; the others are counted."""
 _COMPARED = 1000
 """Most names that are searched for the nearest one."""
+_LIKELY = 20
+"""Most of them that are compared letter by letter, which is slow."""
 
 
 class WeightMismatchError(ValueError):
@@ -49,43 +64,97 @@ def check_model(
     )
 
 
-def check_files(mappings: Iterable[WeightMapping], source: TensorReader, ignored: Iterable[tuple[str, str]]) -> None:
-    """Check the tensors of `source` against those that `mappings` read.
+def check_weights(folder: Path, shape: ModelShape | None) -> None:
+    """Check that the weight files in `folder` are whole and hold the tensors of a model of `shape`.
+
+    Only headers are read, so this is quick and needs no process: tensors with NaN or infinite values are found later,
+    by the load.
 
     Args:
-        mappings: all of the model's mappings.
-        source: the model's files.
-        ignored: names that may go unused, as (regular expression, reason).
+        folder: the model's folder.
+        shape: the model; None where its tensors are not known, so that only the files are checked.
+
+    Raises:
+        WeightMismatchError: naming files that are missing or damaged, tensors that are missing, unknown, quantized or
+            of another shape, and how to mend each.
+    """
+    files = survey(folder)
+    _raise_if_any(
+        f"{folder} does not hold the weights of the model that its config.json describes",
+        _listed("weight files with problems", len(files.problems), files.problems),
+        # Without any header, every tensor would be missing, for a reason that is named already.
+        _misfits(shape, files, files.unread) + _quantized(shape, files) if shape and files.names else [],
+    )
+
+
+def check_files(shape: ModelShape, source: StoredTensors) -> None:
+    """Check the tensors of `source` against those of a model of `shape`.
 
     Raises:
         WeightMismatchError: tensors that are missing or unused, or that have another shape.
     """
-    expected = {name: shape for mapping in mappings for name, shape in mapping.hf_shapes().items()}
-    patterns = [re.compile(pattern) for pattern, _ in ignored]
-    unused = {n for n in source.names - expected.keys() if not any(p.fullmatch(n) for p in patterns)}
-    missing = expected.keys() - source.names
-    shapes = [
-        f"{name}: {list(source.shape(name))}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name not in missing and source.shape(name) != shape
-    ]
     _raise_if_any(
-        f"the weights in {source.folder} do not fit the model that its config describes",
-        _strays("Hugging Face tensors that no parameter uses", unused, missing),
-        _strays("Hugging Face tensors that are missing", missing, unused),
-        _listed("Hugging Face tensors of the wrong shape", len(shapes), shapes),
+        f"the weights in {source.folder} do not fit the model that its config.json describes", _misfits(shape, source)
     )
 
 
-def _strays(title: str, names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return the title and the names, each with the name that is nearest among the strays of the other side."""
+def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] = ()) -> list[str]:
+    """Return what does not fit, apart from the tensors `unread`, whose absence is reported elsewhere."""
+    expected, present = expected_tensors(shape), source.names
+    unused = {name for name in present - expected.keys() if not is_ignored(name, shape)}
+    missing = expected.keys() - present - set(unread)
+    shapes = [
+        f"{name} in {source.file(name)}: {list(source.shape(name))}, expected {list(wanted)}"
+        for name, wanted in expected.items()
+        if name in present and source.shape(name) != wanted
+    ]
+    places = {name: f" in {source.file(name)}" for name in unused}
+    lines = [
+        *_strays("Hugging Face tensors that no parameter uses", unused, missing, places),
+        *_strays("Hugging Face tensors that are missing", missing, unused),
+        *_listed("Hugging Face tensors of the wrong shape", len(shapes), shapes),
+    ]
+    fix = "  config.json and weights must be those of one model: correct config.json, or fetch the weights again"
+    return [*lines, fix] if lines else []
+
+
+def _quantized(shape: ModelShape, files: WeightFiles) -> list[str]:
+    expected = expected_tensors(shape)
+    lines = [
+        f"{name} in {tensor.file}: {tensor.dtype}, expected one of {', '.join(sorted(_FLOATING))}"
+        for name, tensor in files.tensors.items()
+        if name in expected and tensor.dtype not in _FLOATING
+    ]
+    fix = "  quantized weights are not read: take the model in a floating-point format"
+    return [*_listed("Hugging Face tensors that are quantized", len(lines), lines), fix] if lines else []
+
+
+def _strays(
+    title: str, names: Collection[str], others: Collection[str], places: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the title and the names, each with the name that is nearest among the strays of the other side.
+
+    Args:
+        title: what is wrong with the names.
+        names: the strays.
+        others: the strays of the other side.
+        places: what follows a name that has a place.
+    """
     listed = sorted(names)[:_LISTED]
-    return _listed(title, len(names), [name + _nearest(name, others) for name in listed])
+    lines = [name + (places or {}).get(name, "") + _nearest(name, others) for name in listed]
+    return _listed(title, len(names), lines)
 
 
 def _nearest(name: str, others: Collection[str]) -> str:
-    close = get_close_matches(name, sorted(others)[:_COMPARED], n=1)
+    likely = nlargest(_LIKELY, sorted(others)[:_COMPARED], key=lambda other: _shared_ends(name, other))
+    close = get_close_matches(name, likely, n=1)
     return f" (nearest: {close[0]})" if close else ""
+
+
+def _shared_ends(first: str, second: str) -> int:
+    """Return how many letters two names share at their beginning and at their end."""
+    same = map(eq, first, second), map(eq, reversed(first), reversed(second))
+    return sum(sum(takewhile(bool, letters)) for letters in same)
 
 
 def _listed(title: str, count: int, lines: Sequence[str]) -> list[str]:

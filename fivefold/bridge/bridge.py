@@ -5,18 +5,17 @@ Hugging Face folder ──load──> parameters of every rank ──export─�
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from fivefold.algorithms.finite import is_finite, not_finite_error
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
-from fivefold.bridge.decoder import EMBEDDING, OUTPUT, mappings
+from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mappings
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader
-from fivefold.families.registry import trained_family
 from fivefold.families.shape import ModelShape
 
 _COMPARED_ROWS = 8192
@@ -39,12 +38,11 @@ class Bridge:
     def __init__(self, shape: ModelShape, *, bucket_bytes: int = 256 * 2**20) -> None:
         self._shape = shape
         self._bucket_bytes = bucket_bytes
-        self._family = trained_family(shape.family)
         self._mappings = {mapping.megatron: mapping for mapping in mappings(shape)}
 
     def expected_names(self) -> dict[str, Shape]:
         """Return the names and full shapes of the model's Hugging Face tensors, in the order of an export."""
-        return {name: shape for mapping in self._mappings.values() for name, shape in mapping.hf_shapes().items()}
+        return expected_tensors(self._shape)
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
@@ -53,14 +51,22 @@ class Bridge:
         Raises:
             WeightMismatchError: on every rank and before anything is written, unless every parameter can be filled,
                 every tensor of `source` is used and all shapes are equal.
+            ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_model(self._mappings, over_stages(shapes, groups), groups)
-        check_files(self._mappings.values(), source, self._ignored())
+        check_files(self._shape, source)
         if self._shape.tied_embeddings:
             _check_stored_output(source)
+        suspects: dict[str, torch.dtype] = {}
         for name, parameter in parameters.items():
-            self._mappings[name].fill(parameter, source, groups)
+            mapping = self._mappings[name]
+            mapping.fill(parameter, source, groups)
+            # The filled parameter is checked, not what was read: one check for all experts, on the parameter's device.
+            if not is_finite(parameter):
+                suspects |= dict.fromkeys(mapping.sources(), parameter.dtype)
+        if suspects:
+            raise _not_finite(suspects, source)
 
     def export(
         self, parameters: Mapping[str, Tensor], groups: ShardGroups, *, dtype: torch.dtype | None = None
@@ -97,9 +103,19 @@ class Bridge:
                 plan.append(Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups)))
         return plan
 
-    def _ignored(self) -> tuple[tuple[str, str], ...]:
-        tied = ((re.escape(OUTPUT), "the embedding is the output layer's weight too"),)
-        return self._family.ignored + (tied if self._shape.tied_embeddings else ())
+
+def _not_finite(suspects: Mapping[str, torch.dtype], source: TensorReader) -> ValueError:
+    """Return the error that names the tensors with NaN or infinite values.
+
+    Args:
+        suspects: names of the tensors that may have some, with the dtype to which each is converted.
+        source: the tensors.
+    """
+    # The conversion is repeated, because a finite number may be too large for the parameter's dtype.
+    names = [name for name, dtype in suspects.items() if not is_finite(source.read(name).to(dtype))]
+    return not_finite_error(
+        source.folder, [f"{name} in {source.file(name)}, read as {suspects[name]}" for name in names]
+    )
 
 
 def _check_stored_output(source: TensorReader) -> None:

@@ -6,6 +6,7 @@ shape     sizes, layers with experts     ┴──mappings──>  one mapping a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from fivefold.bridge.mapping import (
@@ -15,6 +16,7 @@ from fivefold.bridge.mapping import (
     GatedMLP,
     Replicated,
     Row,
+    Shape,
     TiedOutput,
     VocabParallel,
     WeightMapping,
@@ -36,6 +38,22 @@ def mappings(shape: ModelShape) -> tuple[WeightMapping, ...]:
         ValueError: a family that is not trained, or one that names no experts where the shape has them.
     """
     return tuple(_model(shape, trained_family(shape.family)))
+
+
+def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
+    """Return the names and full shapes of the model's Hugging Face tensors, in the model's order.
+
+    Raises:
+        ValueError: as `mappings` does.
+    """
+    return {name: full for mapping in mappings(shape) for name, full in mapping.hf_shapes().items()}
+
+
+def is_ignored(name: str, shape: ModelShape) -> bool:
+    """Return whether files may hold the Hugging Face tensor `name` although no parameter reads it."""
+    # With tied embeddings the embedding is the output layer's weight too.
+    is_tied_output = shape.tied_embeddings and name == OUTPUT
+    return is_tied_output or any(re.fullmatch(pattern, name) for pattern, _ in trained_family(shape.family).ignored)
 
 
 def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:

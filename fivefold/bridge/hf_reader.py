@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import TracebackType
@@ -11,10 +10,9 @@ from typing import Any, Self
 from safetensors import safe_open
 from torch import Tensor
 
+from fivefold.bridge.weight_files import survey
 from fivefold.config.paths import resolve_model_path
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*"]
@@ -45,34 +43,43 @@ def resolve_model_folder(path: str | Path) -> Path:
 class HFWeights:
     """The tensors of a Hugging Face model folder (or hub name): one `model.safetensors`, or shards with an index.
 
-    Files are opened at their first use. As a context manager it closes them on exit.
+    The headers are read at once. Data is read from files that are opened at their first use; as a context manager it
+    closes them on exit.
 
     Raises:
-        ValueError: no such folder, or one without a complete set of safetensors files.
+        ValueError: no such folder, or one without a complete set of whole safetensors files.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.folder = resolve_model_folder(path)
-        self._files: dict[str, Any] = {}
-        self._file_of = self._index()
+        self._stored = survey(self.folder)
+        self._opened: dict[str, Any] = {}
+        if problems := self._stored.problems:
+            raise ValueError(
+                "\n".join([f"the weights in {self.folder} cannot be read:", *map("  {}".format, problems)])
+            )
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
-        return frozenset(self._file_of)
+        return self._stored.names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""
-        return tuple(self._slice(name).get_shape())
+        return self._stored.shape(name)
+
+    def file(self, name: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        return self._stored.file(name)
 
     def read(self, name: str, *index: slice) -> Tensor:
         """Return the tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions."""
-        tensor: Tensor = self._slice(name)[index or slice(None)]
+        tensor: Tensor = self._open(self.file(name)).get_slice(name)[index or slice(None)]
         return tensor
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
-        self._files.clear()
+        self._opened.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -82,27 +89,7 @@ class HFWeights:
     ) -> None:
         self.close()
 
-    def _index(self) -> dict[str, str]:
-        if (self.folder / INDEX_FILE).is_file():
-            weight_map: dict[str, str] = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
-            missing = sorted(file for file in set(weight_map.values()) if not (self.folder / file).is_file())
-            if missing:
-                raise ValueError(
-                    f"{self.folder / INDEX_FILE} names files that are not there: {', '.join(missing)}; "
-                    "complete the download"
-                )
-            return weight_map
-        if (self.folder / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        raise ValueError(
-            f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors files are read; "
-            "save the model with transformers' save_pretrained"
-        )
-
     def _open(self, file: str) -> Any:
-        if file not in self._files:
-            self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
-        return self._files[file]
-
-    def _slice(self, name: str) -> Any:
-        return self._open(self._file_of[name]).get_slice(name)
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+        return self._opened[file]

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.bridge.hf_reader import INDEX_FILE, SINGLE_FILE, resolve_model_folder
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.weight_files import INDEX_FILE, SINGLE_FILE
 
 _TOKENIZER_FILES = (
     "tokenizer*",

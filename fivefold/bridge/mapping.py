@@ -11,7 +11,7 @@ outermost). Whatever has a parameter's shape can be merged: weights, gradients, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
@@ -24,8 +24,8 @@ Shape = tuple[int, ...]
 Domain = Literal["replicated", "tensor", "expert"]
 
 
-class TensorReader(Protocol):
-    """A model's tensors by Hugging Face name, from a folder or drawn at random."""
+class StoredTensors(Protocol):
+    """Names, shapes and files of a model's tensors."""
 
     @property
     def folder(self) -> Path:
@@ -40,6 +40,14 @@ class TensorReader(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
         ...
+
+    def file(self, name: str) -> str:
+        """Return the name of the file that holds a tensor, which errors name."""
+        ...
+
+
+class TensorReader(StoredTensors, Protocol):
+    """A model's tensors by Hugging Face name, from a folder or drawn at random."""
 
     def read(self, name: str, *index: slice) -> Tensor:
         """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
@@ -73,6 +81,10 @@ class WeightMapping(ABC):
     @abstractmethod
     def hf_shapes(self) -> dict[str, Shape]:
         """Return the full shape of each Hugging Face tensor, in the order in which `merge` yields them."""
+
+    def sources(self) -> Collection[str]:
+        """Return the names of the Hugging Face tensors that `fill` reads."""
+        return self.hf_shapes()
 
     @abstractmethod
     def local_shape(self, groups: ShardGroups) -> Shape:
@@ -179,6 +191,9 @@ class TiedOutput(VocabParallel):
 
     def hf_shapes(self) -> dict[str, Shape]:
         return {}
+
+    def sources(self) -> Collection[str]:
+        return (self.hf,)
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from ()

@@ -41,6 +41,10 @@ class RandomWeights:
         """Return the shape of a tensor."""
         return self._shapes[name]
 
+    def file(self, name: str) -> str:
+        """Return what errors say in place of the file that holds a tensor."""
+        return "random weights"
+
     def read(self, name: str, *index: slice) -> torch.Tensor:
         """Return the float32 tensor `name`, or the part that `index` selects along its first dimensions."""
         return self._draw(name)[index or slice(None)]

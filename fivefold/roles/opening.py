@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
@@ -46,17 +48,20 @@ class Groundwork:
 
 
 def lay_groundwork(recipe: Recipe) -> Groundwork:
-    """Find and check the model, the layouts and the tokenizer.
+    """Find and check the models with their weight files, the layouts and the tokenizer.
 
     Raises:
-        ValueError: a model that is missing or not supported, layouts that do not fit it or the cluster, a backend
-            without an engine, or no usable tokenizer.
+        ValueError: a model that is missing or not supported, weight files that are broken or of another model, layouts
+            that do not fit the model or the cluster, a backend without an engine, or no usable tokenizer.
     """
     path = resolve_model_path(recipe.actor.path)
-    shape = load_shape(resolve_model_folder(path))
+    folder = resolve_model_folder(path)
+    shape = load_shape(folder)
     placement = place(recipe)
     check_engines(placement)
-    check_recipe(recipe, shape, _reference_shape(recipe, shape) if isinstance(recipe, TrainRecipe) else None)
+    reference = _reference_shape(recipe, shape) if isinstance(recipe, TrainRecipe) else None
+    check_recipe(recipe, shape, reference)
+    _check_weights(recipe, folder, shape, reference)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     return Groundwork(path, shape, placement, tokenizer)
 
@@ -76,6 +81,15 @@ def _reference_shape(recipe: TrainRecipe, shape: ModelShape) -> ModelShape | Non
             "a KL divergence needs the same tokens, so name a reference with the actor's vocabulary"
         )
     return reference
+
+
+def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:
+    """Check the weight files of each model that a process will read: the actor's, and a reference of its own."""
+    models = {} if recipe.actor.init_from_scratch else {folder: shape}
+    if isinstance(recipe, TrainRecipe) and recipe.ref.path is not None and reference is not None:
+        models[resolve_model_folder(recipe.ref.path)] = reference
+    for model_folder, model_shape in models.items():
+        check_weights(model_folder, model_shape)
 
 
 @dataclass(frozen=True)

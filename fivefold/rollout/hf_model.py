@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,9 +17,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
+from fivefold.algorithms.finite import not_finite_error
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
+from fivefold.rollout.hf_weights import not_finite
 
 _AUTO_MODEL: Any = AutoModelForCausalLM
 """The type is Any because transformers declares that its factories return a base class."""
@@ -35,7 +41,8 @@ def build_model(
         load_weights: False: only the config is read, and parameters stay uninitialised until the actor sends them.
 
     Raises:
-        ValueError: a checkpoint whose tensors are not those of the model, or a model with sliding-window attention.
+        ValueError: a checkpoint whose tensors are not those of the model or are not finite, or a model with
+            sliding-window attention.
     """
     register_attention()
     config = AutoConfig.from_pretrained(path)
@@ -46,6 +53,7 @@ def build_model(
     if load_weights:
         model = _load(path, config, options)
         model.to(device)  # type: ignore[arg-type]
+        _check_finite(model, path)
     else:
         with torch.device(device), no_init_weights():
             model = _AUTO_MODEL.from_config(config, **options)
@@ -90,11 +98,32 @@ def end_tokens(
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
     model: PreTrainedModel
-    model, report = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)
+    # Tensors of another shape are then in the report too; without the option they end in an error without a name.
+    model, report = _AUTO_MODEL.from_pretrained(
+        path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
         raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
     return model
+
+
+def _check_finite(model: PreTrainedModel, path: str) -> None:
+    if names := not_finite(model):
+        files = _files(path)
+        raise not_finite_error(
+            path, [f"{name} in {files.get(name, 'another file')}, read as {model.dtype}" for name in names]
+        )
+
+
+def _files(path: str) -> dict[str, str]:
+    """Return the name of the safetensors file at `path` (folder or hub name) that holds each tensor."""
+    config = cached_file(path, CONFIG_NAME)
+    files: dict[str, str] = {}
+    for file in sorted(Path(config).parent.glob("*.safetensors")) if config else ():
+        with safe_open(file, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file.name)
+    return files
 
 
 def _check_full_attention(config: PreTrainedConfig) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fivefold.families.family import MLPNames, MoENames
+from fivefold.algorithms.finite import is_finite
+from fivefold.families.family import MLPNames
 from fivefold.families.registry import FAMILIES
 
 _EXPERTS = ".mlp.experts."
@@ -64,6 +65,24 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
         else:
             tensors[name] = FileTensor(parameter)
     return tensors
+
+
+def not_finite(model: PreTrainedModel) -> list[str]:
+    """Return the names in files of the tensors that hold NaN or infinite values.
+
+    A parameter is checked once, whole; only one that holds such values is looked at tensor by tensor.
+
+    Raises:
+        ValueError: as `file_tensors` does, if there are such values.
+    """
+    suspects = {id(parameter) for parameter in model.parameters() if not is_finite(parameter)}
+    if not suspects:
+        return []
+    return [
+        name
+        for name, tensor in file_tensors(model).items()
+        if id(tensor.parameter) in suspects and not is_finite(tensor.view())
+    ]
 
 
 def _split_experts(

@@ -47,6 +47,11 @@ def dense(hf_models: dict[str, Path], tmp_path: Path) -> Case:
 
 
 @pytest.fixture
+def moe(hf_models: dict[str, Path], tmp_path: Path) -> Case:
+    return Case(hf_models["qwen3_moe"], tmp_path)
+
+
+@pytest.fixture
 def tied(hf_models: dict[str, Path], tmp_path: Path) -> Case:
     return Case(hf_models["llama"], tmp_path)
 
@@ -59,23 +64,23 @@ def test_a_renamed_tensor_is_named_with_its_nearest_on_both_sides(dense: Case) -
     dense.files = renamed(dense.files, "model.norm.weight", "model.norm.scale")
     with pytest.raises(WeightMismatchError) as raised:
         dense.load()
-    assert "1 Hugging Face tensors that no parameter uses:\n    model.norm.scale (nearest: model.norm.weight)" in str(
-        raised.value
-    )
-    assert "1 Hugging Face tensors that are missing:\n    model.norm.weight (nearest: model.norm.scale)" in str(
-        raised.value
-    )
+    message = str(raised.value)
+    unused = "    model.norm.scale in model.safetensors (nearest: model.norm.weight)"
+    assert f"1 Hugging Face tensors that no parameter uses:\n{unused}" in message
+    assert "1 Hugging Face tensors that are missing:\n    model.norm.weight (nearest: model.norm.scale)" in message
 
 
 def test_many_strays_are_counted_and_a_few_named(dense: Case) -> None:
     dense.files |= {f"extra.{i:02d}": torch.zeros(1) for i in range(20)}
-    with pytest.raises(WeightMismatchError, match=r"(?s)20 Hugging Face .*extra\.07\n    \.\.\. and 12 more$"):
+    with pytest.raises(WeightMismatchError, match=r"(?s)20 Hugging Face .*extra\.07 in .*\n    \.\.\. and 12 more\n"):
         dense.load()
 
 
 def test_a_tensor_of_another_shape_is_an_error(dense: Case) -> None:
     dense.files["model.norm.weight"] = torch.zeros(17)
-    with pytest.raises(WeightMismatchError, match=r"model\.norm\.weight: \[17\], expected \[16\]"):
+    with pytest.raises(
+        WeightMismatchError, match=r"model\.norm\.weight in model\.safetensors: \[17\], expected \[16\]"
+    ):
         dense.load()
 
 
@@ -102,6 +107,22 @@ def test_a_failed_audit_writes_nothing(dense: Case) -> None:
     with pytest.raises(WeightMismatchError):
         dense.load()
     assert not any(parameter.any() for parameter in dense.parameters.values())
+
+
+def test_values_that_are_not_finite_are_an_error_with_their_tensors(moe: Case) -> None:
+    up = "model.layers.2.mlp.experts.5.up_proj.weight"
+    moe.files[up][3, 1] = torch.nan
+    moe.files["model.norm.weight"][0] = -torch.inf
+    with pytest.raises(ValueError, match="NaN or infinite") as raised:
+        moe.load()
+    named = [line for line in str(raised.value).splitlines() if line.startswith("  ")]
+    assert named == [f"  {name} in model.safetensors, read as torch.float32" for name in (up, "model.norm.weight")]
+
+
+def test_values_too_large_for_the_dtype_of_the_parameters_are_an_error(dense: Case) -> None:
+    dense.files["model.norm.weight"] = torch.full((16,), 1e39, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"  model\.norm\.weight in model\.safetensors, read as torch\.float32"):
+        dense.load()
 
 
 def test_stored_rotary_frequencies_go_unused(tied: Case) -> None:

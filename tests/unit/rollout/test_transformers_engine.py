@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -439,6 +440,27 @@ def test_a_checkpoint_that_lacks_a_tensor_is_an_error(model_folder: Folder, tmp_
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"does not fit its config.json: .*layers\.1\.mlp\.up_proj"):
         engine_at(tmp_path, tokenizer_path=str(path))
+
+
+def test_a_checkpoint_with_a_tensor_of_another_shape_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors") | {"model.norm.weight": torch.zeros(33)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit its config.json: .*model\.norm\.weight.*\[33\].*\[32\]"):
+        engine_at(folder)
+
+
+def test_a_checkpoint_that_is_not_finite_is_an_error_with_its_tensors(model_folder: Folder, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("mixtral"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    up, norm = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.norm.weight"
+    tensors[up][5, 4] = torch.nan
+    tensors[norm][0] = torch.inf
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="NaN or infinite") as raised:
+        engine_at(folder, dtype="bfloat16")
+    named = [line for line in str(raised.value).splitlines() if line.startswith("  ")]
+    assert named == [f"  {name} in model.safetensors, read as torch.bfloat16" for name in (up, norm)]
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])

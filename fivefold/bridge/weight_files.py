@@ -1,0 +1,195 @@
+"""The weight files of a Hugging Face folder, as far as their headers and their index tell.
+
+    model.safetensors                                          one file, or
+    model.safetensors.index.json ──tensor: file──> shards      several
+
+A safetensors file is the length of its header (8 bytes), the header (JSON: dtype, shape and place of each tensor), and
+the data. The size of a file that is whole follows from its header, so nothing has to be read beyond it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
+"""Patterns of weight files that are not read."""
+_GIT_LFS_POINTER = b"version https://git-lfs"
+_LENGTH_BYTES = 8
+"""Bytes of the length of the header, a little-endian number at the start of the file."""
+_LONGEST_HEADER = 100_000_000
+"""Most bytes of a header that safetensors reads."""
+_LISTED = 3
+"""Most names in a line of an error."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file, as the file's header describes it."""
+
+    file: str
+    """Name of the file in its folder."""
+    dtype: str
+    """Dtype as safetensors writes it, such as `BF16`."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """What the weight files of a folder hold, and what is wrong with them."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    """Tensors of all files whose header can be read, by name."""
+    problems: tuple[str, ...]
+    """A line for each problem, with the file and the fix; none if every file is there and whole."""
+    unread: frozenset[str] = frozenset()
+    """Tensors that a problem above keeps from being read, where the index names them."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors that can be read."""
+        return frozenset(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self.tensors[name].shape
+
+    def file(self, name: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        return self.tensors[name].file
+
+
+def survey(folder: Path) -> WeightFiles:
+    """Return what the weight files in `folder` hold. Each file is opened once, and only its header is read."""
+    # A link that leads nowhere counts as a file that is there: it is then reported by its name.
+    has_single, has_index = (os.path.lexists(folder / file) for file in (SINGLE_FILE, INDEX_FILE))
+    if not has_index:
+        if not has_single:
+            return WeightFiles(folder, {}, (_no_weights(folder),))
+        return _survey_files(folder, [SINGLE_FILE], {})
+    try:
+        placed = _read_index(folder / INDEX_FILE)
+    except (OSError, ValueError) as error:
+        return WeightFiles(folder, {}, (f"{INDEX_FILE} cannot be read ({error}): fetch it again",))
+    files = sorted(set(placed.values()))
+    if has_single and files != [SINGLE_FILE]:
+        # transformers would read the one and the trainer the other.
+        problem = f"{SINGLE_FILE} is there beside {INDEX_FILE}, which names other files: delete the one that is stale"
+        return WeightFiles(folder, {}, (problem,))
+    return _survey_files(folder, files, placed)
+
+
+def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str]) -> WeightFiles:
+    """Return what `files` hold; `placed` is the file of each tensor as the index says, empty without an index."""
+    tensors: dict[str, StoredTensor] = {}
+    problems = []
+    unread: set[str] = set()
+    misplaced = []
+    for file in files:
+        claimed = {name for name, place in placed.items() if place == file}
+        try:
+            held = _read_header(folder / file)
+        except _DamagedFileError as error:
+            lost = f" ({len(claimed)} tensors, among them {min(claimed)})" if claimed else ""
+            problems.append(f"{file}{lost} {error}")
+            unread |= claimed
+            continue
+        tensors |= {name: tensor for name, tensor in held.items() if placed.get(name, file) == file}
+        misplaced += sorted(claimed - held.keys())
+    if misplaced:
+        shown = ", ".join(f"{name} in {placed[name]}" for name in misplaced[:_LISTED])
+        more = f" and {len(misplaced) - _LISTED} more" if len(misplaced) > _LISTED else ""
+        problems.append(
+            f"{INDEX_FILE} places tensors in files that do not hold them: {shown}{more}: fetch the index and these "
+            "files again, from one version of the model"
+        )
+    return WeightFiles(folder, tensors, tuple(problems), frozenset(unread.union(misplaced)))
+
+
+def _no_weights(folder: Path) -> str:
+    others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
+    problem = f"{SINGLE_FILE} and {INDEX_FILE} are both missing, and only safetensors files are read"
+    if any(name.endswith(".bin") for name in others):
+        load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')"
+        fix = f"convert it once with transformers: {load}.save_pretrained({str(folder)!r})"
+    elif any(name.endswith(".gguf") for name in others):
+        fix = "convert it once with `fivefold convert`"
+    else:
+        fix = "fetch the weights, or set actor.init_from_scratch=true to train from random ones"
+    found = f" (found {', '.join(others[:_LISTED])}{', ...' if len(others) > _LISTED else ''})" if others else ""
+    return f"{problem}{found}: {fix}"
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Return the file of each tensor.
+
+    Raises:
+        OSError: the index cannot be opened.
+        ValueError: it is not JSON, or not an index.
+    """
+    index = json.loads(file.read_text(encoding="utf-8"))
+    placed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
+        raise ValueError("it has no weight_map from tensors to files")
+    return placed
+
+
+class _DamagedFileError(Exception):
+    """A file that cannot be read; the message goes on after the file's name."""
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name.
+
+    Raises:
+        _DamagedFileError: the file is missing, or it is not a whole safetensors file.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            slices = {name: opened.get_slice(name) for name in names}
+            return {
+                name: StoredTensor(file.name, tensor.get_dtype(), tuple(tensor.get_shape()))
+                for name, tensor in slices.items()
+            }
+    except FileNotFoundError as error:
+        raise _DamagedFileError("is missing: complete the download") from error
+    except OSError as error:
+        raise _DamagedFileError(f"cannot be opened: {error}") from error
+    except SafetensorError as error:
+        raise _DamagedFileError(_damage(file, error)) from error
+
+
+def _damage(file: Path, error: SafetensorError) -> str:
+    """Return what is wrong with a file that safetensors refuses, and the fix."""
+    with file.open("rb") as opened:
+        if opened.read(len(_GIT_LFS_POINTER)) == _GIT_LFS_POINTER:
+            return "is a Git LFS pointer instead of the weights: run `git lfs pull` in the folder"
+    size, whole = file.stat().st_size, _described_bytes(file)
+    if whole is not None and size < whole:
+        return f"is truncated: it has {size:,} bytes, and its header describes {whole:,}: fetch it again"
+    return f"has {size:,} bytes and is not a whole safetensors file ({error}): fetch it again"
+
+
+def _described_bytes(file: Path) -> int | None:
+    """Return the bytes that a file should have (at least, if it ends in its header); None for a broken header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        if length > _LONGEST_HEADER:
+            return None
+        header = opened.read(length)
+    if len(header) < length:
+        return _LENGTH_BYTES + length
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):  # any JSON may stand there
+        return None

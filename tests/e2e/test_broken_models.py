@@ -1,0 +1,89 @@
+"""A broken model folder is refused by every command before a process is started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from fivefold import generate, sft, train
+from fivefold.cluster.session import Session
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import GenerationConfig, SFTRecipe, TrainRecipe
+from fivefold.evaluate import evaluate
+from tests.e2e.conftest import ROOT
+
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+TINY_MOE = ROOT / "fivefold" / "models" / "tiny-moe"
+TRUNCATED = (
+    r"model\.safetensors is truncated: it has 1,000,000 bytes, and its header describes 4,099,648: fetch it again"
+)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Return a model folder whose weight file is truncated."""
+    folder = Path(shutil.copytree(TINY_MOE, tmp_path / "broken"))
+    os.truncate(folder / "model.safetensors", 1_000_000)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it an error to start processes."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(Session, "open", start)
+
+
+def train_recipe(*overrides: str) -> TrainRecipe:
+    return load_recipe(QUICKSTART, list(overrides), TrainRecipe)
+
+
+def run_train(path: str) -> None:
+    train.train(train_recipe(f"actor.path={path}"))
+
+
+def run_reference(path: str) -> None:
+    train.train(train_recipe("actor.kl_ctl=0.1", f"ref.path={path}"))
+
+
+def run_sft(path: str) -> None:
+    sft.sft(
+        load_recipe(
+            ROOT / "recipes" / "tiny-moe-sft.yaml", [f"actor.path={path}", "actor.init_from_scratch=false"], SFTRecipe
+        )
+    )
+
+
+def run_evaluate(path: str) -> None:
+    evaluate(train_recipe("rollout.backend=transformers:d2"), model=path)
+
+
+def run_generate(path: str) -> None:
+    generate.generate(path, ["1+2="], GenerationConfig(), seed=1, chat=False, dtype=None, device="cpu")
+
+
+@pytest.mark.parametrize("command", [run_train, run_reference, run_sft, run_evaluate, run_generate])
+def test_every_command_refuses_a_truncated_file(command: Callable[[str], None], broken: Path) -> None:
+    with pytest.raises(ValueError, match=TRUNCATED):
+        command(str(broken))
+    assert not ray.is_initialized()
+
+
+def test_the_snapshot_of_a_hub_name_is_checked(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/model": str(broken)}[name])
+    with pytest.raises(ValueError, match=TRUNCATED):
+        train.set_up(train_recipe("actor.path=org/model"))
+
+
+def test_weights_that_are_drawn_at_random_need_no_files(broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    setup = train.set_up(train_recipe(f"actor.path={broken}", "actor.init_from_scratch=true"))
+    assert setup.ground.path == str(broken)
