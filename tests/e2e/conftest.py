@@ -1,4 +1,4 @@
-"""Runs of the command line, as a user starts them."""
+"""Runs the command line as a user does."""
 
 from __future__ import annotations
 

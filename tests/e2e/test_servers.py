@@ -1,4 +1,4 @@
-"""Runs of the command line whose rollout is by servers: stand-ins of SGLang's that say what they were told."""
+"""Runs of the command line with servers as rollout: stand-ins for SGLang's, which log their requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N_STEPS, N_PROMPTS, N_SAMPLES = 2, 4, 4
 
 
 def length(response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
-    """A reward that differs between the answers of a group, so that every step changes the weights."""
+    """A reward that differs within a group, so that every step changes the weights."""
     return float(len(response))
 
 
@@ -45,7 +45,7 @@ class Run:
 
 
 def train(fivefold: Fivefold, folder: Path, environment: Mapping[str, str]) -> Run:
-    """The quickstart's recipe, laid out in AReaL's own form."""
+    """Train the quickstart's recipe, with a layout in AReaL's own form."""
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     del recipe["rollout"], recipe["actor"]["backend"], recipe["valid_dataset"]
     recipe["reward"] = {"fn": "tests.e2e.test_servers:length"}
@@ -61,7 +61,7 @@ def train(fivefold: Fivefold, folder: Path, environment: Mapping[str, str]) -> R
 
 @pytest.fixture(scope="module")
 def runs(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """Side by side: one whose servers live, and one whose servers die in the first step."""
+    """Two runs at the same time: one whose servers live, and one whose servers die in the first step."""
     environments = [{fake_server.HAS_CHILD: "1"}, {fake_server.DIES_IN: "/generate"}]
     folders = [tmp_path_factory.mktemp("servers") for _ in environments]
     with ThreadPoolExecutor() as threads:
@@ -78,7 +78,7 @@ def assert_nothing_is_left(log: Log) -> None:
 
 @pytest.fixture(scope="module")
 def lived(runs: tuple[Run, Run]) -> Run:
-    """The run that has succeeded."""
+    """The run that succeeds."""
     run = runs[0]
     assert run.result.returncode == 0, run.result.stderr + run.result.stdout
     assert "Traceback" not in run.result.stdout + run.result.stderr
@@ -95,7 +95,7 @@ def test_every_update_reaches_the_servers_of_all_replicas(lived: Run) -> None:
     assert len(first) == len(second) == 1 + N_STEPS
     for one, other in zip(first, second, strict=True):
         assert one["tensors"] == other["tensors"]
-        assert one["inodes"] == other["inodes"], "each replica has a copy of its own"
+        assert one["inodes"] == other["inodes"], "the replicas have copies of the files"
         assert one["folder"] != other["folder"]
     versions = [{tensor["name"]: tensor for tensor in row["tensors"]} for row in first]
     assert {tensor["dtype"] for tensor in first[0]["tensors"]} == {"F32"}
@@ -119,7 +119,7 @@ def test_a_server_that_dies_in_a_step_ends_the_run(runs: tuple[Run, Run]) -> Non
     assert "The run failed: rollout rank " in died.result.stderr
     assert "failed in phase 'rollout'" in died.result.stderr
     assert f"the server ended with status {fake_server.STATUS_IN_REQUEST}" in died.result.stderr
-    assert len(died.log.rows("load")) == 2, "the weights of the beginning, in either server"
+    assert len(died.log.rows("load")) == 2, "each server loads the first weights only"
 
 
 def test_no_process_and_no_file_is_left(runs: tuple[Run, Run]) -> None:

@@ -1,4 +1,4 @@
-"""One short training run, from the command line to the files it leaves; and the promised errors."""
+"""One short training run, from the command line to its files; and the errors of recipes that cannot work."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
 
 
 def test_rollout_and_trainer_agree_on_the_log_probs(metrics: list[dict[str, Any]]) -> None:
-    # The same float32 weights in two implementations: what remains is rounding, and the second update's step.
+    # Both have the same float32 weights, so they differ only by rounding and by the step of the first update.
     assert max(row["rollout_mismatch"] for row in metrics) < 0.05
     assert max(row["rollout_mismatch_kl"] for row in metrics) < 0.01
 
@@ -85,7 +85,7 @@ def test_the_learning_rate_warms_up_and_decays(metrics: list[dict[str, Any]]) ->
     assert rates[-1] < 0.35 * max(rates)
 
 
-def test_the_weights_load_in_transformers_and_are_not_those_it_began_with(run: Path) -> None:
+def test_transformers_loads_the_weights_which_differ_from_the_first_ones(run: Path) -> None:
     trained = AutoModelForCausalLM.from_pretrained(run / "weights", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run / "weights")
     first = AutoModelForCausalLM.from_pretrained(ROOT / "fivefold" / "models" / "tiny-moe", dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_the_weights_load_in_transformers_and_are_not_those_it_began_with(run: P
         assert not torch.equal(after, before), name
 
 
-def test_the_run_folder_holds_what_is_promised(run: Path) -> None:
+def test_the_run_folder_holds_summary_recipe_and_samples(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert 0 <= summary["accuracy_before"] < summary["accuracy_after"] <= 1
     assert {"torch", "megatron-core", "ray", "transformers"} <= summary["versions"].keys()
@@ -131,7 +131,7 @@ def test_a_second_run_of_the_same_name_is_refused(run: Path, fivefold: Fivefold)
         ("gconfig.stop_token_ids=[100000]", "vocabulary"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(override: str, expected: str) -> None:
+def test_a_recipe_that_cannot_work_is_refused_before_a_process_starts(override: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         set_up(load_recipe(QUICKSTART, [override], TrainRecipe))
 
@@ -144,14 +144,14 @@ def test_what_cannot_work_is_refused_before_anything_starts(override: str, expec
         ("valid_dataset=null", "no valid_dataset"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_before_anything_starts(override: str, expected: str) -> None:
+def test_an_evaluation_that_cannot_work_is_refused_before_a_process_starts(override: str, expected: str) -> None:
     overrides = ["rollout.backend=transformers:d2", override]
     with pytest.raises(ValueError, match=expected):
         evaluate(load_recipe(QUICKSTART, overrides, TrainRecipe))
 
 
 def no_package(name: str) -> None:
-    """In place of `find_spec`: neither vLLM nor SGLang is installed."""
+    """Replaces `find_spec`: neither vLLM nor SGLang is installed."""
 
 
 @pytest.mark.parametrize("run", [set_up, evaluate])
@@ -166,7 +166,7 @@ def no_package(name: str) -> None:
         ([HERE, *ONE_GPU_NODES, "rollout.backend={server}:d1t2"], "a replica of {server} would span nodes 0, 1"),
     ],
 )
-def test_a_server_that_cannot_be_started_is_refused_before_anything_starts(
+def test_a_server_that_cannot_be_started_is_refused_before_a_process_starts(
     run: Callable[[TrainRecipe], object],
     server: str,
     overrides: list[str],
