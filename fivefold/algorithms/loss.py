@@ -83,8 +83,8 @@ class PolicyLoss:
         sequence_mean   sum_s (mean_t cost) / number of sequences with trained tokens       GRPO (Shao et al. 2024)
         sequence_sum    sum_s (sum_t cost) / number of sequences with trained tokens        Dr. GRPO (Liu et al. 2025)
 
-    Fields read: `advantages`; `old_logprobs` and `rollout_logprobs` where present; `ref_logprobs` where present, and
-    required with `kl_coeff` > 0.
+    Fields read: `advantages`; `old_logprobs` and `rollout_logprobs` where present; `rollout_logprobs` is required with
+    `old_is_rollout`, and `ref_logprobs` with `kl_coeff` > 0.
     """
 
     temperature: float
@@ -96,7 +96,7 @@ class PolicyLoss:
     kl_coeff: float
     kl_estimator: KLEstimator
     old_is_rollout: bool = False
-    """Whether `old_logprobs` are the rollout engine's (`recompute_logprob: false`)."""
+    """Whether `rollout_logprobs` are p_old (`recompute_logprob: false`)."""
     rollout_is_truncated: bool = False
     """Whether `rollout_logprobs` are of a truncated distribution, so that a comparison with the trainer's is void."""
 
@@ -132,7 +132,10 @@ class PolicyLoss:
         entropy_T = _zero_unless(trained_T, inputs.predictions["entropy"])
         present = inputs.fields.keys() & _POLICY_FIELDS
         fields = {name: _zero_unless(trained_T, inputs.fields[name]) for name in present}
-        old_logprobs_T = fields.get("old_logprobs", logprobs_T.detach())
+        if self.old_is_rollout:
+            old_logprobs_T = fields["rollout_logprobs"]
+        else:
+            old_logprobs_T = fields.get("old_logprobs", logprobs_T.detach())
 
         log_ratio_T = logprobs_T - old_logprobs_T
         surrogate_T = self._surrogate(bounded_exp(log_ratio_T), fields["advantages"])

@@ -15,6 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", int, float)
 
 Bin = list[int]
 """Indices of the sequences of one micro-batch."""
@@ -79,7 +82,7 @@ def plan_micro_batches(
     first_fit: list[Bin] | None = None
     n_per_rank = _round_up(max(min_micro_batches, -(-_fewest_bins(lengths, max_tokens) // n_ranks)), multiple_of)
     while (bins := _balance(longest_first, lengths, n_ranks * n_per_rank, max_tokens, cost)) is None:
-        # Slow where there are many bins, and rarely needed: most lengths can be balanced.
+        # Rarely needed: most lengths can be balanced.
         first_fit = first_fit or _first_fit(longest_first, lengths, max_tokens)
         if len(first_fit) <= n_ranks * n_per_rank:
             # Bins that must be packed this tightly are nearly full, and hence nearly even without balancing.
@@ -99,18 +102,47 @@ def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
     return n_long + -(-sum(length for length in lengths if length < max_tokens) // max_tokens)
 
 
+class _Bins(Generic[Key]):
+    """Bins with a capacity, of which the one with the least key that has room is asked for, for ever shorter sequences.
+
+    A bin that has no room is set aside until a sequence comes that is short enough for it, so that each sequence moves
+    a few bins only, however many are full.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._open: list[tuple[Key, int, int]] = []
+        """A heap of (key, tokens, bin)."""
+        self._full: list[tuple[int, Key, int, int]] = []
+        """A heap of (-room, key, tokens, bin)."""
+
+    def add(self, key: Key, tokens: int, number: int) -> None:
+        """Add a bin, or put one back after `take`."""
+        heapq.heappush(self._open, (key, tokens, number))
+
+    def take(self, length: int) -> tuple[Key, int, int] | None:
+        """Remove the bin with the least key that has room for `length`: its key, tokens and number; None if none has.
+
+        An empty bin has room for any sequence. Lengths must not grow from call to call.
+        """
+        while self._full and -self._full[0][0] >= length:
+            heapq.heappush(self._open, heapq.heappop(self._full)[1:])
+        while self._open and self._open[0][1] and self._open[0][1] + length > self._capacity:
+            key, tokens, number = heapq.heappop(self._open)
+            heapq.heappush(self._full, (tokens - self._capacity, key, tokens, number))
+        return heapq.heappop(self._open) if self._open else None
+
+
 def _first_fit(longest_first: list[int], lengths: Sequence[int], max_tokens: int) -> list[Bin]:
     """Pack by first-fit decreasing: few bins, of uneven cost."""
     bins: list[Bin] = []
-    room: list[int] = []
+    rooms: _Bins[int] = _Bins(max_tokens)
     for i in longest_first:
-        target = next((b for b, tokens in enumerate(room) if lengths[i] <= tokens), None)
-        if target is None:
-            bins.append([i])
-            room.append(max_tokens - lengths[i])
-        else:
-            bins[target].append(i)
-            room[target] -= lengths[i]
+        number, tokens, _ = rooms.take(lengths[i]) or (len(bins), 0, 0)
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(i)
+        rooms.add(number, tokens + lengths[i], number)
     return bins
 
 
@@ -119,18 +151,15 @@ def _balance(
 ) -> list[Bin] | None:
     """Put each sequence, longest first, into the cheapest bin with room (Graham 1969, with a cap); None if none has."""
     bins: list[Bin] = [[] for _ in range(n_bins)]
-    heap = [(0.0, 0, b) for b in range(n_bins)]
+    rooms: _Bins[float] = _Bins(max_tokens)
+    for number in range(n_bins):
+        rooms.add(0.0, 0, number)
     for i in longest_first:
-        full: list[tuple[float, int, int]] = []
-        while heap and heap[0][1] and heap[0][1] + lengths[i] > max_tokens:
-            full.append(heapq.heappop(heap))
-        if not heap:
+        if (cheapest := rooms.take(lengths[i])) is None:
             return None
-        bin_cost, bin_tokens, target = heapq.heappop(heap)
-        bins[target].append(i)
-        full.append((bin_cost + cost(lengths[i]), bin_tokens + lengths[i], target))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        bin_cost, tokens, number = cheapest
+        bins[number].append(i)
+        rooms.add(bin_cost + cost(lengths[i]), tokens + lengths[i], number)
     return bins
 
 

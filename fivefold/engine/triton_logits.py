@@ -49,7 +49,7 @@ def _statistics_kernel(
         logit = tl.load(start_of_row + column, mask=column < vocab, other=_LOWEST).to(tl.float32)
         # Either the new logit or the old sums are scaled, never both, so one exponential serves both cases.
         rises = logit > maximum
-        distance = tl.maximum(-tl.abs(logit - maximum), _LEAST)
+        distance = tl.maximum(-tl.abs(logit - maximum), _LEAST, propagate_nan=tl.PropagateNan.ALL)
         factor = tl.exp(distance)
         # The sum of e^(l - max) (l - max) moves with the maximum: by `distance` for each unit of weight so far.
         weighted = tl.where(rises, factor * (weighted + distance * total), weighted + factor * distance)
@@ -57,7 +57,7 @@ def _statistics_kernel(
         maximum = tl.maximum(maximum, logit)
     # A lane that saw no column at all holds _LOWEST, so this factor removes what it counted.
     row_maximum = tl.max(maximum, 0)
-    below = tl.maximum(maximum - row_maximum, _LEAST)
+    below = tl.maximum(maximum - row_maximum, _LEAST, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.exp(below)
     weighted += below * total
     target = tl.load(targets + row)

@@ -254,6 +254,22 @@ def test_log_probs_of_a_truncated_distribution_are_not_compared(truncation: dict
     assert metrics.keys() - truncated.keys() == {"rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl"}
 
 
+def test_old_log_probs_may_be_the_rollouts() -> None:
+    batch, logprobs, entropy = make_batch()
+    actor = ActorConfig(path="m", recompute_logprob=False)
+    fields = {name: batch.fields[name] for name in ("advantages", "rollout_logprobs")}
+    loss = PolicyLoss.from_config(actor, GenerationConfig())
+    total, metrics = loss(raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
+    as_old = {"advantages": fields["advantages"], "old_logprobs": fields["rollout_logprobs"]}
+    wanted, _ = replace(loss, old_is_rollout=False)(raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, as_old))
+    on_policy, _ = replace(loss, old_is_rollout=False)(
+        raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, {"advantages": fields["advantages"]})
+    )
+    assert total == wanted
+    assert total != on_policy
+    assert metrics["rollout_mismatch"] > 0
+
+
 def test_from_config_reads_every_option() -> None:
     sampling = GenerationConfig(temperature=0.7)
     config = ActorConfig(
