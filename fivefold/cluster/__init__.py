@@ -1,1 +1,1 @@
-"""Machines and worker processes on Ray: the only room that imports ray."""
+"""Machines and worker processes on Ray: the only package that imports ray."""

@@ -1,7 +1,8 @@
-"""What the driver is told when a worker fails."""
+"""Errors that the driver raises when a worker fails."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from fivefold.observe.errors import RunFailed
 
 TAIL_LINES = 40
+
+_WARNING = re.compile(r".+:\d+: (\w+\.)*\w*Warning: ")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Member:
 
 
 class WorkerError(RunFailed):
-    """A worker raised or died. The first cause, as far as it can be told, is the one named."""
+    """A worker raised or died. If several have, the error names the one that is most likely the cause."""
 
     def __init__(self, member: Member, phase: str, traceback_text: str, also: Sequence[Member] = ()) -> None:
         self.role = member.role
@@ -43,8 +46,21 @@ class WorkerError(RunFailed):
         )
 
 
+class RayEnded(RunFailed):
+    """A server of the run's own Ray ended, and all workers with it."""
+
+    def __init__(self, ending: object, phase: str, logs: Path) -> None:
+        self.logs = logs
+        """Folder of Ray's own logs."""
+        super().__init__(
+            f"Ray itself ended on this machine in phase '{phase}': {ending}, and all workers ended with it.\n"
+            "If you did not end it, the kernel probably did, because memory ran out: look for 'Out of memory' in\n"
+            f"`dmesg` or `journalctl -k`, and run fewer or smaller processes on this machine.\n\nRay's logs: {logs}"
+        )
+
+
 class PhaseTimeout(RunFailed):
-    """A phase took longer than `scheduler.timeout_s`; names the ranks that have not answered and where they are."""
+    """A phase took longer than `scheduler.timeout_s`. The error names the ranks without an answer and their stacks."""
 
     def __init__(self, phase: str, seconds: float, waiting: Sequence[Member], where: str) -> None:
         self.phase = phase
@@ -58,8 +74,23 @@ class PhaseTimeout(RunFailed):
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a worker's log, or a word on why there are none."""
+    """Return the last lines of a worker's log without Python's warnings, or why there are none.
+
+    The libraries that a worker imports give some twenty warnings before it does anything, which would hide the cause.
+    """
     if not log.is_file():
         return f"(no log at {log} on this machine)"
-    text = log.read_text(errors="replace").rstrip().splitlines()[-lines:]
-    return "\n".join(text) if text else "(its log is empty)"
+    text = _without_warnings(log.read_text(errors="replace").rstrip().splitlines())[-lines:]
+    return "\n".join(text) if text else "(nothing but warnings, if anything)"
+
+
+def _without_warnings(lines: Sequence[str]) -> list[str]:
+    """Drop the lines that `warnings.warn` writes: the warning, and indented below it the line of code that gave it."""
+    kept = []
+    below_warning = False
+    for line in lines:
+        is_warning = _WARNING.match(line) is not None
+        if not is_warning and not (below_warning and line.startswith(" ")):
+            kept.append(line)
+        below_warning = is_warning
+    return kept

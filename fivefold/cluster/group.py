@@ -1,10 +1,10 @@
 """The workers of one role, called together.
 
     call         every rank, the same arguments        -> results of all ranks
-    call_first   every rank, the same arguments        -> rank 0's result; the others' stay where they are
+    call_first   every rank, the same arguments        -> rank 0's result; the other ranks send none
     call_each    every rank, arguments of its own      -> results of all ranks
     keep_each    every rank, arguments of its own      -> summaries, and references to what stays in the object store
-    control      every rank, beside whatever it does   -> results of all ranks
+    control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
 
@@ -23,7 +23,7 @@ import ray
 from ray import cloudpickle
 
 from fivefold.cluster.errors import Member
-from fivefold.cluster.rendezvous import master_environment, master_host, worker_environment
+from fivefold.cluster.rendezvous import import_folders, master_environment, master_host, worker_environment
 from fivefold.cluster.watch import Call
 from fivefold.cluster.worker import SIDES, Worker
 
@@ -35,16 +35,16 @@ R = TypeVar("R")
 Payload = TypeVar("Payload")
 
 STREAM_AHEAD = 2
-"""Items of a stream that rank 0 may be ahead of the reader: the memory a stream needs in the object store."""
+"""Number of items by which rank 0 may be ahead of a stream's reader, which bounds the stream's memory."""
 _INLINE = (bool, int, float, str, type(None))
 """Argument types that travel with the call; all others are put into the object store once for all ranks."""
 
 Remote: TypeAlias = "ray.ObjectRef[Any]"
-"""Something in the object store. As an argument of a call, the worker gets the thing itself."""
+"""Reference to an object in the object store. A worker that gets one as an argument receives the object itself."""
 
 _feed_ids = itertools.count(1)
 
-# Devices are reserved by `nodes.reserve`: a worker itself claims nothing. Nor is it started again when it dies.
+# `nodes.reserve` reserves devices, so a worker claims none. A worker that dies is not restarted, but ends the run.
 _OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "num_gpus": 0,
@@ -57,7 +57,7 @@ _Actor = ray.remote(**_OPTIONS)(Worker)
 
 
 class Pending(Generic[R]):
-    """Calls under way; `wait` for their results once."""
+    """Calls in progress, whose results can be waited for once."""
 
     def __init__(self, session: Session, refs: Sequence[ray.ObjectRef[R]], phase: str) -> None:
         self._session = session
@@ -65,17 +65,17 @@ class Pending(Generic[R]):
         self._phase = phase
 
     def wait(self) -> list[R]:
-        """Results by rank.
+        """Return the results by rank.
 
         Raises:
-            WorkerError: some worker of the session raised or died; all workers are gone.
-            PhaseTimeout: `scheduler.timeout_s` passed first; all workers are gone.
+            WorkerError: some worker of the session raised or died; all workers have been ended.
+            PhaseTimeout: `scheduler.timeout_s` passed first; all workers have been ended.
         """
         return self._session.watch.wait(self._refs, self._phase, self._session.timeout_s)
 
 
 class WorkerGroup:
-    """Made by `Session.launch`."""
+    """The workers of one role, which `Session.launch` starts. Calls that wait raise what `Pending.wait` raises."""
 
     def __init__(self, session: Session, role: Role) -> None:
         if not role.devices:
@@ -97,10 +97,11 @@ class WorkerGroup:
         return len(self._members)
 
     def create(self) -> None:
-        """Asks for the processes; the ranks of a distributed role start to import torch."""
+        """Ask for the processes; the ranks of a distributed role begin to import torch."""
+        folders = import_folders()
         for rank, (member, node) in enumerate(zip(self._members, self._nodes, strict=True)):
             environment = worker_environment(self._role, rank, self._session.nodes)
-            worker = _Actor.options(scheduling_strategy=node.strategy()).remote(environment, str(member.log))
+            worker = _Actor.options(scheduling_strategy=node.strategy()).remote(environment, folders, str(member.log))
             self._workers.append(worker)
             self._session.watch.add(worker.hold.options(concurrency_group="hold").remote(), Call(member, None, worker))
         if self._role.distributed:
@@ -109,7 +110,7 @@ class WorkerGroup:
             self._ports = self._pend(refs)
 
     def build(self) -> None:
-        """Has every worker make its object."""
+        """Ask every worker to build its object."""
         environment: Mapping[str, str] = {}
         if self._ports is not None:
             environment = master_environment(self._master, self._ports.wait()[0])
@@ -118,21 +119,21 @@ class WorkerGroup:
         self._built = self._pend([worker.build.remote(pickled, environment, args) for worker in self._workers])
 
     def ready(self) -> None:
-        """Waits until every worker has made its object."""
+        """Wait until every worker has built its object."""
         if self._built is not None:
             self._built.wait()
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """`call` without waiting."""
+        """Do what `call` does, without waiting."""
         shared = _put(args)
         return self._pend([worker.call.remote(method.__name__, True, kwargs, *shared) for worker in self._workers])
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """`method(*args, **kwargs)` on every rank; arguments travel once. Results by rank."""
+        """Run `method(*args, **kwargs)` on every rank; arguments are sent once. Returns the results by rank."""
         return self.start(method, *args, **kwargs).wait()
 
     def call_first(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """`call` for methods that give every rank the same result: only rank 0 sends it."""
+        """Do what `call` does for a method with the same result on every rank, which only rank 0 sends."""
         shared = _put(args)
         calls = [
             worker.call.remote(method.__name__, rank == 0, kwargs, *shared) for rank, worker in enumerate(self._workers)
@@ -140,9 +141,12 @@ class WorkerGroup:
         return self._pend(calls).wait()[0]
 
     def call_each(self, method: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
-        """`method(*arguments[rank])` on every rank. Results by rank.
+        """Run `method(*arguments[rank])` on every rank. Returns the results by rank.
 
-        An argument that is a `Remote` arrives as the thing itself, read from the object store by the worker.
+        The worker of an argument that is a `Remote` reads the object itself from the object store.
+
+        Raises:
+            ValueError: there is not one tuple for each rank.
         """
         self._check_one_each(arguments)
         calls = zip(self._workers, arguments, strict=True)
@@ -151,9 +155,15 @@ class WorkerGroup:
     def keep_each(
         self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]]
     ) -> list[tuple[R, Remote]]:
-        """`method(*arguments[rank])`, which returns a pair (summary, payload), on every rank. The pairs by rank.
+        """Run `method(*arguments[rank])`, which returns a pair (summary, payload), on every rank.
 
-        The payload stays in the object store for as long as its reference is held; only the summary comes here.
+        The payload stays in the object store for as long as its reference is held; only the summary is sent back.
+
+        Returns:
+            (summary, reference to the payload), by rank.
+
+        Raises:
+            ValueError: there is not one tuple for each rank.
         """
         self._check_one_each(arguments)
         pairs = [
@@ -164,9 +174,9 @@ class WorkerGroup:
         return list(zip(summaries, [payload for _, payload in pairs], strict=True))
 
     def control(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """`method(*args, **kwargs)` on every rank at once, in a second thread of the worker. Results by rank.
+        """Run `method(*args, **kwargs)` on every rank at once, in a second thread of the worker.
 
-        The method runs beside the one under way, so it must be one that the held object expects then.
+        The method runs beside the one in progress, so the held object must allow that. Returns the results by rank.
         """
         shared = _put(args)
         calls = [
@@ -177,10 +187,10 @@ class WorkerGroup:
     def stream(
         self, method: Callable[Concatenate[Any, P], Iterator[Any]], *args: P.args, **kwargs: P.kwargs
     ) -> Iterator[Remote]:
-        """The generator `method(*args, **kwargs)` on every rank: references to rank 0's items, the others drain theirs.
+        """Run the generator `method(*args, **kwargs)` on every rank; yield references to the items of rank 0.
 
-        Rank 0 stays at most `STREAM_AHEAD` items ahead of the reader, and so do the others where the generator holds
-        collectives. The reader has to read to the end.
+        Rank 0 is at most `STREAM_AHEAD` items ahead of the reader, and so are the others if the generator contains
+        collectives. The reader must read to the end.
         """
         shared = _put(args)
         name = method.__name__
@@ -200,9 +210,9 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """`method(iterator, *args, **kwargs)` on every rank, the iterator giving what `items` refer to, one by one.
+        """Run `method(iterator, *args, **kwargs)` on every rank, where the iterator yields what `items` refer to.
 
-        An item is let go once every rank has taken it. Results by rank.
+        An item is released once every rank has taken it. Returns the results by rank.
         """
         feed_id = next(_feed_ids)
         shared = _put(args)
@@ -215,7 +225,7 @@ class WorkerGroup:
         return running.wait()
 
     def kill(self) -> None:
-        """Ends the processes at once."""
+        """End the processes at once."""
         for worker in self._workers:
             ray.kill(worker)
         self._workers = []
@@ -235,10 +245,10 @@ class WorkerGroup:
 
 
 def put(value: Any) -> Remote:
-    """`value` in the object store, for arguments of calls."""
+    """Put `value` into the object store, as an argument of calls."""
     return ray.put(value)
 
 
 def _put(args: Sequence[Any]) -> list[Any]:
-    """Arguments as references into the object store, where they are put once for all ranks."""
+    """Put arguments into the object store, once for all ranks; small ones are returned as they are."""
     return [arg if isinstance(arg, (*_INLINE, ray.ObjectRef)) else ray.put(arg) for arg in args]

@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C and SIGTERM, of which the first ends the run in order and the second at once, and SIGCHLD."""
+"""Signals: the first Ctrl-C or SIGTERM ends the run in order, the second at once; SIGCHLD is not ignored."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ INTERRUPTED = 130
 
 
 def keep_exit_statuses() -> None:
-    """Undo an ignored SIGCHLD, with which the kernel forgets how a child ended: each seems to have ended with status 0.
+    """Stop ignoring SIGCHLD. While it is ignored, the kernel drops exit statuses, and every child seems to end with 0.
 
-    It may be inherited, from a service manager or a container's first process, and Ray sets it in every process.
+    A process may inherit this from a service manager or a container's first process, and Ray sets it in every process.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt once; the next one kills this process and all below it.
+    """Inside the block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the next kills this process and children.
 
-    Only for the main thread, and only around a whole command: it is the program's last word on signals.
+    It is for the main thread only, and wraps a whole command, because nothing inside may set other handlers.
     """
     # The handler needs psutil. It is imported before the handler is set, because a signal may come in the middle of
     # another import.
@@ -38,7 +38,7 @@ def interruptible() -> Iterator[None]:
         count += 1
         if count > 1:
             _end_at_once()
-        # Not print: the signal may have come in the middle of one.
+        # print is not reentrant, and the signal may come in the middle of one.
         os.write(sys.stderr.fileno(), b"\nInterrupted: ending all processes. Once more ends them without waiting.\n")
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""A private Ray on this machine for one run, and what keeps Ray's own talk off the screen."""
+"""A private Ray on this machine for one run, or a Ray cluster that runs already."""
 
 from __future__ import annotations
 
@@ -7,83 +7,124 @@ import logging
 import os
 import shutil
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import ray
-import ray._private.services
 import ray._private.worker
 
-from fivefold.cluster.interrupt import keep_exit_statuses
+from fivefold.cluster.compat import NoDriverFolders, on_loopback, require_listening, signals_kept
+from fivefold.cluster.private_folder import PrivateFolder
 from fivefold.observe.errors import RunFailed
 
 MAX_OBJECT_STORE = 8 * 2**30
-"""Weights and batches pass through the object store in pieces; more than this never lies in it at one time."""
+"""Most bytes of the object store. Weights and batches pass through it in pieces, and never exceed this at one time."""
 MIN_OBJECT_STORE = 256 * 2**20
 STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
 START_ATTEMPTS = 3
 END_S = 5.0
-"""How long processes get to go after they were told to."""
-JOIN_S = 10.0
-"""How long a cluster has to accept a connection."""
+"""Seconds that processes get to end after they were told to."""
 MAX_STARTING = 16
-"""Worker processes that Ray starts at one time, and keeps ready; also bounded by the cores."""
+"""Most worker processes that Ray starts at one time and keeps ready; there are never more than cores."""
 
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux's number for it, see prctl(2)."""
+"""Linux's number of the option of prctl(2)."""
 
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
-"""Ray reads these from the environment alone: no usage reports, no second account of an error that the driver raises
-itself, no hands on CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
+SERVERS = ("raylet", "gcs_server")
+"""The processes of Ray that every worker needs."""
 
 SYSTEM_CONFIG = {
-    # Whatever a worker has started ends with it, also when it is killed.
+    # Processes that a worker has started end with it, even if it is killed.
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-    # Ray gives way to everything else on the machine by default (15); the run is what the machine is here for.
+    # By default (15), Ray's workers give way to every other process, but the run is the machine's main work.
     "worker_niceness": 0,
 }
 
 
-def start() -> Path:
-    """Starts Ray and connects to it; returns its temporary folder.
+@dataclass(frozen=True)
+class Ending:
+    """How a server of Ray's ended while the run needed it."""
 
-    If this process is killed and cannot call `end`, the workers die with it; two small helpers of Ray's need a minute.
+    server: str
+    """One of `SERVERS`."""
+    status: int
+    """Exit status; negative: the signal that ended it."""
 
-    Raises:
-        RunFailed: Ray did not come up.
-    """
-    for _ in range(START_ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(prefix="fivefold-", dir=_short_folder()))
-        _adopt_orphans(True)
-        try:
-            _init(folder)
-            return folder
-        except BaseException as error:
-            end(folder)
-            # Ray's word for a start that took more than its 30 seconds, as on a busy machine, is Exception itself.
-            if type(error) is not Exception:
-                raise
-            slow = error
-    raise RunFailed(f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {slow}") from slow
+    def __str__(self) -> str:
+        how = f"was killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"exited with {self.status}"
+        return f"its process {self.server} {how}"
+
+
+@dataclass(frozen=True)
+class LocalRay:
+    """The private Ray of this process."""
+
+    folder: PrivateFolder
+    logs: Path
+    """Folder of Ray's own logs, inside `folder`."""
+    servers: Mapping[str, subprocess.Popen[bytes]]
+    """The processes of `SERVERS`."""
+
+    @classmethod
+    def start(cls) -> LocalRay:
+        """Start Ray and connect to it.
+
+        If this process is killed and cannot call `end`, the workers end with it. Two small processes of Ray end within
+        a minute, and the folder stays until the next start.
+
+        Raises:
+            RunFailed: Ray did not start in `START_ATTEMPTS` attempts.
+        """
+        for _ in range(START_ATTEMPTS):
+            folder = PrivateFolder.create(_short_folder())
+            _adopt_orphans(True)
+            try:
+                _init(folder.contents)
+                node = ray._private.worker._global_node
+                servers = {name: node.all_processes[name][0].process for name in SERVERS}
+                return cls(folder, Path(node.get_logs_dir_path()), servers)
+            except BaseException as error:
+                _end(folder, ())
+                # If a start takes more than 30 seconds, as on a busy machine, Ray raises a plain Exception.
+                if type(error) is not Exception:
+                    raise
+                slow = error
+        raise RunFailed(f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {slow}") from slow
+
+    def ended(self) -> Ending | None:
+        """Return which of Ray's servers has ended, and how; None if all are running."""
+        statuses = ((name, process.poll()) for name, process in self.servers.items())
+        return next((Ending(name, status) for name, status in statuses if status is not None), None)
+
+    def keep_logs(self, folder: Path) -> None:
+        """Copy Ray's own logs to `folder`, because `end` removes them."""
+        shutil.copytree(self.logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """Yield all processes of this Ray that descend from this process."""
+        yield from _processes(self.folder)
+
+    def end(self, seen: Collection[psutil.Process] = ()) -> None:
+        """End Ray, with all its processes and files.
+
+        Args:
+            seen: its processes as `processes` listed them before any was killed. Later lists may be incomplete,
+                because a process is found through its parent.
+        """
+        _end(self.folder, seen)
 
 
 def _init(folder: Path) -> None:
     store = _object_store_bytes()
-    # A container's /dev/shm may be as small as 64 MB; files in the temporary folder are as good, if slower.
+    # A container's /dev/shm may be as small as 64 MB. The temporary folder then holds the object store, but is slower.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    with _signals_kept():
+    with signals_kept(), on_loopback():
         ray.init(
             address="local",
             num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
@@ -91,36 +132,31 @@ def _init(folder: Path) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.CRITICAL,
+            job_config=NoDriverFolders(),
             _temp_dir=str(folder),
             _plasma_directory=None if roomy else str(folder),
             _system_config=SYSTEM_CONFIG,
         )
 
 
-def end(folder: Path, seen: Collection[psutil.Process] = ()) -> None:
-    """Ends the Ray that `start` started in `folder`: no process of it and no file is left.
-
-    `seen`: its processes as `processes` listed them before their parents were killed. While that happens no listing is
-    whole: a process is found through its parent.
-    """
-    doomed = {*seen, *processes(folder)}
+def _end(folder: PrivateFolder, seen: Collection[psutil.Process]) -> None:
+    doomed = {*seen, *_processes(folder)}
     ray.shutdown()
-    # By now those whose parent ended before them are our own children.
-    doomed.update(processes(folder))
+    # Processes whose parent has ended are children of this process by now, and are found only here.
+    doomed.update(_processes(folder))
     _, alive = psutil.wait_procs(doomed, timeout=END_S)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=END_S)
     _adopt_orphans(False)
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
 
 
-def processes(folder: Path) -> Iterator[psutil.Process]:
-    """All processes of the Ray in `folder`, as far as they are below this one."""
+def _processes(folder: PrivateFolder) -> Iterator[psutil.Process]:
     for child in psutil.Process().children():
         try:
             command = " ".join(child.cmdline())
-            if command.startswith("ray::") or str(folder) in command:
+            if command.startswith("ray::") or str(folder.path) in command:
                 yield child
                 yield from child.children(recursive=True)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -128,42 +164,23 @@ def processes(folder: Path) -> Iterator[psutil.Process]:
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    """Whether processes below this one whose parent has ended become its children, not those of the system's first."""
+    """Set whether descendants of this process become its children, instead of those of init, when their parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def join(address: str) -> None:
-    """Connects to a Ray cluster that runs already.
+    """Connect to a Ray cluster that runs already.
 
     Raises:
-        ValueError: there is none at `address`, or it wants a token that we do not have.
+        ValueError: there is none at `address`, or it asks for a token that this process does not have.
     """
     try:
-        _require_listening(address)
-        with _signals_kept():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
+        require_listening(address)
+        with signals_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, job_config=NoDriverFolders())
     except ConnectionError as error:
         raise ValueError(_why_not_joined(address, error)) from error
-
-
-def _require_listening(address: str) -> None:
-    """Symptom: ray.init waits for minutes, in silence, for a cluster that was killed, whose address Ray still keeps.
-
-    Cause: it takes the address of the last `ray start`, and tries again and again where nobody answers.
-    Remove when: it gives up where the connection is refused.
-
-    Raises:
-        ConnectionError: nobody listens there.
-    """
-    found = ray._private.services.canonicalize_bootstrap_address(address)
-    if found is None or "://" in found:
-        return
-    host, _, port = found.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_S).close()
-    except OSError as error:
-        raise ConnectionError(str(error)) from error
 
 
 def _why_not_joined(address: str, error: ConnectionError) -> str:
@@ -178,39 +195,9 @@ def _why_not_joined(address: str, error: ConnectionError) -> str:
     )
 
 
-def hush() -> None:
-    """To be called before Ray starts or is joined."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    _silence_error_channel()
-
-
-def _silence_error_channel() -> None:
-    """Symptom: "(raylet) A worker died or was killed ..." on the screen when a worker dies, beside our own message.
-
-    Cause: Ray's driver prints what its cluster publishes on the error channel, whatever `log_to_driver` says.
-    Remove when: `log_to_driver=False` covers that channel.
-    """
-    ray._private.worker._worker_logs_enabled = False
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """`ray.init` handles SIGTERM in its own way and ignores SIGCHLD; signals belong to the program that calls us."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        keep_exit_statuses()
-
-
-def _short_folder() -> str:
-    """Where sockets may lie: their paths are limited to about 100 characters, which a user's TMPDIR may exceed."""
-    return "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+def _short_folder() -> Path:
+    """Return a folder for sockets, whose paths are limited to about 100 characters: a user's TMPDIR may be longer."""
+    return Path("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
 
 
 def _object_store_bytes() -> int:

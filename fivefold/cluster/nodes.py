@@ -1,8 +1,8 @@
-"""The machines and devices of a run, reserved in Ray and numbered by us.
+"""The machines and devices of a run, reserved in Ray.
 
-One placement-group bundle a node holds all of the run's devices there. Workers are put into the bundle without
-claiming any of it and are told their device by CUDA_VISIBLE_DEVICES: so several roles can share one GPU, and no other
-job of the cluster can take it.
+On each node, one placement-group bundle holds all of the run's devices. Workers run in the bundle without claiming any
+of it, and CUDA_VISIBLE_DEVICES names their devices. So several roles can share one GPU, and no other job of the cluster
+can take it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 RESERVE_TIMEOUT_S = 300.0
-"""How long to wait for devices of a shared cluster that others hold."""
+"""Seconds to wait for devices of a shared cluster that other jobs hold."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,19 @@ class Node:
     gpus: tuple[str, ...]
     """The run's devices on it, as CUDA_VISIBLE_DEVICES names them; empty: CPU processes."""
     cores: int
+    """CPU cores that processes on it may use."""
     group: PlacementGroup
 
     def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Puts a worker on this node, inside the reservation."""
+        """Return the strategy that puts a worker on this node, inside the reservation."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
 
 
 def reserve(n_nodes: int, n_gpus: int) -> tuple[Node, ...]:
-    """`n_nodes` machines with `n_gpus` GPUs each (0: CPU processes), for as long as this driver lives.
+    """Reserve `n_nodes` machines with `n_gpus` GPUs each (0: CPU processes), for as long as this driver lives.
 
     Raises:
-        ValueError: the cluster does not have them, or others hold them for too long.
+        ValueError: the cluster does not have them, or other jobs hold them for too long.
     """
     _check_there_are(n_nodes, n_gpus)
     bundle = {"GPU": n_gpus} if n_gpus else {"CPU": 1}
@@ -51,7 +52,7 @@ def reserve(n_nodes: int, n_gpus: int) -> tuple[Node, ...]:
     except GetTimeoutError:
         remove_placement_group(group)
         raise ValueError(
-            f"others have held the devices of the Ray cluster for {RESERVE_TIMEOUT_S:g} s: no {n_nodes} nodes "
+            f"other jobs have held the devices of the Ray cluster for {RESERVE_TIMEOUT_S:g} s: no {n_nodes} nodes "
             f"with {n_gpus} free GPUs each; wait for them, or lower cluster.n_nodes or cluster.n_gpus_per_node"
         ) from None
     look = ray.remote(_look)
@@ -67,7 +68,7 @@ def reserve(n_nodes: int, n_gpus: int) -> tuple[Node, ...]:
 
 
 def _look() -> tuple[str, tuple[str, ...], int]:
-    """Address, GPUs and cores of the node this runs on; the GPUs are those of its bundle."""
+    """Return address, GPUs and cores of the node that this runs on; the GPUs are those of its bundle."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ray.util.get_node_ip_address(), tuple(str(gpu) for gpu in ray.get_gpu_ids()), cores
 

@@ -1,22 +1,29 @@
-"""What a worker process is told through its environment, before torch is imported in it."""
+"""Environment variables of a worker process, which are set before it imports torch."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fivefold.layout.backends import BACKENDS
 
 if TYPE_CHECKING:
     from fivefold.cluster.nodes import Node
     from fivefold.cluster.session import Role
 
 MAX_THREADS = 16
-"""More OpenMP threads than this make the small CPU operations of a worker slower."""
+"""Most OpenMP threads of a worker; more make its small CPU operations slower."""
+
+LOOPBACK = "127.0.0.1"
+"""Address by which the processes of one machine reach each other."""
 
 PLACE_ON_NODE = "FIVEFOLD_PLACE_ON_NODE"
 PROCESSES_ON_NODE = "FIVEFOLD_PROCESSES_ON_NODE"
-"""Which of a role's processes on its node a worker is, from 0, and how many they are."""
+"""Variables for a worker's index, from 0, among its role's processes on its node, and for the number of these."""
 
 FORWARDED = (
     "HF_",
@@ -26,15 +33,14 @@ FORWARDED = (
     "GLOO_",
     "TORCH_",
     "PYTORCH_",
-    "VLLM_",
-    "SGLANG_",
+    *(backend.variables for backend in BACKENDS.values() if backend.is_server),
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 """Prefixes of the driver's variables that its workers get too, on a joined cluster as on this machine."""
 
 
 def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str, str]:
-    """Rank, world, devices and threads of one worker, and which of its role's on the node it is.
+    """Return one worker's variables: rank, world size, devices, threads, and its place among its role's on the node.
 
     A worker sees its own devices and no others, so the first one is `cuda:0` and LOCAL_RANK is 0.
     """
@@ -50,6 +56,8 @@ def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str
         PROCESSES_ON_NODE: str(homes.count(node.index)),
         "CUDA_VISIBLE_DEVICES": ",".join(node.gpus[device.local] for device in processes[rank]) if node.gpus else "",
         "OMP_NUM_THREADS": str(_threads(role, node)),
+        # Otherwise, Python programs that the worker starts import from the working folder first.
+        "PYTHONSAFEPATH": "1",
     }
     if len(nodes) == 1 and (interface := loopback()):
         # Gloo looks up the host's own name, which containers often cannot resolve.
@@ -57,18 +65,28 @@ def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str
     return environment | dict(role.environment)
 
 
+def import_folders() -> list[str]:
+    """Return the folders outside the Python installation that this process imports from.
+
+    Workers import from them too, but from installed packages first, so that a user's file hides no package.
+    """
+    installation = [Path(prefix) for prefix in {sys.prefix, sys.base_prefix}]
+    folders = [Path(folder).absolute() for folder in sys.path]
+    return [str(folder) for folder in folders if not any(map(folder.is_relative_to, installation))]
+
+
 def master_environment(host: str, port: int) -> Mapping[str, str]:
-    """Where torch.distributed meets, for `init_method="env://"`. The store is open already, on rank 0."""
+    """Return the variables for `init_method="env://"`, by which ranks find the store that rank 0 has opened."""
     return {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def master_host(nodes: Sequence[Node], rank_0: Node) -> str:
-    """Address of rank 0's node, as the others reach it."""
-    return "127.0.0.1" if len(nodes) == 1 else rank_0.host
+    """Return the address by which the other ranks reach rank 0's node."""
+    return LOOPBACK if len(nodes) == 1 else rank_0.host
 
 
 def _threads(role: Role, node: Node) -> int:
-    """The role's own number, else the driver's OMP_NUM_THREADS, else the node's cores shared among its processes."""
+    """Return the role's own number, else the driver's OMP_NUM_THREADS, else a process's share of the node's cores."""
     if role.threads is not None:
         return role.threads
     if "OMP_NUM_THREADS" in os.environ:
@@ -78,6 +96,6 @@ def _threads(role: Role, node: Node) -> int:
 
 
 def loopback() -> str | None:
-    """Name of the interface by which this machine reaches itself."""
+    """Return the name of this machine's loopback interface, None if it has none of a usual name."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)

@@ -1,4 +1,4 @@
-"""One run's hold on its machines: Ray, the reserved devices, the roles' workers, and the end of them all.
+"""A run's session on its machines: Ray, the reserved devices, and the roles' workers, from their start to their end.
 
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
         groups = session.launch(
@@ -8,12 +8,13 @@
         with timers.phase("rollout"):
             completions = groups["rollout"].call(RolloutWorker.generate, requests)
 
-However the block is left, no process of the run is left behind.
+However the block ends, it leaves no process of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +23,16 @@ from typing import Any, Self
 import psutil
 import ray
 
-from fivefold.cluster import local_ray
+from fivefold.cluster.compat import hush
+from fivefold.cluster.errors import RayEnded
 from fivefold.cluster.group import WorkerGroup
+from fivefold.cluster.local_ray import LocalRay, join
 from fivefold.cluster.nodes import Node, reserve
 from fivefold.cluster.watch import Watch
 from fivefold.cluster.worker import Build
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
+from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 
 
@@ -45,64 +49,69 @@ class Role:
     distributed: bool = False
     """Whether the ranks meet in torch.distributed: MASTER_ADDR and MASTER_PORT are set for `init_method="env://"`."""
     threads: int | None = None
-    """OMP_NUM_THREADS; none: the driver's, or the node's cores shared among the role's processes on it."""
+    """OMP_NUM_THREADS; None: the driver's, or each process's share of the node's cores."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of the processes, set before anything heavy is imported."""
     devices_per_process: int = 1
-    """How many of `devices`, which then lie on one node, each process has."""
+    """Number of `devices` that each process has, all of them on one node."""
 
     def processes(self) -> list[Sequence[Device]]:
-        """The devices of each process."""
+        """Return the devices of each process."""
         n = self.devices_per_process
         return [self.devices[first : first + n] for first in range(0, len(self.devices), n)]
 
 
 class Session:
-    """Opened once a run; use it as a context manager."""
+    """The session of one run, which is a context manager."""
 
     def __init__(
-        self, nodes: Sequence[Node], logs: Path, timers: PhaseTimers, timeout_s: float, folder: Path | None
+        self, nodes: Sequence[Node], logs: Path, timers: PhaseTimers, timeout_s: float, own_ray: LocalRay | None
     ) -> None:
         self.nodes = tuple(nodes)
         self.timers = timers
         self.logs = logs
         self.timeout_s = timeout_s
-        self.watch = Watch(timers, on_failure=self.kill)
-        self._folder = folder
+        self.watch = Watch(timers, on_failure=self.kill, cause=self._why_ray_ended)
+        self._own_ray = own_ray
+        """The Ray that this run has started; None: it has joined one."""
         self._groups: dict[str, WorkerGroup] = {}
         self._seen: set[psutil.Process] = set()
-        """Processes of this run's own Ray, and whatever they have started, as they were before anything was killed."""
+        """Processes of this run's own Ray and all that they have started, listed before any of them was killed."""
 
     @classmethod
     def open(cls, scheduler: SchedulerConfig, cluster: ClusterConfig, logs: Path, timers: PhaseTimers) -> Self:
-        """Starts Ray (`scheduler.type=local`) or joins it, and reserves the devices that `cluster` asks for.
+        """Start Ray (`scheduler.type=local`) or join it, and reserve the devices that `cluster` asks for.
 
         Args:
+            scheduler: type of Ray, its address and the time limit of phases.
+            cluster: number of machines and of GPUs on each.
             logs: folder for `<role>-<rank>.log`; on several machines it must be on a shared file system.
+            timers: timers of the driver, which name the phase of a failure.
 
         Raises:
-            ValueError: the machines or devices asked for are not there.
+            ValueError: the machines or devices that `cluster` asks for are missing.
+            RunFailed: Ray did not start.
         """
         if scheduler.type == "local" and cluster.n_nodes > 1:
             raise ValueError(
                 f"cluster.n_nodes is {cluster.n_nodes}, but scheduler.type=local is this machine alone: "
                 "set scheduler.type=ray"
             )
-        local_ray.hush()
-        folder = None
+        hush()
+        own_ray = None
         try:
             if scheduler.type == "local":
-                folder = local_ray.start()
+                own_ray = LocalRay.start()
             else:
-                local_ray.join(scheduler.address)
+                join(scheduler.address)
             nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node)
         except BaseException:
-            _leave_ray(folder)
+            _leave(own_ray, ())
             raise
-        return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, folder)
+        return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, own_ray)
 
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
-        """Starts the processes of all roles side by side and builds what they hold; by role name."""
+        """Start the processes of all roles at the same time, and build their objects. Returns the groups by role."""
         self.watch.reopen()
         groups = [WorkerGroup(self, role) for role in roles]
         self._groups.update({group.name: group for group in groups})
@@ -115,18 +124,31 @@ class Session:
         return {group.name: group for group in groups}
 
     def kill(self) -> None:
-        """Ends every worker at once, in the middle of whatever it does."""
+        """End every worker at once, whatever it is doing."""
         self.watch.forget()
-        if self._folder is not None and self._groups:
-            self._seen.update(local_ray.processes(self._folder))
+        if self._own_ray is not None and self._groups:
+            self._seen.update(self._own_ray.processes())
+        if self._own_ray is not None and self._own_ray.ended():
+            # Without its servers, Ray answers no request to end a worker.
+            for process in self._seen:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         for group in self._groups.values():
             group.kill()
 
     def close(self) -> None:
-        """Ends the workers, gives the devices back and leaves Ray, or ends it if it is this run's own."""
+        """End the workers, release the devices, and leave Ray, or end it if it is this run's own."""
         self.kill()
         self._groups.clear()
-        _leave_ray(self._folder, self._seen)
+        _leave(self._own_ray, self._seen)
+
+    def _why_ray_ended(self) -> RunFailed | None:
+        """Return the failure to report if the run's own Ray has ended, with Ray's logs kept beside those of the run."""
+        if self._own_ray is None or (ending := self._own_ray.ended()) is None:
+            return None
+        logs = self.logs / "ray"
+        self._own_ray.keep_logs(logs)
+        return RayEnded(ending, self.timers.current, logs)
 
     def __enter__(self) -> Self:
         return self
@@ -134,12 +156,16 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # If Ray's servers have ended, its calls fail in the driver with errors that do not name this cause.
+        cause = self._why_ray_ended() if isinstance(error, Exception) and not isinstance(error, RunFailed) else None
         self.close()
+        if cause is not None:
+            raise cause from error
 
 
-def _leave_ray(folder: Path | None, seen: Collection[psutil.Process] = ()) -> None:
-    """Ends the Ray in `folder`, or disconnects from the one that was joined: it ends what this driver has there."""
-    if folder is None:
+def _leave(own_ray: LocalRay | None, seen: Collection[psutil.Process]) -> None:
+    """End the run's own Ray, or disconnect from the joined one, which then ends the workers of this driver."""
+    if own_ray is None:
         ray.shutdown()
     else:
-        local_ray.end(folder, seen)
+        own_ray.end(seen)

@@ -24,11 +24,13 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 
 SETTLE_S = (0.2, 0.5, 2.0)
-"""How long to listen for other failures after a first one, by its distance from the cause, which may be among them."""
+"""Seconds to wait for further failures, the cause perhaps among them, after a first one of `distance` 0, 1 or 2."""
+LOOK_S = 1.0
+"""Seconds between checks that Ray is still running."""
 STACK_TIMEOUT_S = 3.0
-"""How long workers that exceed a phase's time get to say where they are."""
+"""Seconds that workers get to report their stacks after a phase's time limit."""
 MAX_STACKS = 4
-"""Stacks shown in a time-out's message."""
+"""Most stacks in the message of a time-out."""
 
 _PEER_LOSS = (
     "connection closed by peer",
@@ -39,30 +41,30 @@ _PEER_LOSS = (
     "communicator was aborted",
     "timed out",
 )
-"""What is heard from ranks whose peer has gone. Gloo and NCCL raise the same types for these and for causes."""
+"""Messages of ranks that have lost a peer. Gloo and NCCL raise the same types for these and for causes."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One outstanding reference: who is to answer it, and in which phase it was asked."""
+    """A call without an answer: its worker, and the driver's phase in which it was made."""
 
     member: Member
     phase: str | None
-    """None: whatever phase the driver is in when it fails."""
+    """Phase of the call; None: the phase of the driver when the call fails."""
     actor: Any
     """Handle of the worker."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A reference that came back as an error."""
+    """A call that was answered by an error."""
 
     call: Call
     error: RayError
 
     @property
     def distance(self) -> int:
-        """How far from the cause: 0 the process died, 1 it raised, 2 it raised because a peer had gone."""
+        """Distance from the cause: 0 the process died, 1 it raised, 2 it raised because it had lost a peer."""
         if isinstance(self.error, RayActorError):
             return 0
         text = str(self.error).lower()
@@ -75,39 +77,44 @@ class Failure:
             return self.error.cause.text
         if isinstance(self.error, RayActorError):
             log = tail(self.call.member.log)
-            return f"The process died without a traceback.\n{_how_it_died(self.error)}\nLast lines of its log:\n{log}"
+            how = _how_it_died(self.error)
+            return f"The process died without a traceback.\n{how}\nLast lines of its log, without warnings:\n{log}"
         return str(self.error)
 
 
 class Watch:
-    """All outstanding calls of a session, for one thread that waits or for several.
+    """All calls of a session without an answer. Several threads may wait at the same time.
 
-    Every thread waits on all open references, so that each of them hears of a failure. What one thread finds ready it
-    takes for all: the value lies in `_values` until the thread that wants it asks.
+    Every thread waits for all open references, so that each of them notices a failure. A value that one thread finds
+    ready is kept in `_values` until the thread that wants it asks.
     """
 
-    def __init__(self, timers: PhaseTimers, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, timers: PhaseTimers, on_failure: Callable[[], None], cause: Callable[[], RunFailed | None]
+    ) -> None:
         self._timers = timers
         self._open: dict[ray.ObjectRef[Any], Call] = {}
         self._values: dict[ray.ObjectRef[Any], Any] = {}
         self._lock = threading.RLock()
-        """Guards the two above and what follows."""
+        """Guards `_open`, `_values` and `_ended_by`."""
         self._ended_by: RunFailed | None = None
-        """The failure that ended the workers: every thread raises it."""
+        """The failure that ended the workers, which every thread raises."""
         self._on_failure = on_failure
+        self._cause = cause
+        """Returns the failure behind those of all workers, if there is one, namely that Ray itself has ended."""
 
     def reopen(self) -> None:
-        """New workers are about to start: an earlier failure has ended those of before."""
+        """Forget an earlier failure, which has ended all workers of its time: new workers are about to start."""
         with self._lock:
             self._ended_by = None
 
     def add(self, ref: ray.ObjectRef[Any], call: Call) -> None:
-        """From now on, a failure of `ref` ends any wait."""
+        """Watch `ref`: a failure of it ends every wait."""
         with self._lock:
             self._open[ref] = call
 
     def wait(self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float) -> list[Any]:
-        """Values of `wanted`, in order; each can be waited for once.
+        """Return the values of `wanted`, in order; each can be waited for once.
 
         Raises:
             WorkerError: some worker of the session raised or died.
@@ -115,7 +122,7 @@ class Watch:
         """
         deadline = time.monotonic() + timeout_s
         while missing := self._missing(wanted):
-            ready, _ = ray.wait(self._open_refs(), timeout=max(0.0, deadline - time.monotonic()))
+            ready = self._listen([], deadline)
             if not ready:
                 self._give_up(phase, timeout_s, missing)
             self._take(ready)
@@ -123,7 +130,7 @@ class Watch:
             return [self._values.pop(ref) for ref in wanted]
 
     def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
-        """Reference to the next item of a `Worker.stream`, None at its end. Raises as `wait` does."""
+        """Return the reference to the next item of a `Worker.stream`, None at its end. Raises what `wait` raises."""
         phase = call.phase or self._timers.current
         deadline = time.monotonic() + timeout_s
         ahead = self._next(stream, call, phase, deadline, timeout_s)
@@ -139,17 +146,28 @@ class Watch:
         ready: Sequence[Any] = ()
         while stream not in ready:
             self._take([ref for ref in ready if ref is not stream])
-            left = max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait([stream, *self._open_refs()], timeout=left, fetch_local=False)
+            ready = self._listen([stream], deadline, fetch_local=False)
             if not ready:
                 self._give_up(phase, timeout_s, [call])
         return next(stream, None)
 
     def forget(self) -> None:
-        """Drops every reference: the workers are gone."""
+        """Drop every reference, because the workers are about to end."""
         with self._lock:
             self._open.clear()
             self._values.clear()
+
+    def _listen(self, streams: Sequence[Any], deadline: float, fetch_local: bool = True) -> Sequence[Any]:
+        """Return what is ready first of `streams` and the open references; nothing if the deadline passes first.
+
+        Workers may notice late or never that Ray has ended, so this is checked meanwhile.
+        """
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait([*streams, *self._open_refs()], timeout=min(left, LOOK_S), fetch_local=fetch_local)
+            if ready or left <= LOOK_S:
+                return list(ready)
+            self._raise_if_ray_ended()
 
     def _open_refs(self) -> list[ray.ObjectRef[Any]]:
         with self._lock:
@@ -157,7 +175,7 @@ class Watch:
             return list(self._open)
 
     def _missing(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[Call]:
-        """The calls behind those of `wanted` whose values are not here yet."""
+        """Return the calls of those of `wanted` whose values are missing."""
         with self._lock:
             self._raise_if_ended()
             return [self._open[ref] for ref in wanted if ref not in self._values]
@@ -166,8 +184,14 @@ class Watch:
         if self._ended_by is not None:
             raise self._ended_by
 
+    def _raise_if_ray_ended(self) -> None:
+        with self._lock:
+            self._raise_if_ended()
+            if (cause := self._cause()) is not None:
+                self._end(cause)
+
     def _take(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Moves what is ready from the open references to the values; raises for the first failure.
+        """Move what is ready from the open references to the values; raise for the first failure.
 
         Another thread may have taken some of them already.
         """
@@ -183,6 +207,7 @@ class Watch:
                     self._fail(Failure(call, error))
 
     def _fail(self, first: Failure) -> None:
+        self._raise_if_ray_ended()
         failures = [first, *self._settle(SETTLE_S[first.distance])]
         cause = min(failures, key=lambda failure: failure.distance)
         others = {failure.call.member for failure in failures} - {cause.call.member}
@@ -191,13 +216,13 @@ class Watch:
         self._end(WorkerError(cause.call.member, phase, cause.text, also))
 
     def _end(self, failure: RunFailed) -> None:
-        """Ends all workers, and every wait with `failure`."""
+        """End all workers, and every wait with `failure`."""
         self._ended_by = failure
         self._on_failure()
         raise failure from None
 
     def _settle(self, seconds: float) -> list[Failure]:
-        """Failures that follow within `seconds`."""
+        """Return failures that follow within `seconds`."""
         failures: list[Failure] = []
         deadline = time.monotonic() + seconds
         while self._open and (left := deadline - time.monotonic()) > 0:
@@ -212,13 +237,13 @@ class Watch:
 
     def _give_up(self, phase: str, seconds: float, calls: Sequence[Call]) -> None:
         with self._lock:
-            self._raise_if_ended()
+            self._raise_if_ray_ended()
             stacks = _stacks(calls[:MAX_STACKS])
             self._end(PhaseTimeout(phase, seconds, [call.member for call in calls], stacks))
 
 
 def _stacks(calls: Sequence[Call]) -> str:
-    """Where the workers are, as far as they answer."""
+    """Return the stacks of the workers that answer in time."""
     refs = [call.actor.where.options(concurrency_group="where").remote() for call in calls]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STACK_TIMEOUT_S)
     parts = []
@@ -229,7 +254,7 @@ def _stacks(calls: Sequence[Call]) -> str:
 
 
 def _how_it_died(error: RayActorError) -> str:
-    """What Ray knows of the end: an exit code, its own memory watch, or nothing but that the process is gone."""
+    """Return what Ray knows of a process's end: an exit code, a kill by its memory monitor, or that it is gone."""
     text = str(error)
     if found := re.search(r"exit(?:s|ed)? with an exit code \d+", text):
         return found[0][0].upper() + found[0][1:] + "."

@@ -5,7 +5,7 @@
            ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
            ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
-           ──control─>        ──runs───> engine.method(*args) in a second thread, beside whatever else runs
+           ──control─>        ──runs───> engine.method(*args) in a second thread, beside another method
 
 Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
 """
@@ -15,10 +15,11 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,12 +27,13 @@ from typing import Any
 from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
+from fivefold.cluster.rendezvous import LOOPBACK
 
 SIDES = {"feed": 1, "control": 1, "where": 1, "hold": 1}
-"""Ray's concurrency groups of a worker, a thread each: methods that are called beside the one under way."""
+"""Ray's concurrency groups of a worker, with one thread each, for methods that run beside the one in progress."""
 
 Build = str | Callable[..., Any]
-"""Makes the object that a worker holds: `module:function`, or a callable that cloudpickle can carry."""
+"""What makes the object that a worker holds: `module:function`, or a callable that cloudpickle can carry."""
 
 STACK_FRAMES = 8
 
@@ -47,18 +49,18 @@ class Feed:
         self._closed = False
 
     def put(self, item: Any) -> None:
-        """Hands in one item and returns once it was taken, or at once if the reader has gone."""
+        """Hand in one item; return once it was taken, or at once if the reader has ended."""
         with self._changed:
             self._items.append(item)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._items or self._closed)
 
     def end(self) -> None:
-        """No item follows."""
+        """Tell the reader that no item follows."""
         self.put(self._END)
 
     def close(self) -> None:
-        """The reader takes no more; whoever waits in `put` goes on."""
+        """Record that the reader takes no more items, which ends a wait in `put`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -77,11 +79,12 @@ class Feed:
 class Worker:
     """One process of a role. `build`, `call`, `keep`, `stream`, `drain` and `consume` run one by one in one thread.
 
-    `push`, `push_end`, `control`, `where` and `hold` run in the groups of `SIDES`: they serve the driver meanwhile.
+    `push`, `push_end`, `control`, `where` and `hold` run in the threads of `SIDES`, beside the former.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: str) -> None:
+    def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
         os.environ.update(environment)
+        sys.path.extend(folder for folder in folders if folder not in sys.path)
         _redirect_output(Path(log))
         keep_exit_statuses()
         self._held: Any = None
@@ -91,20 +94,24 @@ class Worker:
         self._feeds_lock = threading.Lock()
 
     def rendezvous(self, host: str | None) -> int:
-        """Opens the store that the ranks of torch.distributed meet at (rank 0, with its own host), on a free port.
+        """Open the store of torch.distributed on a free port, on rank 0; other ranks get no host and only import torch.
 
-        The listening store is kept and handed over, so that no other process can take the port in between. The other
-        ranks get no host and only import torch meanwhile. Returns the port, 0 on the other ranks.
+        The store is kept open for torch.distributed, so that no other process can take the port in between.
+
+        Returns:
+            The port; 0 on the other ranks.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if host is None:
             return 0
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        # The store listens on all interfaces unless it gets a socket. It must if other machines are to reach it.
+        listener = None if host != LOOPBACK else socket.create_server((host, 0)).detach()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         return int(self._store.port)
 
     def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> None:
-        """Makes the held object, `build(*args)`."""
+        """Make the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
         with _Reported():
@@ -115,26 +122,26 @@ class Worker:
             self._held = build(*args)
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """`held.method(*args, **kwargs)`; None in place of the result if no `reply` is wanted."""
+        """Return `held.method(*args, **kwargs)`, or None unless `reply`."""
         with _Reported():
             result = getattr(self._held, method)(*args, **kwargs)
         return result if reply else None
 
     def keep(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
-        """The pair (summary, payload) that `held.method(*args, **kwargs)` returns, as two objects of the store."""
+        """Return the pair (summary, payload) of `held.method(*args, **kwargs)`, as two objects of the store."""
         with _Reported():
             summary, payload = getattr(self._held, method)(*args, **kwargs)
         return summary, payload
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """`held.method(*args, **kwargs)`, at once: the held object sees to it that the two threads agree."""
+        """Return `held.method(*args, **kwargs)`, which runs at once and must be safe beside another method."""
         with _Reported():
             return getattr(self._held, method)(*args, **kwargs)
 
     def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[Any]:
-        """What the generator `held.method` yields, each item behind a None.
+        """Yield the items of the generator `held.method`, a None before each.
 
-        The driver reads the None, which fails if the generator has, and passes the item on unread.
+        The driver reads the None, which fails if the generator has failed, and passes the item on without reading it.
         """
         with _Reported():
             for item in getattr(self._held, method)(*args, **kwargs):
@@ -142,13 +149,13 @@ class Worker:
                 yield item
 
     def drain(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
-        """Runs the generator `held.method` to its end and drops the items."""
+        """Run the generator `held.method` to its end and drop the items."""
         with _Reported():
             for _ in getattr(self._held, method)(*args, **kwargs):
                 pass
 
     def consume(self, feed_id: int, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """`held.method(items, *args, **kwargs)`, with the items that `push` hands in under `feed_id`."""
+        """Return `held.method(items, *args, **kwargs)`, with the items that `push` hands in under `feed_id`."""
         feed = self._feed(feed_id)
         try:
             with _Reported():
@@ -158,25 +165,25 @@ class Worker:
         return result if reply else None
 
     def push(self, feed_id: int, item: Any) -> None:
-        """One item for `consume`; returns once it was taken."""
+        """Hand one item to `consume`; return once it was taken."""
         self._feed(feed_id).put(item)
 
     def push_end(self, feed_id: int) -> None:
-        """No item follows for `consume`."""
+        """Tell `consume` that no item follows."""
         self._feed(feed_id).end()
 
     def where(self) -> str:
-        """The innermost Python frames of the call that is under way."""
+        """Return the innermost Python frames of the call in progress."""
         stack = traceback.extract_stack(sys._current_frames().get(self._thread))
         shell = max((index for index, frame in enumerate(stack) if frame.filename == __file__), default=-1)
         return "".join(traceback.format_list(stack[shell + 1 :][-STACK_FRAMES:]))
 
     def hold(self) -> None:
-        """Never returns: its reference fails as soon as the process dies, whatever the process is doing."""
+        """Never return, so that the driver's reference fails as soon as the process dies, whatever it is doing."""
         threading.Event().wait()
 
     def _feed(self, feed_id: int) -> Feed:
-        # `push` may come before `consume` does: whoever is first makes the feed. Older feeds have ended.
+        # `push` may come before `consume`, so the first of them makes the feed. Older feeds have ended.
         with self._feeds_lock:
             if feed_id not in self._feeds:
                 self._feeds = {feed_id: Feed()}
@@ -184,7 +191,7 @@ class Worker:
 
 
 class HeldError(Exception):
-    """What a method of the held object raised, as text: any exception can travel, and without the shell's frames."""
+    """An exception of the held object, as text: so any exception can travel, and without the frames of this file."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -192,7 +199,7 @@ class HeldError(Exception):
 
 
 class _Reported:
-    """An exception inside goes to this worker's log and, as a `HeldError`, to the driver."""
+    """Writes an exception of its block to this worker's log, and raises it as a `HeldError`."""
 
     def __enter__(self) -> None:
         pass
@@ -210,7 +217,7 @@ class _Reported:
 
 
 def _redirect_output(log: Path) -> None:
-    """Standard output and error of this process, native code's included, go to `log`."""
+    """Send standard output and error of this process, also of native code, to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.open("w", buffering=1)
     for descriptor in (1, 2):

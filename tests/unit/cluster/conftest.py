@@ -5,17 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray import cloudpickle
 
 from fivefold.cluster.session import Session
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.observe.timers import PhaseTimers
 
 sys.path.insert(0, str(Path(__file__).parent))
-import engines
-
-# The workers' processes cannot import this folder.
-cloudpickle.register_pickle_by_value(engines)
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
-from ray import cloudpickle
 
 from fivefold.cli.main import app
 from fivefold.cluster.session import Role, Session
@@ -20,8 +19,6 @@ from fivefold.config.schema import TrainRecipe
 from fivefold.layout.placement import Device
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import PhaseTimers
-
-cloudpickle.register_pickle_by_value(engines)
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool) -> None:

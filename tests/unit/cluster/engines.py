@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
@@ -116,6 +117,8 @@ class Engine:
     def kill_itself(self, rank: int, signal: int) -> None:
         if self.rank == rank:
             print("last words", flush=True)
+            for package in ("apex", "transformer_engine"):
+                warnings.warn(f"{package} is not installed", stacklevel=1)
             os.kill(os.getpid(), signal)
         time.sleep(HANG_S)
 
@@ -136,6 +139,13 @@ class Engine:
         print(text)
         print(text, file=sys.stderr)
         os.write(1, f"native {text}\n".encode())
+
+
+def listening_addresses() -> set[str]:
+    """IP addresses at which this process and all below it accept connections."""
+    me = psutil.Process()
+    connections = [each for process in [me, *me.children(recursive=True)] for each in process.net_connections("inet")]
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 class GlooEngine(Engine):

@@ -9,14 +9,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
-from ray import cloudpickle
 
 from fivefold.cluster.session import Role, Session
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
-
-cloudpickle.register_pickle_by_value(engines)
 
 if __name__ == "__main__":
     address, logs = sys.argv[1:3]

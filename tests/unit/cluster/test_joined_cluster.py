@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cluster import local_ray
+from fivefold.cluster.compat import JOIN_S
+from fivefold.cluster.local_ray import join
 
 DRIVER = Path(__file__).with_name("joined_driver.py")
 
@@ -80,5 +81,5 @@ def test_a_cluster_that_has_been_killed_is_not_waited_for() -> None:
         address = f"127.0.0.1:{held.getsockname()[1]}"
         before = time.monotonic()
         with pytest.raises(ValueError, match=f"no Ray cluster answers at scheduler.address='{address}'"):
-            local_ray.join(address)
-    assert time.monotonic() - before < 2 * local_ray.JOIN_S
+            join(address)
+    assert time.monotonic() - before < 2 * JOIN_S

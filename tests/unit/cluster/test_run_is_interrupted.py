@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from engines import gone
+
+from fivefold.cluster.private_folder import PrivateFolder
 
 DRIVER = Path(__file__).with_name("driver.py")
 RECIPE = """
@@ -30,6 +33,8 @@ def run_under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[in
     """The driver in a process group of its own, as a shell starts it, and the ids of its workers, of a process that one
     of them started, and of all else under it."""
     (folder / "recipe.yaml").write_text(RECIPE)
+    # Workers import this package, and must not take the user's file for it.
+    (folder / "psutil.py").write_text("raise ImportError")
     command = [sys.executable, str(DRIVER), "train", "recipe.yaml", f"cluster.fileroot={folder}/runs"]
     driver = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -49,13 +54,21 @@ def status(folder: Path) -> str:
     return str(json.loads((folder / "runs/e/trial-0/status.json").read_text())["state"])
 
 
-def ray_folders() -> set[str]:
-    return {entry.name for entry in os.scandir("/tmp") if entry.name.startswith("fivefold-")}
+def ray_server(driver: subprocess.Popen[str], name: str) -> psutil.Process:
+    return next(child for child in psutil.Process(driver.pid).children() if child.name() == name)
+
+
+def ray_folder(driver: subprocess.Popen[str]) -> Path:
+    """The folder in the temporary directory that this driver's Ray has for itself."""
+    command = " ".join(ray_server(driver, "raylet").cmdline())
+    found = re.search(r"/tmp/fivefold-\w+", command)
+    assert found
+    return Path(found[0])
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    before = ray_folders()
     with run_under_way(tmp_path) as (driver, pids):
+        folder = ray_folder(driver)
         # A terminal sends it to the whole process group.
         os.killpg(driver.pid, signal.SIGINT)
         out, err = driver.communicate(timeout=30)
@@ -67,16 +80,18 @@ def test_ctrl_c(tmp_path: Path) -> None:
         assert "Traceback" not in err
         assert gone(pids)
         assert status(tmp_path) == "interrupted"
-    assert ray_folders() <= before
+    assert not folder.exists()
 
 
 def test_the_driver_is_killed(tmp_path: Path) -> None:
-    before = ray_folders()
     with run_under_way(tmp_path) as (driver, pids):
+        left = ray_folder(driver)
         driver.kill()
         assert gone(pids[:3])
-    for left in ray_folders() - before:
-        shutil.rmtree(Path("/tmp") / left, ignore_errors=True)
+    assert stat.filemode(left.stat().st_mode) == "drwx------"
+    # The next run begins so.
+    PrivateFolder.create(left.parent).remove()
+    assert not left.exists()
 
 
 def test_a_worker_is_killed(tmp_path: Path) -> None:
@@ -88,5 +103,19 @@ def test_a_worker_is_killed(tmp_path: Path) -> None:
         assert err.startswith("\nThe run failed: actor rank 1 failed in phase 'train'")
         assert "actor-1.log" in err
         assert "(raylet)" not in err
+        assert gone(pids)
+        assert status(tmp_path) == "failed"
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_ray_itself_is_killed(tmp_path: Path, server: str) -> None:
+    with run_under_way(tmp_path) as (driver, pids):
+        ray_server(driver, server).kill()
+        _, err = driver.communicate(timeout=30)
+        assert driver.returncode == 1
+        assert f"Ray itself ended on this machine in phase 'train': its process {server} was killed by SIGKILL" in err
+        assert "Out of memory" in err
+        assert "actor rank" not in err
+        assert (tmp_path / "runs/e/trial-0/logs/ray" / f"{server}.out").is_file()
         assert gone(pids)
         assert status(tmp_path) == "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from engines import Engine, GlooEngine, gone
+from engines import Engine, GlooEngine, gone, listening_addresses
 
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup
 from fivefold.cluster.nodes import Node
@@ -150,6 +151,21 @@ def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: p
 def test_ranks_meet_in_torch_distributed(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
     assert group.call(GlooEngine.sum_of_ranks) == [1.0, 1.0]
+    # One machine needs no other interface, and the network may be a public one.
+    assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+def test_workers_import_what_the_driver_does_but_installed_packages_first(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_driver.py").write_text(
+        "class Held:\n    def origin(self):\n        import colorsys\n        return colorsys.__file__\n"
+    )
+    (tmp_path / "colorsys.py").write_text("# the user's, with the name of an installed module")
+    monkeypatch.syspath_prepend(tmp_path)
+    held = importlib.import_module("beside_driver").Held
+    group = session.launch(Role("actor", [Device(0, 0)], held))["actor"]
+    assert not Path(group.call_first(held.origin)).is_relative_to(tmp_path)
 
 
 def test_build_by_name(session: Session) -> None:

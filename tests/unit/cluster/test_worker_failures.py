@@ -62,6 +62,8 @@ def test_a_process_dies_while_the_others_block(session: Session, number: signal.
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
     assert "died without a traceback" in str(caught.value)
     assert ("last words" if number == signal.SIGKILL else "Segmentation fault") in str(caught.value)
+    assert "not installed" not in str(caught.value)
+    assert caught.value.log.read_text().count("not installed") == 4
     assert gone(pids)
 
 

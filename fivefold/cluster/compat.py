@@ -1,0 +1,113 @@
+"""Changes to Ray's behaviour. Each states its symptom, its cause and the condition for its removal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray._private.ray_constants
+import ray._private.services
+import ray._private.worker
+from ray.job_config import JobConfig
+
+from fivefold.cluster.interrupt import keep_exit_statuses
+
+JOIN_S = 10.0
+"""Seconds that a cluster has to accept a connection."""
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+"""Settings that Ray reads only from the environment: no usage reports, no second report of an error that the driver
+raises, no changes to CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
+
+
+def hush() -> None:
+    """Keep Ray's own output off the screen. Call it before Ray is started or joined.
+
+    Symptom: "(raylet) A worker died or was killed ..." on the screen when a worker dies, beside our own message.
+    Cause: Ray's driver prints what its cluster publishes on the error channel, whatever `log_to_driver` says.
+    Remove when: `log_to_driver=False` covers that channel.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray._private.worker._worker_logs_enabled = False
+
+
+class NoDriverFolders(JobConfig):
+    """A job whose workers do not import from the driver's folders first.
+
+    Symptom: a `transformers.py` or `datasets/` in the working folder of `fivefold train` kills every worker.
+    Cause: Ray puts the folder of the driver's script and the working folder at the front of the workers' `sys.path`.
+        `Worker` puts the driver's own folders at its end instead.
+    Remove when: an option of `ray.init` leaves them out.
+    """
+
+    def _serialize(self) -> str:
+        self._py_driver_sys_path.clear()
+        serialized: str = super()._serialize()
+        return serialized
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a Ray that starts inside this context listen on the loopback interface alone.
+
+    Symptom: Ray's processes listen on all interfaces, also for a run on one machine.
+    Cause: they listen on loopback alone only if that is the node's address, and `ray.init` replaces a loopback
+        address by the machine's address on the network, except where Ray cannot run on several machines.
+    Remove when: `ray.init(_node_ip_address="127.0.0.1")` keeps that address.
+    """
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Restore the program's signal handlers after the block.
+
+    Symptom: after `ray.init`, SIGTERM ends the driver in Ray's way, and children seem to end with status 0.
+    Cause: `ray.init` sets a handler of its own for SIGTERM, and ignores SIGCHLD.
+    Remove when: it leaves signals alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        keep_exit_statuses()
+
+
+def require_listening(address: str) -> None:
+    """Refuse the address of a Ray cluster at which nothing listens.
+
+    Symptom: `ray.init` waits for minutes, in silence, for a cluster that was killed, whose address Ray still keeps.
+    Cause: it takes the address of the last `ray start`, and tries again and again though nothing answers.
+    Remove when: it gives up if the connection is refused.
+
+    Raises:
+        ConnectionError: nothing listens there.
+    """
+    found = ray._private.services.canonicalize_bootstrap_address(address)
+    if found is None or "://" in found:
+        return
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_S).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
