@@ -24,8 +24,8 @@ from fivefold.rollout.engines import build_engine, weights_device
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.weights import NodePlace
 from fivefold.sync.buckets import Bucket, unpack
+from fivefold.sync.folder import NodePlace
 from fivefold.sync.offer import WeightOffer
 from fivefold.types import Columns, FinishReason, Prompt, Sample, Trajectory
 

@@ -14,8 +14,8 @@ from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.vllm_dialect import VLLMDialect
-from fivefold.rollout.servers.weights import NodePlace, Save
 from fivefold.rollout.transformers_engine import TransformersEngine
+from fivefold.sync.folder import NodePlace, Save
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
 """The dialect of each backend that is a server."""

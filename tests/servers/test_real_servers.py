@@ -29,7 +29,7 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.rollout.servers.weights import NodePlace
+from fivefold.sync.folder import NodePlace
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import END, byte_tokenizer
 

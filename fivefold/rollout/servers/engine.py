@@ -24,8 +24,8 @@ from fivefold.rollout.servers.client import HttpClient, ServerGone
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.process import ServerProcess, free_port
-from fivefold.rollout.servers.weights import NodePlace, Save, WeightFolder
 from fivefold.rollout.state import EngineState
+from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.types import Completion
 
 DEATH_S = 15.0

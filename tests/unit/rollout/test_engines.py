@@ -9,8 +9,8 @@ import pytest
 
 from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.engines import DIALECTS, build_engine
-from fivefold.rollout.servers.weights import NodePlace
 from fivefold.rollout.transformers_engine import TransformersEngine
+from fivefold.sync.folder import NodePlace
 from tests.unit.rollout.conftest import spec_of
 
 PLACE = NodePlace("run", 0, 1)

@@ -23,7 +23,7 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers import engine as engine_module
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.rollout.servers.weights import PREFIX, SHARED_MEMORY, NodePlace
+from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import Log, answer_to, write_python

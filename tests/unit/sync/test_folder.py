@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.rollout.servers import weights as weights_module
-from fivefold.rollout.servers.weights import PREFIX, NodePlace, WeightFolder
+from fivefold.sync import folder as folder_module
+from fivefold.sync.folder import PREFIX, NodePlace, WeightFolder
 
 FILES = {"model-1.safetensors": b"one", "model-2.safetensors": b"two", "config.json": b"{}"}
 WEIGHTS = [("a", torch.zeros(2)), ("b", torch.ones(3))]
@@ -40,7 +40,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of the shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(weights_module, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(folder_module, "SHARED_MEMORY", folder)
     return folder
 
 
@@ -141,7 +141,7 @@ def test_a_lock_ends_with_its_process(memory: Path) -> None:
 
 def with_room(monkeypatch: pytest.MonkeyPatch, rooms: dict[Path, int]) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=rooms[Path(path)]))
-    monkeypatch.setattr(weights_module.tempfile, "gettempdir", lambda: str(list(rooms)[-1]))
+    monkeypatch.setattr(folder_module.tempfile, "gettempdir", lambda: str(list(rooms)[-1]))
 
 
 def test_weights_go_where_there_is_room(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
