@@ -15,7 +15,7 @@ from fivefold.config.load import resolved_yaml
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.evaluate import Evaluation, Evaluator, check_requests
-from fivefold.experience.samples import as_record, sample_metrics
+from fivefold.experience.samples import as_record, extremes, sample_metrics
 from fivefold.experience.step import StepSource
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
@@ -134,6 +134,9 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun) -> tuple[Evaluation | N
                 metrics |= {f"seconds/{phase}": value for phase, value in timers.take().items()}
                 log.write(step, metrics)
             run.screen.step(step, metrics, seconds)
+            if recipe.stats.shows_samples(step):
+                shown = [(s.reward, s.prompt.text, s.response_text) for s in extremes(experience.samples)]
+                run.screen.samples(step, shown)
     return before, evaluation
 
 

@@ -388,6 +388,14 @@ class StatsConfig(Section):
     """Write every step's metrics as TensorBoard events too."""
     n_logged_samples: NonNegative = 4
     """Completions of each step that are written to `samples.jsonl`."""
+    shown_samples_freq_steps: Positive | None = 10
+    """Steps after which the best and the worst completion of a step are shown on the screen, as after the first step.
+    None: none are shown."""
+
+    def shows_samples(self, step: int) -> bool:
+        """Return whether samples of step `step`, counted from 1, are shown."""
+        every = self.shown_samples_freq_steps
+        return every is not None and (step == 1 or step % every == 0)
 
 
 class RunConfig(Section):

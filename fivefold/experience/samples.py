@@ -40,6 +40,13 @@ def accuracy(samples: Sequence[Sample]) -> float:
     return sum(sample.reward >= FULL_REWARD for sample in samples) / len(samples)
 
 
+def extremes(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the sample with the highest reward and the one with the lowest; one sample if all rewards are equal."""
+    best = max(samples, key=lambda sample: sample.reward)
+    worst = min(samples, key=lambda sample: sample.reward)
+    return [best] if best.reward == worst.reward else [best, worst]
+
+
 def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
     """Return a sample as one line of `samples.jsonl`; `where`, such as the step, comes first."""
     return {

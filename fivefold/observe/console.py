@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,14 +26,18 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.observe.table import Column, StepTable
+from fivefold.observe.table import Column, StepTable, number
 from fivefold.observe.timers import SETUP
 
 FILE_WIDTH = 160
-"""Width of lines, in characters, if the output is not a terminal."""
+"""Characters of a line where neither the output nor the process has a terminal."""
+LEAST_WIDTH = 60
+"""Width below which lines are not cut any further."""
 HEADER_EVERY = 25
 """Steps after which the labels are printed again."""
 REFRESH_HZ = 8
+SAMPLE_INDENT = "    "
+CUT = " ... "
 
 
 class RunConsole:
@@ -82,11 +88,20 @@ class RunConsole:
             raise RuntimeError("RunConsole.step was called before RunConsole.start: call start first")
         with self._lock:
             if self._n_lines % HEADER_EVERY == 0:
-                for line in self._table.header(seconds):
+                for line in self._table.header(metrics, seconds):
                     self._line(Text(line, style="bold"))
             self._n_lines += 1
             self._line(_painted(self._table.row(step, metrics, seconds)))
         self._status.finish_step(step)
+
+    def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
+        """Show what the policy wrote: (reward, prompt, response) of some samples, each on three lines of the screen."""
+        room = self.console.width - len(SAMPLE_INDENT) - len("response  ")
+        for reward, prompt, response in samples:
+            with self._lock:
+                self._line(Text(f"{SAMPLE_INDENT}step {step}, reward {number(reward, 'fixed')}", style="dim"))
+                self._line(Text.assemble(f"{SAMPLE_INDENT}prompt    ", (shortened(prompt, room), "dim")))
+                self._line(Text(f"{SAMPLE_INDENT}response  {shortened(response, room)}"))
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line of text between the steps."""
@@ -169,6 +184,15 @@ class _Status:
         return self._spinner
 
 
+def shortened(text: str, width: int) -> str:
+    """Put a text on one line of at most `width` characters; what is too long loses its middle."""
+    line = " ".join(text.split())
+    if len(line) <= width:
+        return line
+    tail = (width - len(CUT)) // 2
+    return line[: width - len(CUT) - tail] + CUT + line[len(line) - tail :]
+
+
 def clock(seconds: float) -> str:
     """Format seconds: 65 -> 1:05, 3665 -> 1:01:05."""
     minutes, second = divmod(round(seconds), 60)
@@ -184,4 +208,17 @@ def _painted(row: str) -> Text:
 
 def _default_console() -> Console:
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=_width_elsewhere())
+
+
+def _width_elsewhere() -> int:
+    """Width of lines that do not go to a terminal: $COLUMNS, or the terminal where they will be looked at, if any.
+
+    The output of `fivefold train ... | tee log` is read in the terminal that the command was typed into.
+    """
+    if os.environ.get("COLUMNS", "").isdecimal():
+        return max(int(os.environ["COLUMNS"]), LEAST_WIDTH)
+    for stream in (sys.stderr, sys.stdin):
+        if stream is not None and stream.isatty():
+            return max(os.get_terminal_size(stream.fileno()).columns, LEAST_WIDTH)
+    return FILE_WIDTH

@@ -23,32 +23,40 @@ class Column:
     kind: Kind
     width: int
     """Characters of the column."""
+    rank: int = 0
+    """Columns of the highest rank are the first to give way on a narrow screen; those of rank 0 stay."""
+    is_optional: bool = False
+    """Whether the column is left out if the step does not have the metric."""
 
 
 TRAIN_COLUMNS = (
     Column("reward", ("reward/mean",), "fixed", 6),
     Column("acc", ("accuracy",), "fixed", 5),
-    Column("KL", ("kl_ref", "ppo_kl_k3"), "short", 7),
-    Column("entropy", ("entropy",), "fixed", 7),
-    Column("clip", ("clip_fraction",), "fixed", 5),
-    Column("gnorm", ("grad_norm",), "short", 7),
-    Column("lr", ("lr",), "rate", 7),
+    Column("KL", ("kl_ref", "ppo_kl_k3"), "short", 7, rank=3),
+    Column("entropy", ("entropy",), "fixed", 7, rank=4),
+    Column("clip", ("clip_fraction",), "fixed", 5, rank=5),
+    Column("gnorm", ("grad_norm",), "short", 7, rank=2),
+    Column("lr", ("lr",), "rate", 7, rank=6),
     Column("len", ("response_length/mean",), "count", 5),
     Column("tok/s", ("tokens_per_second",), "count", 5),
+    Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
 )
 """Columns of reinforcement learning. KL is to the reference if there is one, else to the policy that sampled."""
 
 SFT_COLUMNS = (
     Column("loss", ("nll",), "short", 7),
-    Column("entropy", ("entropy",), "fixed", 7),
+    Column("entropy", ("entropy",), "fixed", 7, rank=3),
     Column("gnorm", ("grad_norm",), "short", 7),
-    Column("lr", ("lr",), "rate", 7),
+    Column("lr", ("lr",), "rate", 7, rank=2),
     Column("tok/s", ("tokens_per_second",), "count", 5),
+    Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
 )
 """Columns of supervised fine-tuning."""
 
 TOTAL = "seconds"
 """Label of the column of all phases' seconds."""
+LEAST_PHASES = 2
+"""Phases that a narrow screen shows at least, besides `rest`: columns of metrics give way to them."""
 REST = "rest"
 """Label of the column with the seconds of all phases that have no column of their own."""
 
@@ -61,7 +69,7 @@ class StepTable:
         1/50  0.312 0.312 0.00012   1.204 0.000   0.531 1.0e-06   214 31.2k |    12.1     8.0   3.6    0.5
 
     The phases of the step that `header` gets become columns. If not all fit, the longest ones do, and the others are
-    added up as `rest`.
+    added up as `rest`. On a narrow screen, columns of metrics are left out until the longest phases fit.
     """
 
     def __init__(self, columns: Sequence[Column], n_steps: int, width: int) -> None:
@@ -69,13 +77,15 @@ class StepTable:
         self._n_steps = n_steps
         self._width = width
         self._step_width = max(len("step"), len(f"{n_steps}/{n_steps}"))
+        self._shown: list[Column] = []
         self._phases: list[str] = []
 
-    def header(self, seconds: Mapping[str, float]) -> list[str]:
-        """Return the one or two lines of labels; `seconds` of a step decide which phases are columns."""
+    def header(self, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> list[str]:
+        """Return the one or two lines of labels; the metrics and phases of a step decide which columns there are."""
+        self._shown = self._fitting_columns(metrics, seconds)
         self._phases = self._fitting(seconds)
-        widths = [self._step_width, *(column.width for column in self._columns)]
-        labels = ["step", *(column.label for column in self._columns)]
+        widths = [self._step_width, *(column.width for column in self._shown)]
+        labels = ["step", *(column.label for column in self._shown)]
         left = GAP.join(label.rjust(width) for label, width in zip(labels, widths, strict=True))
         upper, lower = [" " * len(TOTAL)], [TOTAL]
         for phase in self._phases:
@@ -88,9 +98,9 @@ class StepTable:
         return lines
 
     def row(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> str:
-        """Return the line of one step; a value that is missing or not finite is "-"."""
+        """Return the line of one step, in the columns of the last header; a missing or non-finite value is "-"."""
         cells = [f"{step}/{self._n_steps}".rjust(self._step_width)]
-        cells += [_cell(column, metrics) for column in self._columns]
+        cells += [_cell(column, metrics) for column in self._shown]
         times = [_seconds(sum(seconds.values()), len(TOTAL))]
         times += [self._phase_cell(phase, seconds) for phase in self._phases]
         return GAP.join(cells) + BAR + GAP.join(times)
@@ -101,9 +111,22 @@ class StepTable:
         others = [value for name, value in seconds.items() if name not in self._phases]
         return _seconds(sum(others), _phase_width(REST))
 
+    def _fitting_columns(self, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> list[Column]:
+        shown = [column for column in self._columns if not column.is_optional or metrics.keys() & set(column.keys)]
+        longest = sorted(seconds, key=lambda name: -seconds[name])[:LEAST_PHASES]
+        names = longest if len(longest) == len(seconds) else [*longest, REST]
+        needed = sum(_phase_width(name) + len(GAP) for name in names)
+        while self._room(shown) < needed and any(column.rank for column in shown):
+            shown.remove(max(shown, key=lambda column: column.rank))
+        return shown
+
+    def _room(self, columns: Sequence[Column]) -> int:
+        """Characters that are left for phases beside `columns`."""
+        used = self._step_width + sum(column.width + len(GAP) for column in columns) + len(BAR) + len(TOTAL)
+        return self._width - used
+
     def _fitting(self, seconds: Mapping[str, float]) -> list[str]:
-        used = self._step_width + sum(column.width + len(GAP) for column in self._columns) + len(BAR) + len(TOTAL)
-        room = self._width - used
+        room = self._room(self._shown)
         if sum(_phase_width(phase) + len(GAP) for phase in seconds) <= room:
             return list(seconds)
         room -= _phase_width(REST) + len(GAP)

@@ -7,8 +7,11 @@ import re
 import pytest
 from rich.console import Console
 
-from fivefold.observe.console import HEADER_EVERY, RunConsole, clock
+from fivefold.config.schema import StatsConfig
+from fivefold.experience.samples import extremes
+from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole, clock
 from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS, StepTable, number
+from fivefold.types import Prompt, Sample
 
 METRICS = {
     "reward/mean": 0.312,
@@ -21,6 +24,7 @@ METRICS = {
     "response_length/mean": 213.6,
     "tokens_per_second": 31234.0,
 }
+NARROW = ["seconds", "rollout", "train", "rest"]
 SECONDS = {"rollout": 8.04, "reward": 0.11, "old log-probs": 0.52, "train": 3.61, "weight sync": 0.49}
 
 
@@ -70,13 +74,14 @@ def test_a_wide_screen_has_every_phase_and_a_narrow_one_the_longest() -> None:
 
 def test_missing_and_non_finite_values_are_dashes() -> None:
     table = StepTable(TRAIN_COLUMNS, n_steps=50, width=160)
-    table.header({"rollout": 1.0})
+    table.header(METRICS, {"rollout": 1.0})
     row = table.row(3, {"reward/mean": math.nan, "entropy": math.inf, "accuracy": None, "lr": 1e-6}, {})
     assert row.split() == ["3/50", "-", "-", "-", "-", "-", "-", "1.0e-06", "-", "-", "|", "0.0", "-"]
 
 
 def test_kl_to_the_reference_is_shown_if_there_is_one() -> None:
     table = StepTable(TRAIN_COLUMNS, n_steps=1, width=160)
+    table.header({}, {})
     row = table.row(1, {"kl_ref": 0.5, "ppo_kl_k3": 0.25}, {})
     assert "0.500" in row
     assert "0.250" not in row
@@ -149,8 +154,57 @@ def test_a_step_before_start_is_a_runtime_error() -> None:
 
 def test_all_phases_fit_beside_the_columns_of_sft() -> None:
     table = StepTable(SFT_COLUMNS, n_steps=10, width=100)
-    assert max(map(len, table.header(SECONDS))) <= 100
-    assert "rest" not in table.header(SECONDS)[-1]
+    header = table.header(METRICS, SECONDS)
+    assert max(map(len, header)) <= 100
+    assert "rest" not in header[-1]
+
+
+def test_on_80_columns_metrics_give_way_to_the_longest_phases() -> None:
+    lines = [line for line in run(80, terminal=True) if "|" in line and "megatron" not in line]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["step", "reward", "acc", "KL", "gnorm", "len", "tok/s", "|", *NARROW]
+    assert lines[1].split("|")[1].split() == ["12.8", "8.0", "3.6", "1.1"]
+
+
+def test_memory_is_shown_where_it_is_measured() -> None:
+    table = StepTable(TRAIN_COLUMNS, n_steps=1, width=160)
+    assert "GB" not in table.header(METRICS, SECONDS)[-1]
+    measured = {**METRICS, "peak_memory_gb/max": 110.5}
+    assert "GB" in table.header(measured, SECONDS)[-1]
+    assert " 110 " in table.row(1, measured, SECONDS)
+
+
+def test_samples_are_cut_in_their_middle_and_stay_on_one_line() -> None:
+    console, out = screen(60, terminal=False)
+    console.samples(3, [(0.5, "What is\n 1 + 1?", "well " * 30 + "= 2")])
+    reward, prompt, response = out.getvalue().splitlines()
+    assert "step 3, reward 0.500" in reward
+    assert prompt.split(maxsplit=1)[1] == "What is 1 + 1?"
+    assert len(response) <= 60
+    assert response.split()[0] == "response"
+    assert " ... " in response
+    assert response.endswith("= 2")
+
+
+def test_the_best_and_the_worst_sample_are_shown_now_and_then() -> None:
+    def sample(reward: float) -> Sample:
+        return Sample(Prompt(0, "p", (1,), None), "r", "stop", 2, 1, (0, 0), {"math": reward})
+
+    samples = [sample(reward) for reward in (0.5, 1.0, -1.0, 1.0)]
+    assert extremes(samples) == [samples[1], samples[2]]
+    assert extremes(samples[:1] * 3) == samples[:1]
+    shown = StatsConfig(shown_samples_freq_steps=4)
+    assert [step for step in range(1, 10) if shown.shows_samples(step)] == [1, 4, 8]
+    assert not StatsConfig(shown_samples_freq_steps=None).shows_samples(1)
+
+
+def test_piped_lines_are_as_wide_as_the_users_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    assert RunConsole(TRAIN_COLUMNS).console.width == 90
+    monkeypatch.delenv("COLUMNS")
+    for stream in ("stderr", "stdin"):
+        monkeypatch.setattr(f"sys.{stream}", io.StringIO())
+    assert RunConsole(TRAIN_COLUMNS).console.width == FILE_WIDTH
 
 
 def test_durations_are_written_as_a_clock_shows_them() -> None:
