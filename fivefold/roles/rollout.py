@@ -27,7 +27,7 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.buckets import Bucket, unpack
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.offer import WeightOffer
-from fivefold.types import Columns, FinishReason, Prompt, Sample, Trajectory
+from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Prompt, Sample, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,13 @@ class Responses:
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
             lengths_N=np.array([len(trajectory.tokens_T) for trajectory in trajectories], dtype=np.int64),
             sampled_N=np.array([len(versions) for versions in sampled], dtype=np.int64),
-            versions_N2=np.array([(versions.min(), versions.max()) for versions in sampled], dtype=np.int64),
+            versions_N2=np.array([_span(versions) for versions in sampled], dtype=np.int64),
         )
+
+
+def _span(versions: npt.NDArray[np.int32]) -> tuple[int, int]:
+    """Return the oldest and the newest of the versions; `NOT_SAMPLED` twice if nothing was sampled."""
+    return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
 
 
 def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> Generated:
