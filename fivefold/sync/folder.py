@@ -86,7 +86,7 @@ class WeightFolder:
     def _write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         root = self._parent / f"{PREFIX}{self._place.run}"
         partial = root / "partial"
-        self._hold(root)
+        self._hold(root, partial)
         try:
             self._save(partial / "0", weights)
             for index in range(1, self._place.count):
@@ -96,13 +96,17 @@ class WeightFolder:
             shutil.rmtree(root)
             raise
 
-    def _hold(self, root: Path) -> None:
-        """Make the folder, and lock it until this process ends or begins the next update."""
+    def _hold(self, root: Path, partial: Path) -> None:
+        """Make `partial` in `root`, and lock `root` until this process ends or begins the next update."""
         if self._lock is not None:
-            os.close(self._lock)
-        root.mkdir(exist_ok=True)
-        self._lock = os.open(root, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+            lock, self._lock = self._lock, None
+            os.close(lock)
+        while self._lock is None:
+            # A new run takes the folder for abandoned until it is locked, and may remove it at any point before that.
+            # Once it is locked, `partial` keeps the run's other replicas from removing it as empty.
+            with suppress(FileNotFoundError):
+                partial.mkdir(parents=True, exist_ok=True)
+                self._lock = _locked(root, fcntl.LOCK_EX)
 
     def _wait(self, version: int) -> Path:
         """Wait for the folder with this replica's links. A writer that fails ends the run, and with it this process."""
@@ -128,14 +132,31 @@ def _roomy_folder(n_bytes: int) -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of runs that were killed during an update; their locks ended with them."""
+    """Remove the folders of this user's runs that were killed during an update; their locks ended with them."""
     for folder in parent.glob(f"{PREFIX}*"):
-        lock = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError, PermissionError):
+            # The folder's run lives, or another new run has removed it meanwhile, or it is another user's.
             continue
-        else:
+        if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        finally:
             os.close(lock)
+
+
+def _locked(folder: Path, operation: int) -> int | None:
+    """Lock a folder; return the file descriptor that has the lock, or None if another folder has taken its place.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it was removed before it was locked.
+        BlockingIOError: another process has the lock, and `operation` does not wait.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    is_locked = False
+    try:
+        fcntl.flock(lock, operation)
+        is_locked = os.path.samestat(os.fstat(lock), folder.stat())
+    finally:
+        if not is_locked:
+            os.close(lock)
+    return lock if is_locked else None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +141,80 @@ def test_a_lock_ends_with_its_process(memory: Path) -> None:
     holder.communicate()
     WeightFolder(NodePlace("run", 0, 1), Saver(), 100)
     assert not abandoned.exists()
+
+
+def before_next(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, action: Callable[[], object]) -> None:
+    """Let `action` happen right before the next call of `module.name`, as another process may do it."""
+    real = getattr(module, name)
+
+    def after_action(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(module, name, real)
+        action()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, after_action)
+
+
+def test_a_folder_that_another_new_run_removes_meanwhile_is_passed_over(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = memory / f"{PREFIX}dead"
+    abandoned.mkdir()
+    before_next(monkeypatch, os, "open", abandoned.rmdir)
+    WeightFolder(NodePlace("run", 0, 1), Saver(), 100)
+    assert not abandoned.exists()
+
+
+def test_another_users_folder_is_left_alone(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise PermissionError("Permission denied")
+
+    (memory / f"{PREFIX}theirs").mkdir()
+    before_next(monkeypatch, os, "open", refuse)
+    WeightFolder(NodePlace("run", 0, 1), Saver(), 100)
+    assert (memory / f"{PREFIX}theirs").exists()
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "open"), (fcntl, "flock")])
+def test_a_folder_that_another_run_removes_before_it_is_locked_is_made_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str
+) -> None:
+    folder, root = WeightFolder(NodePlace("run", 0, 1), Saver(), 100), memory / f"{PREFIX}run"
+    for version in range(2):
+        before_next(monkeypatch, module, call, lambda: shutil.rmtree(root))
+        with folder.holding(WEIGHTS, version) as own:
+            WeightFolder(NodePlace("other", 0, 1), Saver(), 100)
+            assert {file.name for file in own.iterdir()} == FILES.keys(), "another run takes the folder for abandoned"
+    assert list(memory.iterdir()) == []
+
+
+def test_a_replica_that_is_done_late_does_not_remove_the_next_updates_folder(memory: Path) -> None:
+    def save(path: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with suppress(OSError):
+            (memory / f"{PREFIX}run").rmdir()
+        Saver()(path, weights)
+
+    folder = WeightFolder(NodePlace("run", 0, 1), save, 100)
+    with folder.holding(WEIGHTS, 0) as own:
+        WeightFolder(NodePlace("other", 0, 1), Saver(), 100)
+        assert own.exists(), "the folder is not the one that was locked"
+
+
+def test_the_folder_of_the_next_update_is_not_taken_for_the_abandoned_one_before_it(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living = WeightFolder(NodePlace("living", 0, 1), Saver(), 100)
+    with ExitStack() as updates:
+        first = updates.enter_context(ExitStack())
+        first.enter_context(living.holding(WEIGHTS, 0))
+
+        def update_again() -> None:
+            first.close()
+            updates.enter_context(living.holding(WEIGHTS, 1))
+
+        before_next(monkeypatch, fcntl, "flock", update_again)
+        WeightFolder(NodePlace("new", 0, 1), Saver(), 100)
+        assert (memory / f"{PREFIX}living" / "1" / "0").exists()
 
 
 def with_room(monkeypatch: pytest.MonkeyPatch, rooms: dict[Path, int]) -> None:
