@@ -1,4 +1,4 @@
-"""What the workers of these tests hold: small, without torch unless they say so."""
+"""Objects that the workers of these tests hold; only `GlooEngine` imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANG_S = 300.0
 
 
 def gone(pids: Sequence[int], within_s: float = 10.0) -> bool:
-    """Whether all these processes end in time (or are only waiting for their parent to notice)."""
+    """Return whether all these processes end in time, or are zombies by then."""
     deadline = time.monotonic() + within_s
     while any(_runs(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -33,7 +33,7 @@ def _runs(pid: int) -> bool:
 
 
 class Engine:
-    """Answers, yields and breaks as it is told."""
+    """Answers, yields and fails as the test asks."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -56,14 +56,14 @@ class Engine:
             yield bytes([self.rank, index]) * 100_000
 
     def items_on_record(self, path: str, n: int) -> Iterator[int]:
-        """The file grows by one byte for each item."""
+        """Yield items; the file at `path` grows by one byte for each."""
         with open(path, "ab", buffering=0) as record:
             for index in range(n):
                 record.write(b".")
                 yield index
 
     def make_bytes(self, n: int) -> tuple[str, bytes]:
-        """A pair of a summary and a payload."""
+        """Return a summary and a payload."""
         return f"{self.rank} made {n}", bytes(n)
 
     def total_length(self, *payloads: bytes) -> int:
@@ -129,7 +129,7 @@ class Engine:
         time.sleep(HANG_S)
 
     def spawn_child(self) -> int:
-        """Starts a process that outlives everything if nobody ends it; its id."""
+        """Start a process that runs until it is killed; return its id."""
         return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_S})"]).pid
 
     def pid(self) -> int:
@@ -142,14 +142,14 @@ class Engine:
 
 
 def listening_addresses() -> set[str]:
-    """IP addresses at which this process and all below it accept connections."""
+    """Return the IP addresses at which this process and its descendants accept connections."""
     me = psutil.Process()
     connections = [each for process in [me, *me.children(recursive=True)] for each in process.net_connections("inet")]
     return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 class GlooEngine(Engine):
-    """Meets its peers in torch.distributed."""
+    """Joins its peers in torch.distributed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster that others started: prints, as JSON, what its workers are told about their devices."""
+"""A run on a Ray cluster that is already running: prints, as JSON, the devices that its workers see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a child ended is known even to a process that was started with SIGCHLD ignored."""
+"""A process that is started with SIGCHLD ignored still gets the exit statuses of its children."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def status_seen(code: str) -> str:
 
 
 def test_an_inherited_ignored_sigchld_is_undone() -> None:
-    assert status_seen(STARTS_ONE) == "0", "the kernel keeps statuses of an ignored SIGCHLD: this test shows nothing"
+    assert status_seen(STARTS_ONE) == "0", "this kernel keeps exit statuses even if SIGCHLD is ignored"
     assert status_seen(KEEPS + STARTS_ONE) == "3"
 
 
-def test_the_tests_themselves_see_statuses() -> None:
+def test_sigchld_is_not_ignored_in_tests() -> None:
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL

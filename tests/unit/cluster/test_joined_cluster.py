@@ -1,4 +1,4 @@
-"""`scheduler.type=ray`: devices of a cluster that goes on without us. Its GPUs are Ray's word only: none is touched."""
+"""`scheduler.type=ray`: devices of a cluster that outlives the run. Its GPUs exist only in Ray's records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRIVER = Path(__file__).with_name("joined_driver.py")
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of a Ray cluster of one node that says it has four GPUs, with a token of its own."""
+    """Address of a Ray cluster with a token and one node, which claims to have four GPUs."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -62,8 +62,8 @@ def drive(address: str, folder: Path) -> dict[str, object]:
     return dict(json.loads(done.stdout))
 
 
-def test_roles_share_the_devices_that_are_reserved_and_give_them_back(cluster: str, tmp_path: Path) -> None:
-    # Each run takes three of the four devices: the second could not begin if the first kept them.
+def test_roles_share_reserved_devices_and_release_them_at_the_end(cluster: str, tmp_path: Path) -> None:
+    # Each run takes three of the four devices, so the second could not begin if the first had kept them.
     for _ in range(2):
         told = drive(cluster, tmp_path)
         seen = told["seen"]
@@ -75,9 +75,9 @@ def test_roles_share_the_devices_that_are_reserved_and_give_them_back(cluster: s
         assert "cluster.n_gpus_per_node is 5, but this machine has 4 GPUs" in str(told["refused"])
 
 
-def test_a_cluster_that_has_been_killed_is_not_waited_for() -> None:
+def test_joining_a_cluster_that_was_killed_fails_at_once() -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # and nobody listens
+        held.bind(("127.0.0.1", 0))  # nothing listens there
         address = f"127.0.0.1:{held.getsockname()[1]}"
         before = time.monotonic()
         with pytest.raises(ValueError, match=f"no Ray cluster answers at scheduler.address='{address}'"):

@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_killed_process_leaves_is_private_and_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_process_is_private_and_the_next_process_removes_it(tmp_path: Path) -> None:
     others = tmp_path / "fivefold-others"
     others.mkdir()
     command = [sys.executable, "-c", MAKES_ONE_AND_WAITS, str(tmp_path)]

@@ -26,7 +26,7 @@ class EndedRay:
         pass
 
 
-def test_an_error_of_the_driver_is_told_as_the_end_of_ray(tmp_path: Path) -> None:
+def test_an_error_of_the_driver_is_reported_as_the_end_of_ray(tmp_path: Path) -> None:
     own_ray = cast(LocalRay, EndedRay())
     session = Session([], tmp_path, PhaseTimers(), 1.0, own_ray)
     with pytest.raises(RayEnded, match="its process raylet exited with 1") as caught, session:

@@ -1,4 +1,4 @@
-"""A run ends whole: whoever ends it, and however, none of its processes and none of its temporary files are left."""
+"""However a run ends, it leaves no process and no temporary file."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ train_dataset: {path: nowhere}
 
 @contextmanager
 def run_under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The driver in a process group of its own, as a shell starts it, and the ids of its workers, of a process that one
-    of them started, and of all else under it."""
+    """Start the driver in a process group of its own, as a shell does.
+
+    Yields it, and the ids of its workers, of a process that one of them started, and of all its other descendants.
+    """
     (folder / "recipe.yaml").write_text(RECIPE)
-    # Workers import this package, and must not take the user's file for it.
+    # Workers import a package of this name, and must not get the user's file instead.
     (folder / "psutil.py").write_text("raise ImportError")
     command = [sys.executable, str(DRIVER), "train", "recipe.yaml", f"cluster.fileroot={folder}/runs"]
     driver = subprocess.Popen(
@@ -59,17 +61,17 @@ def ray_server(driver: subprocess.Popen[str], name: str) -> psutil.Process:
 
 
 def ray_folder(driver: subprocess.Popen[str]) -> Path:
-    """The folder in the temporary directory that this driver's Ray has for itself."""
+    """Return the folder of this driver's Ray in the temporary directory."""
     command = " ".join(ray_server(driver, "raylet").cmdline())
     found = re.search(r"/tmp/fivefold-\w+", command)
     assert found
     return Path(found[0])
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     with run_under_way(tmp_path) as (driver, pids):
         folder = ray_folder(driver)
-        # A terminal sends it to the whole process group.
+        # A terminal sends the signal to the whole process group.
         os.killpg(driver.pid, signal.SIGINT)
         out, err = driver.communicate(timeout=30)
         assert driver.returncode == 130
@@ -83,7 +85,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_the_driver_is_killed(tmp_path: Path) -> None:
+def test_workers_end_if_the_driver_is_killed(tmp_path: Path) -> None:
     with run_under_way(tmp_path) as (driver, pids):
         left = ray_folder(driver)
         driver.kill()
@@ -94,7 +96,7 @@ def test_the_driver_is_killed(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_a_worker_is_killed(tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with run_under_way(tmp_path) as (driver, pids):
         os.kill(pids[1], signal.SIGKILL)
         out, err = driver.communicate(timeout=30)
@@ -108,7 +110,7 @@ def test_a_worker_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
-def test_ray_itself_is_killed(tmp_path: Path, server: str) -> None:
+def test_a_killed_server_of_ray_ends_the_run_and_is_named(tmp_path: Path, server: str) -> None:
     with run_under_way(tmp_path) as (driver, pids):
         ray_server(driver, server).kill()
         _, err = driver.communicate(timeout=30)

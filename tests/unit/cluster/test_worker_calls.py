@@ -1,4 +1,4 @@
-"""What a group of workers does when all goes well."""
+"""Calls of groups of workers that succeed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
         group.call_each(Engine.echo, [("a",), ("b",)])
 
 
-def test_what_is_kept_goes_from_worker_to_worker_and_not_through_the_driver(session: Session) -> None:
+def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(session: Session) -> None:
     group = launch(session, 2)
     kept = group.keep_each(Engine.make_bytes, [(3,), (5,)])
     assert [summary for summary, _ in kept] == ["0 made 3", "1 made 5"]
@@ -71,7 +71,7 @@ def test_driver_and_workers_know_how_their_children_ended(session: Session) -> N
     assert Engine.status_of_a_child(None) == 3  # type: ignore[arg-type]
 
 
-def test_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
+def test_a_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
     group, record = launch(session, 1), tmp_path / "yielded"
     stream = group.stream(Engine.items_on_record, str(record), 40)
     next(stream)
@@ -80,22 +80,22 @@ def test_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
     assert sum(1 for _ in stream) == 39
 
 
-def test_feed_hands_the_stream_of_one_role_to_every_rank_of_another(session: Session) -> None:
+def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(session: Session) -> None:
     devices = [Device(0, 0), Device(0, 1)]
     groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
     actor, rollout = groups["actor"], groups["rollout"]
     assert rollout.feed(Engine.total, actor.stream(Engine.items, 12), 1000) == [1000 + sum(range(12))] * 2
     assert actor.call(Engine.yielded) == [12, 12]
-    # Each begins from nothing, also after one whose readers left early.
+    # Each feed is independent of the ones before it, even if their readers ended early.
     assert rollout.feed(Engine.take_one, actor.stream(Engine.items, 10)) == [0, 0]
     assert rollout.feed(Engine.total, actor.stream(Engine.items, 3), 0) == [3, 3]
     assert rollout.feed(Engine.total, actor.stream(Engine.items, 0), 5) == [5, 5]
-    # Roles work side by side.
+    # Roles work at the same time.
     first, second = actor.start(Engine.echo, 1), rollout.start(Engine.echo, 2)
     assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
 
 
-def test_environment_of_cpu_workers(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     devices = [Device(0, 0), Device(0, 1)]
@@ -108,8 +108,8 @@ def test_environment_of_cpu_workers(session: Session, monkeypatch: pytest.Monkey
     assert groups["chosen"].call_first(Engine.environment, "OMP_NUM_THREADS", "NCCL_DEBUG") == ["3", "INFO"]
 
 
-def test_a_process_with_several_devices_sees_them_and_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of four GPUs, two a process; another job has the first four of each node."""
+def test_a_process_with_several_devices_sees_them_and_its_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are two nodes with four GPUs, two for each process; another job has the first four of each node."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
     monkeypatch.setenv("SGLANG_TIMEOUT_KEEP_ALIVE", "9")
@@ -168,7 +168,7 @@ def test_workers_import_what_the_driver_does_but_installed_packages_first(
     assert not Path(group.call_first(held.origin)).is_relative_to(tmp_path)
 
 
-def test_build_by_name(session: Session) -> None:
+def test_a_role_may_name_the_function_that_builds_its_object(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)], "fractions:Fraction", args=(3, 4)))["actor"]
     assert group.call_first(Fraction.as_integer_ratio) == (3, 4)
 
@@ -180,7 +180,7 @@ def test_kill_ends_workers_and_what_they_started(session: Session) -> None:
     assert gone(pids)
 
 
-def test_asking_for_what_the_machine_does_not_have() -> None:
+def test_several_nodes_are_refused_without_scheduler_type_ray() -> None:
     config = SchedulerConfig()
     with pytest.raises(ValueError, match=r"cluster\.n_nodes is 2.*set scheduler\.type=ray"):
         Session.open(config, ClusterConfig(n_nodes=2), None, PhaseTimers())  # type: ignore[arg-type]

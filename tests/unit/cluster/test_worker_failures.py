@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a worker is told in the driver within seconds, with role, rank and phase; nobody is left."""
+"""A worker's failure raises an error in the driver within seconds, with role, rank and phase, and ends all workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def launch(session: Session, n: int, name: str = "actor") -> WorkerGroup:
     return session.launch(Role(name, [Device(0, rank) for rank in range(n)], Engine))[name]
 
 
-def test_a_rank_raises_while_the_others_block(session: Session) -> None:
+def test_a_rank_that_raises_ends_the_wait_for_the_others(session: Session) -> None:
     group = launch(session, 2)
     pids = group.call(Engine.pid)
     began = time.monotonic()
@@ -39,20 +39,20 @@ def test_a_rank_raises_while_the_others_block(session: Session) -> None:
     assert gone(pids)
 
 
-def test_the_cause_is_told_from_what_followed(session: Session) -> None:
+def test_the_cause_is_named_first_and_its_consequences_after_it(session: Session) -> None:
     with pytest.raises(WorkerError) as caught:
         launch(session, 2).call(Engine.raise_both, 1)
     assert caught.value.rank == 1
     assert "Failed with it: actor rank 0" in str(caught.value)
 
 
-def test_an_exception_that_cannot_be_pickled(session: Session) -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported_as_text(session: Session) -> None:
     with pytest.raises(WorkerError, match="cannot travel"):
         launch(session, 1).call(Engine.raise_unpicklable)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_process_dies_while_the_others_block(session: Session, number: signal.Signals) -> None:
+def test_a_process_that_dies_ends_the_wait_for_the_others(session: Session, number: signal.Signals) -> None:
     group = launch(session, 2)
     pids = group.call(Engine.pid)
     began = time.monotonic()
@@ -67,14 +67,14 @@ def test_a_process_dies_while_the_others_block(session: Session, number: signal.
     assert gone(pids)
 
 
-def test_a_peer_is_killed_in_a_collective(session: Session) -> None:
+def test_a_peer_that_is_killed_in_a_collective_is_named(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
     with pytest.raises(WorkerError) as caught:
         group.call(GlooEngine.barrier_without, 1, signal.SIGKILL)
     assert caught.value.rank == 1
 
 
-def test_another_role_dies_while_one_is_waited_for(session: Session) -> None:
+def test_a_role_that_dies_ends_the_wait_for_another_role(session: Session) -> None:
     devices = [Device(0, 0)]
     groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
     groups["rollout"].start(Engine.kill_itself, 0, signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_a_failure_ends_the_waits_of_all_threads(session: Session) -> None:
     assert caught.value.role == "rollout"
 
 
-def test_time_out_names_who_has_not_answered_and_where_they_are(
+def test_a_time_out_names_the_ranks_without_an_answer_and_their_stacks(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = launch(session, 2)
@@ -119,21 +119,21 @@ def test_time_out_names_who_has_not_answered_and_where_they_are(
     assert gone(pids)
 
 
-def test_build_fails_on_one_rank(session: Session) -> None:
+def test_a_build_that_fails_on_one_rank_is_named(session: Session) -> None:
     with pytest.raises(WorkerError, match="no such checkpoint") as caught:
         session.launch(Role("actor", [Device(0, 0)] * 2, broken_build, args=(1,)))
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_stream_breaks(session: Session, failing_rank: int) -> None:
+def test_a_generator_that_raises_ends_the_stream_and_is_named(session: Session, failing_rank: int) -> None:
     stream = launch(session, 2).stream(Engine.items_then_raise, 4, failing_rank)
     with pytest.raises(WorkerError, match="the generator broke") as caught:
         list(stream)
     assert caught.value.rank == failing_rank
 
 
-def test_the_reader_of_a_feed_breaks(session: Session) -> None:
+def test_a_reader_that_raises_ends_the_feed_and_is_named(session: Session) -> None:
     actor, rollout = launch(session, 2), launch(session, 2, "rollout")
     with pytest.raises(WorkerError, match="cannot digest it") as caught:
         rollout.feed(Engine.raise_while_fed, actor.stream(Engine.items, 10))
