@@ -47,6 +47,10 @@ LossStep = Callable[[MicroBatch, dict[str, torch.Tensor]], tuple[torch.Tensor, A
 """(micro-batch, predictions [T] by name) on the last stage -> (scalar to differentiate, what `_run` returns)."""
 
 
+BRIDGES = {"fivefold": Bridge}
+"""The weight bridge of each `actor.megatron.bridge_type`."""
+
+
 class MegatronEngine:
     """A model on Megatron-Core. With an optimizer it trains, without one it only computes log-probabilities.
 
@@ -84,7 +88,7 @@ class MegatronEngine:
         check_layout(layout, self.shape)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
-        self._bridge = Bridge(self.shape)
+        self._bridge = BRIDGES[config.megatron.bridge_type](self.shape)
         self._device = torch.device(torch.cuda.current_device())
         self._megatron_config = settings.transformer_config(config, layout, self.shape)
         self._decoders = build_chunks(self._megatron_config, layout, self.shape)
