@@ -36,7 +36,7 @@ def run_under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[in
     """
     (folder / "recipe.yaml").write_text(RECIPE)
     # Workers import a package of this name, and must not get the user's file instead.
-    (folder / "psutil.py").write_text("raise ImportError")
+    (folder / "fivefold.py").write_text("raise ImportError('a file of the user')")
     command = [sys.executable, str(DRIVER), "train", "recipe.yaml", f"cluster.fileroot={folder}/runs"]
     driver = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
