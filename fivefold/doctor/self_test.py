@@ -118,7 +118,7 @@ def _start(folder: Path, layout: str, rank: int, world_size: int, device: Device
 
 def _environment(device: Device) -> dict[str, str]:
     """Return the environment that the workers of a run have, too."""
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONSAFEPATH": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if interface := loopback():

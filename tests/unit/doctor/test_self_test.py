@@ -54,6 +54,8 @@ def test_processes_that_do_not_come_back_are_ended(monkeypatch: pytest.MonkeyPat
     assert "in phase 'start'" in finding.found
 
 
-def test_two_processes_agree_with_one() -> None:
+def test_two_processes_agree_with_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
     finding = run_self_test(0)
     assert finding.status == "ok", (finding, finding.details)
