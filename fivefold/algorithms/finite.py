@@ -32,7 +32,7 @@ def not_finite_error(folder: str | Path, tensors: Sequence[str]) -> ValueError:
     return ValueError(
         "\n".join(
             [
-                f"the weights in {folder} have {len(tensors)} tensors with NaN or infinite values:",
+                f"the weights in {folder} hold NaN or infinite values, in these tensors ({len(tensors)}):",
                 *(f"  {tensor}" for tensor in tensors[:_LISTED]),
                 *more,
                 "fetch these files again, or take weights that were saved before their training diverged",

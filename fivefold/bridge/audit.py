@@ -31,7 +31,7 @@ _LIKELY = 20
 
 
 class WeightMismatchError(ValueError):
-    """The model and the weights do not fit each other; the message names what is left over on each side."""
+    """The weights are not whole, or they do not fit the model; the message names files and tensors on each side."""
 
 
 def check_model(
@@ -79,11 +79,15 @@ def check_weights(folder: Path, shape: ModelShape | None) -> None:
             of another shape, and how to mend each.
     """
     files = survey(folder)
+    misfits = []
+    if (
+        shape is not None and files.names
+    ):  # without any header, every tensor would be missing for a reason named already
+        misfits = _misfits(shape, files, files.unread) + _quantized(shape, files)
     _raise_if_any(
         f"{folder} does not hold the weights of the model that its config.json describes",
-        _listed("weight files with problems", len(files.problems), files.problems),
-        # Without any header, every tensor would be missing, for a reason that is named already.
-        _misfits(shape, files, files.unread) + _quantized(shape, files) if shape and files.names else [],
+        _listed("Problems of the weight files", len(files.problems), files.problems),
+        misfits,
     )
 
 
@@ -162,7 +166,7 @@ def _listed(title: str, count: int, lines: Sequence[str]) -> list[str]:
         return []
     shown = list(lines[:_LISTED])
     more = [f"    ... and {count - len(shown)} more"] if count > len(shown) else []
-    return [f"  {count} {title}:", *(f"    {line}" for line in shown), *more]
+    return [f"  {title} ({count}):", *(f"    {line}" for line in shown), *more]
 
 
 def _raise_if_any(summary: str, *sections: list[str]) -> None:

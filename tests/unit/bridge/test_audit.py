@@ -66,13 +66,15 @@ def test_a_renamed_tensor_is_named_with_its_nearest_on_both_sides(dense: Case) -
         dense.load()
     message = str(raised.value)
     unused = "    model.norm.scale in model.safetensors (nearest: model.norm.weight)"
-    assert f"1 Hugging Face tensors that no parameter uses:\n{unused}" in message
-    assert "1 Hugging Face tensors that are missing:\n    model.norm.weight (nearest: model.norm.scale)" in message
+    assert f"Hugging Face tensors that no parameter uses (1):\n{unused}" in message
+    assert "Hugging Face tensors that are missing (1):\n    model.norm.weight (nearest: model.norm.scale)" in message
 
 
 def test_many_strays_are_counted_and_a_few_named(dense: Case) -> None:
     dense.files |= {f"extra.{i:02d}": torch.zeros(1) for i in range(20)}
-    with pytest.raises(WeightMismatchError, match=r"(?s)20 Hugging Face .*extra\.07 in .*\n    \.\.\. and 12 more\n"):
+    with pytest.raises(
+        WeightMismatchError, match=r"(?s)Hugging Face .* \(20\):.*extra\.07 in .*\n    \.\.\. and 12 more\n"
+    ):
         dense.load()
 
 
@@ -92,13 +94,15 @@ def test_a_parameter_of_another_shape_is_an_error(dense: Case) -> None:
 
 def test_a_parameter_without_a_mapping_is_an_error(dense: Case) -> None:
     dense.parameters["decoder.layers.0.self_attention.sink"] = torch.zeros(4)
-    with pytest.raises(WeightMismatchError, match=r"no mapping knows:\n    decoder\.layers\.0\.self_attention\.sink"):
+    with pytest.raises(
+        WeightMismatchError, match=r"no mapping knows \(1\):\n    decoder\.layers\.0\.self_attention\.sink"
+    ):
         dense.load()
 
 
 def test_an_export_without_a_parameter_is_an_error(dense: Case) -> None:
     del dense.parameters["output_layer.weight"]
-    with pytest.raises(WeightMismatchError, match=r"no pipeline stage has:\n    output_layer\.weight"):
+    with pytest.raises(WeightMismatchError, match=r"no pipeline stage has \(1\):\n    output_layer\.weight"):
         next(Bridge(dense.shape).export(dense.parameters, ALONE))
 
 
@@ -145,7 +149,7 @@ def test_a_tied_output_weight_that_differs_is_an_error(tied: Case) -> None:
 
 def test_a_tied_model_on_one_stage_has_no_output_weight(tied: Case) -> None:
     tied.parameters["output_layer.weight"] = torch.zeros(tied.shape.vocab, tied.shape.hidden)
-    with pytest.raises(WeightMismatchError, match=r"no mapping knows:\n    output_layer\.weight"):
+    with pytest.raises(WeightMismatchError, match=r"no mapping knows \(1\):\n    output_layer\.weight"):
         tied.load()
 
 

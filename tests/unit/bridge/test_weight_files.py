@@ -106,11 +106,11 @@ def test_all_problems_are_in_one_error(sharded: Path) -> None:
     tensors[NORM] = torch.zeros(17)
     save_file(tensors, last)
     assert problems(sharded).splitlines()[1:] == [
-        "  1 weight files with problems:",
+        "  Problems of the weight files (1):",
         f"    {SHARD} ({len(lost)} tensors, among them {lost[0]}) is missing: complete the download",
-        "  1 Hugging Face tensors that no parameter uses:",
+        "  Hugging Face tensors that no parameter uses (1):",
         f"    extra in {last.name}",
-        "  1 Hugging Face tensors of the wrong shape:",
+        "  Hugging Face tensors of the wrong shape (1):",
         f"    {NORM} in {last.name}: [17], expected [16]",
         "  config.json and weights must be those of one model: correct config.json, or fetch the weights again",
     ]
