@@ -68,7 +68,7 @@ class Trajectory:
     """Index of the prompt: the trajectories of one prompt are a group, in which rewards are compared."""
     data_source: str
     finish_reason: FinishReason
-    """How the last turn ended."""
+    """Why the last turn ended."""
     tokens_T: npt.NDArray[np.int32]
     mask_T: npt.NDArray[np.bool_]
     """True on tokens that the policy sampled, which are the trained ones."""
@@ -121,7 +121,7 @@ class Sample:
 
     prompt: Prompt
     response_text: str
-    """What the policy sampled, decoded without special tokens."""
+    """The sampled tokens, decoded without special tokens."""
     finish_reason: FinishReason
     n_tokens: int
     """Tokens of the whole trajectory."""
@@ -139,7 +139,7 @@ class Sample:
 
     def rewarded(self, rewards: Mapping[str, float]) -> Sample:
         """Return a copy with further rewards."""
-        # Not dataclasses.replace, which takes most of the time where a step has tens of thousands of samples.
+        # dataclasses.replace would take most of the driver's time in a step of tens of thousands of samples.
         return Sample(
             self.prompt,
             self.response_text,

@@ -169,7 +169,7 @@ class PolicyLoss:
         return torch.where(advantages_T < 0, bounded_T, surrogate_T)
 
     def _ratio_metrics(self, log_ratio_T: torch.Tensor, advantages_T: torch.Tensor, trained_T: torch.Tensor) -> Metrics:
-        """How far the policy has moved, and on which share of tokens a clip stops the gradient."""
+        """Measure how far the policy has moved, and on how many tokens a clip stops the gradient."""
         ratio_T = bounded_exp(log_ratio_T)
         lower_T = (ratio_T < 1.0 - self.clip_low) & (advantages_T < 0)
         upper_T = (ratio_T > 1.0 + self.clip_high) & (advantages_T > 0)

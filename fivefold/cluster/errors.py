@@ -85,7 +85,7 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 
 
 def _without_warnings(lines: Sequence[str]) -> list[str]:
-    """Drop the lines that `warnings.warn` writes: the warning, and indented below it the line of code that gave it."""
+    """Drop the lines that `warnings.warn` writes: the warning, and indented below it the line of code that warned."""
     kept = []
     below_warning = False
     for line in lines:

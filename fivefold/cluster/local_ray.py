@@ -29,7 +29,7 @@ STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
 START_ATTEMPTS = 3
 END_S = 5.0
-"""Seconds that processes get to end after they were told to."""
+"""Seconds that processes get to end before they are killed."""
 MAX_STARTING = 16
 """Most worker processes that Ray starts at one time and keeps ready; there are never more than cores."""
 
@@ -49,7 +49,7 @@ SYSTEM_CONFIG = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How a server of Ray's ended while the run needed it."""
+    """The end of one of Ray's servers while the run needed it."""
 
     server: str
     """One of `SERVERS`."""

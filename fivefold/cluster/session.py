@@ -38,11 +38,11 @@ from fivefold.observe.timers import PhaseTimers
 
 @dataclass(frozen=True)
 class Role:
-    """What runs in each process of a role."""
+    """A role: its devices, and the object that each of its processes holds."""
 
     name: str
     devices: Sequence[Device]
-    """Where each rank runs, rank 0 first (`Placement[role].devices`). Roles may share devices."""
+    """Devices of the processes, rank 0 first (`Placement[role].devices`). Roles may share devices."""
     build: Build
     """Makes the object that a worker holds, called as `build(*args)` in the worker process."""
     args: tuple[Any, ...] = ()

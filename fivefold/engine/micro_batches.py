@@ -1,4 +1,4 @@
-"""From a replica's share of a mini-batch to the micro-batches that one of its ranks puts through the model."""
+"""Builds the micro-batches that a rank puts through the model, from its replica's share of a mini-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequences share a micro-batch, and which rank trains it.
+"""Decides which sequences share a micro-batch, and which rank trains it.
 
     lengths 9 7 5 4 3 2 2        2 ranks, at most 10 tokens a micro-batch
     rank 0   [9]       [5, 2]
@@ -82,7 +82,7 @@ def plan_micro_batches(
     first_fit: list[Bin] | None = None
     n_per_rank = _round_up(max(min_micro_batches, -(-_fewest_bins(lengths, max_tokens) // n_ranks)), multiple_of)
     while (bins := _balance(longest_first, lengths, n_ranks * n_per_rank, max_tokens, cost)) is None:
-        # Rarely needed: most lengths can be balanced.
+        # First-fit is rarely needed, because most lengths can be balanced.
         first_fit = first_fit or _first_fit(longest_first, lengths, max_tokens)
         if len(first_fit) <= n_ranks * n_per_rank:
             # Bins that must be packed this tightly are nearly full, and hence nearly even without balancing.
@@ -103,10 +103,10 @@ def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 class _Bins(Generic[Key]):
-    """Bins with a capacity, of which the one with the least key that has room is asked for, for ever shorter sequences.
+    """Bins with a capacity. They find the one with the least key that has room, for sequences from long to short.
 
-    A bin that has no room is set aside until a sequence comes that is short enough for it, so that each sequence moves
-    a few bins only, however many are full.
+    A bin without room is set aside until a sequence is short enough for it, so that each sequence moves only a few
+    bins, however many are full.
     """
 
     def __init__(self, capacity: int) -> None:

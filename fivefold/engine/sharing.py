@@ -1,4 +1,4 @@
-"""How a mini-batch is split over data-parallel replicas and their micro-batches.
+"""Splits mini-batches over data-parallel replicas and their micro-batches.
 
     lengths of all sequences ──BatchPlanner.plan──> BatchPlan: [replica][micro-batch] -> sequences
                                                         │

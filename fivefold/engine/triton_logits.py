@@ -9,7 +9,7 @@ import triton.language as tl
 
 # Takes the place of minus infinity, whose difference from itself would be NaN.
 _LOWEST = tl.constexpr(-1e30)
-# e^x is 0 below it, and products with it stay finite.
+# In float32, e^x is 0 below this, and products with it are finite.
 _LEAST = tl.constexpr(-1e4)
 _STATISTICS_BLOCK = 2048
 _GRADIENT_BLOCK = 4096

@@ -233,7 +233,7 @@ class MegatronEngine:
     def _earlier_gradients(self) -> Iterator[None]:
         """Set the gradient of earlier mini-batches aside, and add it again at the end.
 
-        It is reduced over the ranks already; within the buffers it would be reduced a second time.
+        It is already reduced over the ranks, and would be reduced a second time if it stayed in the buffers.
         """
         buffers = self._gradient_buffers()
         earlier = [buffer.grad_data.clone() for buffer in buffers] if self._has_gradients else []

@@ -30,9 +30,9 @@ from fivefold.observe.table import Column, StepTable, number
 from fivefold.observe.timers import SETUP
 
 FILE_WIDTH = 160
-"""Characters of a line where neither the output nor the process has a terminal."""
+"""Characters of a line if neither the output nor the process has a terminal."""
 LEAST_WIDTH = 60
-"""Width below which lines are not cut any further."""
+"""Least characters of a line."""
 HEADER_EVERY = 25
 """Steps after which the labels are printed again."""
 REFRESH_HZ = 8
@@ -95,7 +95,7 @@ class RunConsole:
         self._status.finish_step(step)
 
     def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
-        """Show what the policy wrote: (reward, prompt, response) of some samples, each on three lines of the screen."""
+        """Print samples of `step`, (reward, prompt, response) each, on three lines of the screen."""
         room = self.console.width - len(SAMPLE_INDENT) - len("response  ")
         for reward, prompt, response in samples:
             with self._lock:
@@ -185,7 +185,7 @@ class _Status:
 
 
 def shortened(text: str, width: int) -> str:
-    """Put a text on one line of at most `width` characters; what is too long loses its middle."""
+    """Put a text on one line of at most `width` characters, without its middle if it is too long."""
     line = " ".join(text.split())
     if len(line) <= width:
         return line
@@ -212,9 +212,9 @@ def _default_console() -> Console:
 
 
 def _width_elsewhere() -> int:
-    """Width of lines that do not go to a terminal: $COLUMNS, or the terminal where they will be looked at, if any.
+    """Return the width of lines that do not go to a terminal: $COLUMNS, or that of the process's terminal, if any.
 
-    The output of `fivefold train ... | tee log` is read in the terminal that the command was typed into.
+    The output of `fivefold train ... | tee log` is read in the terminal into which the command was typed.
     """
     if os.environ.get("COLUMNS", "").isdecimal():
         return max(int(os.environ["COLUMNS"]), LEAST_WIDTH)

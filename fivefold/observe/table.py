@@ -24,7 +24,7 @@ class Column:
     width: int
     """Characters of the column."""
     rank: int = 0
-    """Columns of the highest rank are the first to give way on a narrow screen; those of rank 0 stay."""
+    """On a narrow screen, columns of the highest rank are left out first; those of rank 0 always stay."""
     is_optional: bool = False
     """Whether the column is left out if the step does not have the metric."""
 
@@ -56,7 +56,7 @@ SFT_COLUMNS = (
 TOTAL = "seconds"
 """Label of the column of all phases' seconds."""
 LEAST_PHASES = 2
-"""Phases that a narrow screen shows at least, besides `rest`: columns of metrics give way to them."""
+"""Least number of phases, besides `rest`, for which columns of metrics are left out on a narrow screen."""
 REST = "rest"
 """Label of the column with the seconds of all phases that have no column of their own."""
 
@@ -121,7 +121,7 @@ class StepTable:
         return shown
 
     def _room(self, columns: Sequence[Column]) -> int:
-        """Characters that are left for phases beside `columns`."""
+        """Return the number of characters that `columns` leave for phases."""
         used = self._step_width + sum(column.width + len(GAP) for column in columns) + len(BAR) + len(TOTAL)
         return self._width - used
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 PREFIX = "fivefold-weights-"
 POLL_S = 0.01
-"""Seconds between two looks for the files of another replica."""
+"""Seconds between checks for the files of another replica."""
 SHARED_MEMORY = Path("/dev/shm")
 SPARE = 1.05
 """Room that must be free, as a multiple of the weights: files have headers, and other processes write there too."""
@@ -137,7 +137,7 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             lock = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, FileNotFoundError, PermissionError):
-            # The folder's run lives, or another new run has removed it meanwhile, or it is another user's.
+            # The folder's run is in progress, or another new run has removed it meanwhile, or it is another user's.
             continue
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)

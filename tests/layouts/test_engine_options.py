@@ -226,14 +226,14 @@ def test_an_actor_and_a_reference_share_their_processes(workers: Workers, models
 
 
 def group_timeouts(case: Case, folder: Path) -> set[float]:
-    """In a worker: the seconds that collectives of Megatron-Core's groups may wait."""
-    lay_out("megatron:d2" if case.layout != "megatron:d2" else "megatron:t2")  # so that the groups are made anew
+    """In a worker: return the time limits, in seconds, of collectives in Megatron-Core's groups."""
+    lay_out("megatron:d2" if case.layout != "megatron:d2" else "megatron:t2")  # so that the groups are created again
     groups = case.engine(folder).groups
     backends = [group._get_backend(torch.device("cpu")) for group in (groups.tp, groups.pp, groups.ep, groups.dp)]
     return {backend.options._timeout.total_seconds() for backend in backends}
 
 
-def test_collectives_of_all_groups_give_up_after_the_time_limit(workers: Workers, models: Path) -> None:
+def test_collectives_of_all_groups_have_the_time_limit(workers: Workers, models: Path) -> None:
     case = Case("megatron:(attn:t2|ffn:e2)", timeout_s=77.0)
     assert workers(2).run(group_timeouts, case, models / "qwen3_moe") == [{77.0}] * 2
 

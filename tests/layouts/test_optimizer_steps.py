@@ -204,7 +204,7 @@ def test_a_bad_gradient_changes_no_weight_and_is_named(
 
 
 def step_with_a_huge_gradient(case: Case, folder: Path) -> tuple[StepResult, bool]:
-    """In a worker: a step whose gradient is finite, though the sum of its squares is not; did it change weights?"""
+    """In a worker: make a step with a finite gradient of infinite norm. Return it, and whether it changed no weight."""
     engine = case.engine(folder, OptimizerConfig(lr=0.1))
     before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
     engine.forward_backward_of(uneven_batch(), SFTLoss())
@@ -214,7 +214,7 @@ def step_with_a_huge_gradient(case: Case, folder: Path) -> tuple[StepResult, boo
     return result, all(parameter.equal(before[name]) for name, parameter in engine.parameters.items())
 
 
-def test_a_norm_beyond_float32_is_skipped_without_blaming_a_parameter(workers: Workers, models: Path) -> None:
+def test_a_step_whose_norm_exceeds_float32_is_skipped_and_names_none(workers: Workers, models: Path) -> None:
     for result, is_unchanged in workers(2).run(step_with_a_huge_gradient, Case("megatron:d2"), models / "qwen3"):
         assert result.skipped
         assert result.grad_norm == math.inf

@@ -1,6 +1,6 @@
 """A run to be interrupted: `fivefold train` with a training loop of two workers that never end their phase.
 
-Prints "READY <pid of each worker and of a process started by one>" when the phase is under way.
+Prints "READY <pid of each worker and of a process started by one>" when the phase has begun.
 """
 
 from __future__ import annotations

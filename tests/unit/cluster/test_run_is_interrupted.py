@@ -91,7 +91,7 @@ def test_workers_end_if_the_driver_is_killed(tmp_path: Path) -> None:
         driver.kill()
         assert gone(pids[:3])
     assert stat.filemode(left.stat().st_mode) == "drwx------"
-    # The next run begins so.
+    # The next run begins with a folder of its own, and removes the one that is left.
     PrivateFolder.create(left.parent).remove()
     assert not left.exists()
 

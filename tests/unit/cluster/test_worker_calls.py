@@ -151,7 +151,7 @@ def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: p
 def test_ranks_meet_in_torch_distributed(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
     assert group.call(GlooEngine.sum_of_ranks) == [1.0, 1.0]
-    # One machine needs no other interface, and the network may be a public one.
+    # A run on one machine needs no other interface, and other networks may be public.
     assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 

@@ -186,7 +186,7 @@ def test_samples_are_cut_in_their_middle_and_stay_on_one_line() -> None:
     assert response.endswith("= 2")
 
 
-def test_the_best_and_the_worst_sample_are_shown_now_and_then() -> None:
+def test_the_best_and_the_worst_sample_are_shown_every_few_steps() -> None:
     def sample(reward: float) -> Sample:
         return Sample(Prompt(0, "p", (1,), None), "r", "stop", 2, 1, (0, 0), {"math": reward})
 

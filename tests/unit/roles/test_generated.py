@@ -1,4 +1,4 @@
-"""What replicas report is put together in the order in which they were asked."""
+"""The reports of all replicas are combined in the order of the replicas."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_replica_that_has_read_keeps_the_files_of_the_others(memory: Path) -> 
 
 
 @pytest.mark.parametrize("names", [("ours", "theirs"), ("theirs", "ours")])
-def test_runs_side_by_side_read_their_own_files(memory: Path, names: tuple[str, str]) -> None:
+def test_runs_on_the_same_node_read_their_own_files(memory: Path, names: tuple[str, str]) -> None:
     first, second = (WeightFolder(NodePlace(name, 0, 1), Saver(), 100) for name in names)
     with first.holding(WEIGHTS, 1) as one, second.holding(WEIGHTS, 1) as other:
         found = [path.parent.parent.name for path in (one, other)]
