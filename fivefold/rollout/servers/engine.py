@@ -23,7 +23,8 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Dialect
-from fivefold.rollout.servers.process import ServerProcess, free_port
+from fivefold.rollout.servers.port import claim_port
+from fivefold.rollout.servers.process import ServerProcess
 from fivefold.rollout.state import EngineState
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.types import Completion
@@ -45,7 +46,7 @@ class ServerEngine:
             save: writes tensors as a model folder that the server reads.
 
         Raises:
-            RuntimeError: the server ended before it was ready.
+            RuntimeError: the server ended before it was ready, or another process listens on its port.
             ValueError: a model whose tensor names are not known, or too little room for files of its weights.
         """
         self._dialect = dialect
@@ -64,9 +65,9 @@ class ServerEngine:
         sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
         self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
-        port = free_port()
-        self._http = HttpClient(port, n_connections=spec.max_batch_size)
-        self._server = ServerProcess(server_command(dialect, spec, port), dialect.environment)
+        port = claim_port()
+        self._http = HttpClient(port.number, n_connections=spec.max_batch_size)
+        self._server = ServerProcess(server_command(dialect, spec, port.number), dialect.environment, port)
         self._server.wait_until_ready(self._http)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:

@@ -58,6 +58,8 @@ class Flavour:
     most_tokens: str
     seed: str
     prompt: str
+    shares_port: bool
+    """Whether it binds with SO_REUSEPORT."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -82,6 +84,7 @@ FLAVOURS = {
         most_tokens="max_tokens",
         seed="seed",
         prompt="token_ids",
+        shares_port=True,
     ),
     "sglang.launch_server": Flavour(
         flags=_words(
@@ -99,6 +102,7 @@ FLAVOURS = {
         most_tokens="max_new_tokens",
         seed="sampling_seed",
         prompt="input_ids",
+        shares_port=False,
     ),
 }
 
@@ -381,6 +385,7 @@ class HttpServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, fake: FakeServer) -> None:
+        self.allow_reuse_port = fake.flavour.shares_port
         super().__init__((fake.options["--host"], int(fake.options["--port"])), Handler)
         self.fake = fake
         self.is_ready = threading.Event()

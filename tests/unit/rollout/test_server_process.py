@@ -14,30 +14,42 @@ from typing import Any
 import psutil
 import pytest
 
+from fivefold.rollout.servers import port as port_module
 from fivefold.rollout.servers.client import HttpClient
-from fivefold.rollout.servers.process import GUARD, ServerProcess, free_port
+from fivefold.rollout.servers.port import Port, claim_port, listeners
+from fivefold.rollout.servers.process import GUARD, ServerProcess
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.fake_server import Log, write_python
 
-MODULE = "sglang.launch_server"
+SGLANG, VLLM = "sglang.launch_server", "vllm.entrypoints.openai.api_server"
 WITH_CHILD = {fake_server.HAS_CHILD: "1"}
 """A server that starts a process which SIGTERM does not end."""
 HOLDER = """
 import sys, time
 from fivefold.rollout.servers.client import HttpClient
+from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.process import ServerProcess
-port, *command = sys.argv[1:]
-server = ServerProcess(command, {})
-server.wait_until_ready(HttpClient(int(port), 1))
+port = claim_port()
+command = [word.replace("PORT", str(port.number)) for word in sys.argv[1:]]
+server = ServerProcess(command, {}, port)
+server.wait_until_ready(HttpClient(port.number, 1))
 print("ready", flush=True)
 time.sleep(300)
 """
 
 
-def command_at(folder: Path, port: int, **environment: str) -> list[str]:
+def command_at(folder: Path, port: int | str, module: str = SGLANG, **environment: str) -> list[str]:
     python = write_python(folder, **environment)
-    options = f"--host 127.0.0.1 --port {port} --max-running-requests 4"
-    return [python, "-m", MODULE, *options.split()]
+    return [python, "-m", module, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def start(folder: Path, module: str = SGLANG, **environment: str) -> tuple[ServerProcess, HttpClient]:
+    """Start a server on a port of its own, and wait until it is ready."""
+    port = claim_port()
+    server = ServerProcess(command_at(folder, port.number, module, **environment), {}, port)
+    http = HttpClient(port.number, 1)
+    server.wait_until_ready(http)
+    return server, http
 
 
 def pids_of(folder: Path) -> list[int]:
@@ -67,9 +79,8 @@ def assert_gone(pids: Sequence[int], within_s: float = 8.0) -> None:
 
 
 def test_a_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    port = free_port()
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(port), *command_at(tmp_path, port, **WITH_CHILD)],
+        [sys.executable, "-c", HOLDER, *command_at(tmp_path, "PORT", **WITH_CHILD)],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -86,9 +97,7 @@ def test_a_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
 # Several attempts: the guard must end the server's processes whichever of its threads is faster.
 @pytest.mark.parametrize("attempt", range(3))
 def test_close_ends_a_server_and_its_processes(attempt: int, tmp_path: Path) -> None:
-    port = free_port()
-    server = ServerProcess(command_at(tmp_path, port, **WITH_CHILD), {})
-    server.wait_until_ready(HttpClient(port, 1))
+    server, _ = start(tmp_path, **WITH_CHILD)
     pids = pids_of(tmp_path)
     assert alive(pids) == pids
     server.close()
@@ -97,9 +106,7 @@ def test_close_ends_a_server_and_its_processes(attempt: int, tmp_path: Path) -> 
 
 
 def test_the_processes_of_a_server_that_dies_end_too(tmp_path: Path) -> None:
-    port = free_port()
-    server, http = ServerProcess(command_at(tmp_path, port, **WITH_CHILD), {}), HttpClient(port, 1)
-    server.wait_until_ready(http)
+    server, http = start(tmp_path, **WITH_CHILD)
     body: dict[str, Any] = {"input_ids": [fake_server.DEADLY], "sampling_params": {"stop": []}}
     with pytest.raises(RuntimeError, match="the connection to the server broke during /generate"):
         http.post("/generate", body)
@@ -125,20 +132,76 @@ def test_the_guard_passes_the_status_on(code: str, status: int) -> None:
 def test_a_server_inherits_variables_and_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEPT", "here")
     monkeypatch.setenv("CHANGED", "before")
-    port = free_port()
-    server = ServerProcess(command_at(tmp_path, port), {"CHANGED": "after"})
-    server.wait_until_ready(HttpClient(port, 1))
+    port = claim_port()
+    server = ServerProcess(command_at(tmp_path, port.number), {"CHANGED": "after"}, port)
+    server.wait_until_ready(HttpClient(port.number, 1))
     [row] = Log(tmp_path).rows("start")
     server.close()
     assert (row["environment"]["KEPT"], row["environment"]["CHANGED"]) == ("here", "after")
 
 
 def test_a_refusal_of_the_server_is_an_error(tmp_path: Path) -> None:
-    port = free_port()
-    server, http = ServerProcess(command_at(tmp_path, port), {}), HttpClient(port, 1)
+    port = claim_port()
+    server, http = ServerProcess(command_at(tmp_path, port.number), {}, port), HttpClient(port.number, 1)
     assert not http.is_healthy()
     server.wait_until_ready(http)
     with pytest.raises(RuntimeError, match=r"the server refused /nowhere with status 404: .*Not Found"):
         http.post("/nowhere")
     assert http.post("/release_memory_occupation") is None
     server.close()
+
+
+def claim_first_of(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> Port:
+    """Claim a port where these are found free, one after the other."""
+    with monkeypatch.context() as patched:
+        found = iter(numbers)
+        patched.setattr(port_module, "_free_port", lambda: next(found))
+        return claim_port()
+
+
+def test_a_port_belongs_to_a_server_from_before_its_start_until_after_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, others = claim_port(), [claim_port() for _ in range(2)]
+    numbers = [port.number, *(other.number for other in others)]
+    assert len(set(numbers)) == 3
+    for other in others:
+        other.claim.close()
+    before_its_start = claim_first_of(monkeypatch, numbers)
+    before_its_start.claim.close()
+    server = ServerProcess(command_at(tmp_path, port.number, VLLM), {}, port)
+    server.wait_until_ready(HttpClient(port.number, 1))
+    while_it_runs = claim_first_of(monkeypatch, numbers)
+    server.close()
+    after_its_end = claim_first_of(monkeypatch, numbers)
+    for claimed in (while_it_runs, after_its_end):
+        claimed.claim.close()
+    claimed_numbers = [claimed.number for claimed in (before_its_start, while_it_runs, after_its_end)]
+    assert claimed_numbers == [numbers[1], numbers[1], numbers[0]]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_process_that_listens_on_a_servers_port_is_an_error(is_first: bool, tmp_path: Path) -> None:
+    """Both bind with SO_REUSEPORT, so that each of them gets some of the requests."""
+    port = claim_port()
+    own, others = (command_at(tmp_path / whose, port.number, VLLM) for whose in ("own", "others"))
+    if is_first:
+        other = listening(others, port.number)
+        server = ServerProcess(own, {}, port)
+    else:
+        server = ServerProcess(own, {}, port)
+        other = listening(others, port.number)
+    with pytest.raises(RuntimeError, match=rf"^process {other.pid} \(.*\) listens on port {port.number}, which"):
+        server.wait_until_ready(HttpClient(port.number, 1))
+    with pytest.raises(RuntimeError, match="the server ended"):
+        server.check()
+    other.kill()
+    other.wait()
+
+
+def listening(command: Sequence[str], number: int) -> subprocess.Popen[bytes]:
+    """Start a process; return it once it listens on a port."""
+    process = subprocess.Popen(command)
+    while process.pid not in listeners(number):
+        time.sleep(0.05)
+    return process

@@ -1,0 +1,62 @@
+"""Ports of this machine, each of which belongs to one server.
+
+Some servers bind with SO_REUSEPORT: two of them may listen on one port, and each gets a part of the requests. Others
+bind minutes after their start. So it is not enough that a port is free: each replica claims its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from fivefold.rollout.servers.client import HOST
+
+_REACHED = {HOST, f"::ffff:{HOST}", "0.0.0.0", "::"}
+"""Addresses at which a process has to listen in order to get connections to `HOST`."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port that no other replica of any run on this machine gets while a process has `claim` open."""
+
+    number: int
+    claim: socket.socket
+    """Socket that is named after the port, and does nothing else. Linux gives a name to one socket at a time, and it
+    forgets the name when no process has the socket any more. Like ports, names belong to a network namespace."""
+
+
+def claim_port() -> Port:
+    """Claim a port on which no process listens."""
+    while True:
+        number = _free_port()
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0fivefold-port-{number}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return Port(number, claim)
+
+
+def listeners(number: int) -> set[int | None]:
+    """Return the ids of the processes that get connections to a port; None stands for a process of another user."""
+    return {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr
+        and connection.laddr.port == number
+        and connection.laddr.ip in _REACHED
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        number: int = probe.getsockname()[1]
+        return number
