@@ -28,6 +28,9 @@ from fivefold.rollout.hf_weights import not_finite
 _AUTO_MODEL: Any = AutoModelForCausalLM
 """The type is Any because transformers declares that its factories return a base class."""
 
+_ROW_BYTES = 16
+"""The rows of the matrices that torch's grouped matmul takes begin at multiples of so many bytes."""
+
 
 def build_model(
     path: str, *, dtype: torch.dtype, device: torch.device, load_weights: bool
@@ -48,7 +51,8 @@ def build_model(
     config = AutoConfig.from_pretrained(path)
     _check_full_attention(config)
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
-    # expert's weights for each row, and `eager` loops over experts in Python.
+    # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
+    # refuses.
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     if load_weights:
         model = _load(path, config, options)
@@ -58,6 +62,8 @@ def build_model(
         with torch.device(device), no_init_weights():
             model = _AUTO_MODEL.from_config(config, **options)
         model.tie_weights()
+    if not _fits_grouped_matmul(model):
+        model.set_experts_implementation("eager")
     return model.train(False).requires_grad_(False), _generation_config(path)
 
 
@@ -106,6 +112,12 @@ def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTr
     if problems:
         raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
     return model
+
+
+def _fits_grouped_matmul(model: PreTrainedModel) -> bool:
+    """Return whether torch's grouped matmul takes all fused experts [E, rows, width]."""
+    experts = (matrices for name, matrices in model.named_parameters() if ".experts." in name and matrices.dim() == 3)
+    return all(matrices.shape[2] * matrices.itemsize % _ROW_BYTES == 0 for matrices in experts)
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:

@@ -57,6 +57,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         norm_topk_prob=True,
         mlp_only_layers=[0],
     ),
+    # In no dtype are the rows of these experts multiples of 16 bytes, ...
+    "narrow_experts": lambda: Qwen3MoeConfig(
+        **COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6
+    ),
+    # ... and in bfloat16 the rows of these are not.
+    "odd_hidden": lambda: Qwen3MoeConfig(
+        **{**COMMON, "hidden_size": 36}, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **COMMON,
         num_experts=4,

@@ -100,6 +100,21 @@ def test_greedy_completions_of_ragged_prompts_equal_those_of_single_prompts(fami
         )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["narrow_experts", "odd_hidden"])
+def test_experts_of_any_width_generate_what_transformers_generates(
+    family: str, dtype: str, model_folder: Folder
+) -> None:
+    """torch's grouped matmul, transformers' default, takes only rows that are multiples of 16 bytes."""
+    path = model_folder(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="batched_mm").eval()
+    prompts = ragged_prompts(6, seed=10)
+    answers = engine_at(path, dtype=dtype).generate(group_requests(prompts, 1, ()), sampling(greedy=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)
+        assert [*prompt, *answer.token_ids] == expected[0].tolist()
+
+
 def test_rows_that_end_early_leave_the_others_as_they_are(model_folder: Folder) -> None:
     """With a third of the vocabulary as stop tokens rows end at every step, and the batch shrinks many times."""
     path = model_folder("qwen3_moe")
