@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -39,6 +40,16 @@ def hush() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     ray._private.worker._worker_logs_enabled = False
+
+
+def keep_token_private() -> None:
+    """Make a token for the Ray that this process starts, unless the user has set one.
+
+    Symptom: whoever can read `~/.ray/auth_token`, which is every user of the machine, can call the run's Ray.
+    Cause: Ray writes a token that it makes to this file, with the permissions of any other file.
+    Remove when: it lets only the owner read the file, and does without the file where it cannot be written.
+    """
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 class NoDriverFolders(JobConfig):

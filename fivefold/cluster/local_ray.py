@@ -18,7 +18,14 @@ import psutil
 import ray
 import ray._private.worker
 
-from fivefold.cluster.compat import NoDriverFolders, on_loopback, require_listening, signals_kept
+from fivefold.cluster.compat import (
+    NoDriverFolders,
+    keep_token_private,
+    on_loopback,
+    require_listening,
+    signals_kept,
+)
+from fivefold.cluster.machine import check_machine, writable_home
 from fivefold.cluster.private_folder import PrivateFolder
 from fivefold.observe.errors import RunFailed
 
@@ -79,8 +86,11 @@ class LocalRay:
         a minute, and the folder stays until the next start.
 
         Raises:
+            ValueError: Ray cannot run on this machine as it is set up.
             RunFailed: Ray did not start in `START_ATTEMPTS` attempts.
         """
+        check_machine()
+        keep_token_private()
         for _ in range(START_ATTEMPTS):
             folder = PrivateFolder.create(_short_folder())
             _adopt_orphans(True)
@@ -124,7 +134,7 @@ def _init(folder: Path) -> None:
     store = _object_store_bytes()
     # A container's /dev/shm may be as small as 64 MB. The temporary folder then holds the object store, but is slower.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    with signals_kept(), on_loopback():
+    with signals_kept(), on_loopback(), writable_home(folder / "home"):
         ray.init(
             address="local",
             num_cpus=min(os.cpu_count() or 1, MAX_STARTING),

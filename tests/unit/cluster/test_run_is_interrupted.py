@@ -29,7 +29,7 @@ train_dataset: {path: nowhere}
 
 
 @contextmanager
-def run_under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def run_under_way(folder: Path, home: str = "home") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """Start the driver in a process group of its own, as a shell does.
 
     Yields it, and the ids of its workers, of a process that one of them started, and of all its other descendants.
@@ -37,9 +37,17 @@ def run_under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[in
     (folder / "recipe.yaml").write_text(RECIPE)
     # Workers import a package of this name, and must not get the user's file instead.
     (folder / "fivefold.py").write_text("raise ImportError('a file of the user')")
+    (folder / "home").mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, str(DRIVER), "train", "recipe.yaml", f"cluster.fileroot={folder}/runs"]
     driver = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment | {"HOME": str(folder / home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert driver.stdout is not None
@@ -83,6 +91,8 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
         assert gone(pids)
         assert status(tmp_path) == "interrupted"
     assert not folder.exists()
+    # Everybody could read the token that Ray itself would leave in the home folder.
+    assert not list((tmp_path / "home").iterdir())
 
 
 def test_workers_end_if_the_driver_is_killed(tmp_path: Path) -> None:
@@ -97,7 +107,8 @@ def test_workers_end_if_the_driver_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    with run_under_way(tmp_path) as (driver, pids):
+    # The home folder is a file here, so that nobody can write to it, not even root.
+    with run_under_way(tmp_path, home="recipe.yaml") as (driver, pids):
         os.kill(pids[1], signal.SIGKILL)
         out, err = driver.communicate(timeout=30)
         assert driver.returncode == 1

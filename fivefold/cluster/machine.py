@@ -1,0 +1,79 @@
+"""What this machine must give to a private Ray: Ray hangs without it, or fails in words that hide the cause."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fivefold.cluster.rendezvous import LOOPBACK
+
+MIN_OPEN_FILES = 1024
+"""Open files that a process must be allowed to have. Ray's servers take about 60, and 4 for each worker; workers that
+communicate through NCCL, or ask an inference server, take several hundred."""
+
+CONNECT_S = 5.0
+"""Seconds within which a connection to this machine itself must be accepted."""
+
+
+def check_machine() -> None:
+    """Refuse a machine on which Ray cannot run.
+
+    Raises:
+        ValueError: too few open files are allowed, or the loopback interface is down.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Ray raises the soft limit to the hard one.
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        raise ValueError(
+            f"a process may have {hard} files open here (`ulimit -Hn`), but Ray and its workers need {MIN_OPEN_FILES}: "
+            "raise the limit in /etc/security/limits.conf, or with `docker run --ulimit nofile=65536` for a container"
+        )
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"processes on this machine cannot reach each other at {LOOPBACK} ({error}), but the processes of a run "
+            "have to: bring the loopback interface up (`ip link set lo up`), or let no firewall block it"
+        ) from error
+
+
+@contextmanager
+def writable_home(folder: Path) -> Iterator[None]:
+    """Let the processes that start inside this context have a home folder that they can write to.
+
+    Triton, vLLM and others keep caches in the home folder and fail where they cannot write to it. If the user's is of
+    that kind, these processes get `folder` instead, but go on to read the user's cache of Hugging Face models.
+    """
+    home = Path(os.path.expanduser("~"))
+    if _is_writable(home):
+        yield
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME", home / ".cache"))
+    folder.mkdir()
+    replaced = {"HOME": str(folder)}
+    if (caches / "huggingface").is_dir():
+        replaced["HF_HOME"] = os.environ.get("HF_HOME", str(caches / "huggingface"))
+    before = {name: os.environ.get(name) for name in replaced}
+    os.environ.update(replaced)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        # The permissions alone do not tell: the file system may be mounted for reading.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
