@@ -58,7 +58,9 @@ def generate(
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
     completions = engine.generate(requests, SamplingParams.from_config(config))
-    texts = [str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)) for completion in completions]
+    texts = [
+        str(tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)) for completion in completions
+    ]
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
 
 

@@ -20,6 +20,8 @@ FinishReason = Literal["stop", "length"]
 
 NOT_SAMPLED = -1
 """Weight version of a token that the policy did not sample, but that is part of a prompt or of a tool's answer."""
+UNKNOWN_EXPERT = -1
+"""Stands in routes for the experts of a token that the engine does not report, such as one of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,34 @@ class Prompt:
     """The data set's `extra_info` column, handed to the reward function unchanged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """A rollout engine's answer to one request."""
+    """A rollout engine's answer to one request: n sampled tokens."""
 
-    token_ids: tuple[int, ...]
-    """Sampled tokens, the end-of-sequence token included where one was sampled."""
-    logprobs: tuple[float, ...]
-    """log p(token) under the distribution that was sampled from (after temperature, top-k, top-p)."""
+    token_ids: npt.NDArray[np.int32]
+    """[n]: the tokens, the end-of-sequence token included where one was sampled."""
+    logprobs: npt.NDArray[np.float32]
+    """[n]: log p(token) under the distribution that was sampled from (after temperature, top-k, top-p)."""
+    versions: npt.NDArray[np.int32]
+    """[n]: version of the weights that sampled each token, which is the number of training steps behind them."""
     finish_reason: FinishReason
     """`stop`: an end or stop token was sampled. `length`: the token limit was reached."""
-    weight_version: int
-    """Version of the weights that sampled the tokens: the number of training steps behind them."""
+    routes: npt.NDArray[np.int16] | None = None
+    """[n, MoE layers, top_k]: experts of each token; None: the engine does not report them."""
+
+    @staticmethod
+    def of(token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, finish_reason: FinishReason, version: int) -> Completion:
+        """Return a completion without routes. One version of the weights has sampled all its tokens.
+
+        Args:
+            token_ids: integers [n].
+            logprobs: numbers [n].
+            finish_reason: why the completion ended.
+            version: version of the weights.
+        """
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        versions = np.full(len(tokens), version, dtype=np.int32)
+        return Completion(tokens, np.asarray(logprobs, dtype=np.float32), versions, finish_reason)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +95,15 @@ class Trajectory:
     versions_T: npt.NDArray[np.int32]
     """Version of the weights that sampled each token; `NOT_SAMPLED` elsewhere."""
     routes_TLK: npt.NDArray[np.int16] | None = None
-    """Experts of each token, by MoE layer; -1 where they are unknown. None: the engine does not report them."""
+    """Experts of each token, by MoE layer; `UNKNOWN_EXPERT` where they are not known. None: the engine does not report
+    them."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards by name, if the environment gives any."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("tokens_T", "mask_T", "logprobs_T", "versions_T")}
+        if self.routes_TLK is not None:
+            lengths["routes_TLK"] = len(self.routes_TLK)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the arrays of a trajectory must have one length; these have {lengths}")
 
@@ -91,7 +112,8 @@ class Trajectory:
         """Return the trajectory of a prompt and its one completion.
 
         Raises:
-            ValueError: a prompt without tokens, or log-probs that do not match the completion's tokens.
+            ValueError: a prompt without tokens, or log-probs, versions or routes that do not match the completion's
+                tokens.
         """
         n_prompt, n_sampled = len(prompt.token_ids), len(completion.token_ids)
         if n_prompt == 0:
@@ -99,20 +121,29 @@ class Trajectory:
                 f"prompt {prompt.index} has no tokens, so nothing predicts the first token of its completion: "
                 "a prompt needs at least one token"
             )
-        if n_sampled != len(completion.logprobs):
-            raise ValueError(
-                f"a completion of prompt {prompt.index} has {n_sampled} tokens, "
-                f"but {len(completion.logprobs)} log-probs: the engine must give one for each token"
-            )
+        routes = completion.routes
+        given = {"log-probs": completion.logprobs, "versions": completion.versions, "routes": routes}
+        for name, values in given.items():
+            if values is not None and len(values) != n_sampled:
+                raise ValueError(
+                    f"a completion of prompt {prompt.index} has {n_sampled} tokens, "
+                    f"but {len(values)} {name}: the engine must give one for each token"
+                )
         return Trajectory(
             group=prompt.index,
             data_source=prompt.data_source,
             finish_reason=completion.finish_reason,
-            tokens_T=np.array((*prompt.token_ids, *completion.token_ids), dtype=np.int32),
+            tokens_T=np.concatenate((np.array(prompt.token_ids, np.int32), completion.token_ids)),
             mask_T=np.repeat((False, True), (n_prompt, n_sampled)),
-            logprobs_T=np.concatenate((np.zeros(n_prompt, np.float32), np.array(completion.logprobs, np.float32))),
-            versions_T=np.repeat(np.array((NOT_SAMPLED, completion.weight_version), np.int32), (n_prompt, n_sampled)),
+            logprobs_T=_after(n_prompt, 0, completion.logprobs),
+            versions_T=_after(n_prompt, NOT_SAMPLED, completion.versions),
+            routes_TLK=None if routes is None else _after(n_prompt, UNKNOWN_EXPERT, routes),
         )
+
+
+def _after(n_prompt: int, filling: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return values [n, ...] behind those of a prompt, which are all `filling`."""
+    return np.concatenate((np.full((n_prompt, *values.shape[1:]), filling, values.dtype), values))
 
 
 @dataclass(frozen=True, slots=True)

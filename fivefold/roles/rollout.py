@@ -152,7 +152,7 @@ class RolloutWorker:
         trajectories = [
             Trajectory.single_turn(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        texts = self._tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
         return Responses.of(trajectories, texts), Columns.of(trajectories) if trajectories else None
 
     def take_weights(self, buckets: Iterator[Bucket], version: int) -> None:

@@ -17,7 +17,7 @@ from fivefold.rollout.kv_cache import RowCache
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.sampling import choose_tokens, uniform_numbers
 from fivefold.rollout.stopping import StopRule
-from fivefold.types import FinishReason
+from fivefold.types import Completion
 
 _PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""
@@ -27,15 +27,6 @@ _MOST_UNSEEN = 8
 """Most tokens that are sampled before the host asks which rows have ended, for which it waits for the device."""
 _UNSEEN_SHARE = 16
 """The host also asks once 1/16 of a row's tokens are new, so that short completions have few tokens behind the end."""
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """The completion of one request."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
 
 
 @dataclass
@@ -69,19 +60,30 @@ class _Record:
         self.logprobs = torch.zeros(n_requests, max_new_tokens, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(n_requests, dtype=torch.int64, device=device)
 
-    def finished(self) -> list[Decoded]:
-        """Return the completions, in the order of the requests."""
-        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
+    def finished(self, version: int) -> list[Completion]:
+        """Return the completions, in the order of the requests. Their arrays share the memory of the wave's."""
+        tokens, logprobs = self.tokens.to(torch.int32).cpu().numpy(), self.logprobs.cpu().numpy()
         return [
-            Decoded(tuple(row[: n or None]), tuple(values[: n or None]), "stop" if n else "length")
-            for row, values, n in zip(tokens, logprobs, lengths, strict=True)
+            Completion.of(row[: n or None], values[: n or None], "stop" if n else "length", version)
+            for row, values, n in zip(tokens, logprobs, self.lengths.tolist(), strict=True)
         ]
 
 
 def decode_wave(
-    model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: StopRule
-) -> list[Decoded]:
+    model: PreTrainedModel,
+    requests: Sequence[GenerationRequest],
+    sampling: SamplingParams,
+    stop: StopRule,
+    version: int,
+) -> list[Completion]:
     """Answer all requests in one batch; the longest prompts come first, and equal prompts side by side.
+
+    Args:
+        model: the model.
+        requests: the requests.
+        sampling: how tokens are chosen.
+        stop: when completions end.
+        version: version of the model's weights.
 
     Raises:
         RuntimeError: logits that are not finite.
@@ -112,7 +114,7 @@ def decode_wave(
                 break
             rows, tokens_B = _compact(rows, tokens_B, n_running, cache)
         logits_BV = _forward_token(model, cache, rows, tokens_B)
-    return record.finished()
+    return record.finished(version)
 
 
 def _end_rows(record: _Record, rows: _Rows, stop: StopRule, n_seen: int, length: int) -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.checks import check_requests
-from fivefold.rollout.decode import Decoded, decode_wave
+from fivefold.rollout.decode import decode_wave
 from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -104,16 +104,13 @@ class TransformersEngine:
         # Long prompts first, so that memory runs out at once or never; equal prompts side by side, so that each is
         # computed once.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
-        decoded: dict[int, Decoded] = {}
+        completions: dict[int, Completion] = {}
         with torch.inference_mode(), rollout_kernels():
             for start in range(0, len(order), self._max_batch_size):
                 wave = order[start : start + self._max_batch_size]
-                answers = decode_wave(self._model, [requests[i] for i in wave], sampling, stop)
-                decoded.update(zip(wave, answers, strict=True))
-        return [
-            Completion(decoded[i].token_ids, decoded[i].logprobs, decoded[i].finish_reason, version)
-            for i in range(len(requests))
-        ]
+                answers = decode_wave(self._model, [requests[i] for i in wave], sampling, stop, version)
+                completions.update(zip(wave, answers, strict=True))
+        return [completions[i] for i in range(len(requests))]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy `weights`, named as in Hugging Face files, into the model in place, cast to its dtype.

@@ -87,7 +87,7 @@ class ServerEngine:
             body = self._dialect.request(request, sampling, self._end_token_ids)
             with self._served():
                 answer = self._dialect.answer(self._http.post(self._dialect.generate_path, body))
-            return Completion(answer.token_ids, answer.logprobs, answer.finish_reason, version)
+            return Completion.of(answer.token_ids, answer.logprobs, answer.finish_reason, version)
 
         # As many threads as the server decodes sequences together; the other requests wait here for a free thread.
         threads = ThreadPoolExecutor(self._spec.max_batch_size)

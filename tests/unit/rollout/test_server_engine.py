@@ -135,9 +135,10 @@ def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
 def assert_answered(served: Served, requests: Sequence[GenerationRequest], version: int) -> None:
     completions = served.engine.generate(requests, sampling())
     for request, completion in zip(requests, completions, strict=True):
-        expected = answer_to(request.token_ids, request.seed, 12)
-        assert (completion.token_ids, completion.logprobs, completion.finish_reason) == expected
-        assert completion.weight_version == version
+        token_ids, logprobs, reason = answer_to(request.token_ids, request.seed, 12)
+        assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([*token_ids], [*logprobs])
+        assert completion.finish_reason == reason
+        assert completion.versions.tolist() == [version] * len(token_ids)
 
 
 @pytest.mark.parametrize("backend", COMMANDS)
@@ -175,7 +176,7 @@ def test_a_server_gets_no_variables_of_a_rank_and_serves_from_the_checkpoint(
     engine = start(spec)
     [completion] = engine.generate(requests_of(1), sampling())
     engine.close()
-    assert completion.weight_version == 0
+    assert set(completion.versions.tolist()) == {0}
     [row] = Log(tmp_path).rows("start")
     assert not row["environment"].keys() & set(ranks)
     assert row["environment"]["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.types import NOT_SAMPLED, Batch, Columns, Completion, Prompt, Sample, Totals, Trajectory
+from fivefold.types import NOT_SAMPLED, UNKNOWN_EXPERT, Batch, Columns, Completion, Prompt, Sample, Totals, Trajectory
 
 
 def trajectory(prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Trajectory:
-    problem = Prompt(3, "", prompt, ground_truth=None, data_source="sums")
-    return Trajectory.single_turn(problem, Completion(tokens, logprobs, "stop", weight_version=7))
+    return Trajectory.single_turn(problem(prompt), Completion.of(tokens, logprobs, "stop", version=7))
+
+
+def problem(prompt: tuple[int, ...]) -> Prompt:
+    return Prompt(3, "", prompt, ground_truth=None, data_source="sums")
 
 
 def test_a_single_turn_is_the_prompt_with_its_completion() -> None:
@@ -21,6 +24,20 @@ def test_a_single_turn_is_the_prompt_with_its_completion() -> None:
     assert made.mask_T.tolist() == [False, False, False, True, True]
     assert made.logprobs_T.tolist() == [0, 0, 0, -0.5, -0.25]
     assert made.versions_T.tolist() == [NOT_SAMPLED] * 3 + [7, 7]
+    assert made.routes_TLK is None
+    arrays = (made.tokens_T, made.mask_T, made.logprobs_T, made.versions_T)
+    assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.float32, np.int32]
+
+
+def test_every_token_keeps_its_own_version_and_its_routes() -> None:
+    tokens, versions = np.array([7, 8], np.int32), np.array([4, 5], np.int32)
+    routes = np.arange(2 * 3 * 2, dtype=np.int16).reshape(2, 3, 2)  # of 3 MoE layers, the best 2 experts
+    completion = Completion(tokens, np.zeros(2, np.float32), versions, "length", routes)
+    made = Trajectory.single_turn(problem((1,)), completion)
+    assert made.versions_T.tolist() == [NOT_SAMPLED, 4, 5]
+    assert made.routes_TLK is not None
+    assert made.routes_TLK.dtype == np.int16
+    assert made.routes_TLK.tolist() == [[[UNKNOWN_EXPERT] * 2] * 3, *routes.tolist()]
 
 
 def test_trajectories_that_cannot_be_trained_are_refused() -> None:
@@ -28,8 +45,13 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
         trajectory((), (1,), (0.0,))
     with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 log-probs"):
         trajectory((1,), (1, 2), (0.0,))
+    without_route = Completion(*np.zeros((3, 2), np.int32), "stop", np.zeros((1, 3, 2), np.int16))
+    with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 routes"):
+        Trajectory.single_turn(problem((1,)), without_route)
     with pytest.raises(ValueError, match="must have one length"):
         Trajectory(0, "", "stop", np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="must have one length.*'routes_TLK': 2"):
+        Trajectory(0, "", "stop", *np.zeros((4, 3), np.int32), np.zeros((2, 1, 1), np.int16))
 
 
 def test_trajectories_of_one_and_several_turns_are_laid_end_to_end() -> None:
