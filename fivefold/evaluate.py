@@ -26,7 +26,9 @@ from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
+from fivefold.rewards.compute import check_ground_truths
+from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward import NamedReward
 from fivefold.roles.launch import replica_spec, rollout_role
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.engines import check_server

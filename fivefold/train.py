@@ -24,7 +24,9 @@ from fivefold.observe.metrics import MetricsLog
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.versions import versions
-from fivefold.rewards import NamedReward, check_ground_truths, resolve_reward
+from fivefold.rewards.compute import check_ground_truths
+from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward import NamedReward
 from fivefold.roles.launch import Roles, launch_roles, replica_spec
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fivefold.rewards import NamedReward, compute_rewards
+from fivefold.rewards.compute import compute_rewards
+from fivefold.rewards.reward import NamedReward
 from fivefold.types import Sample
 
 FULL_REWARD = 1.0
@@ -16,8 +17,7 @@ def judge(samples: Sequence[Sample], reward: NamedReward) -> list[Sample]:
     """Compute the reward of each sample; return the samples with it, under the reward's name.
 
     Raises:
-        ValueError: the reward function returned anything but a finite number.
-        Exception: any error of the reward function, with a note that names function and prompt.
+        ValueError: the reward function failed, or returned anything but a finite number; see `compute_rewards`.
     """
     prompts = [sample.prompt for sample in samples]
     rewards = compute_rewards(reward, prompts, [sample.response_text for sample in samples])

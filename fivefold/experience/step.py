@@ -8,7 +8,7 @@ from fivefold.config.schema import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.experience.samples import judge
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards import NamedReward
+from fivefold.rewards.reward import NamedReward
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.protocol import SamplingParams

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from fivefold.rewards.ground_truth import accepted_answers
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class ExactMatch:
         answer = self._answer(response)
         if answer is None:
             return 0.0
-        accepted = _alternatives(ground_truth)
+        accepted = accepted_answers(ground_truth)
         return float(any(self._normal_form(answer) == self._normal_form(str(truth)) for truth in accepted))
 
     def check_ground_truth(self, ground_truth: Any) -> None:
@@ -50,7 +52,7 @@ class ExactMatch:
         Raises:
             ValueError: it is neither a text, a number nor a list of them, or it is blank, as an empty response is.
         """
-        accepted = _alternatives(ground_truth)
+        accepted = accepted_answers(ground_truth)
         usable = [isinstance(truth, (str, int, float)) and bool(str(truth).strip()) for truth in accepted]
         if not usable or not all(usable):
             raise ValueError(
@@ -76,7 +78,3 @@ class ExactMatch:
                 if number.is_finite():
                     return number
         return text.casefold() if self.ignore_case else text
-
-
-def _alternatives(ground_truth: Any) -> Sequence[Any]:
-    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]

@@ -20,12 +20,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from fivefold.rewards.ground_truth import accepted_answers
 
 MOST_PROCESSES = 8
 """Most processes: each takes some 100 MB, and much more while it works on a hard answer."""
@@ -56,7 +58,7 @@ class MathReward:
         Raises:
             ValueError: the ground truth holds no answer to compare with.
         """
-        golds = [str(truth) for truth in _alternatives(ground_truth)]
+        golds = [str(truth) for truth in accepted_answers(ground_truth)]
         return float(_verifiers().is_equal(response, golds, self.timeout_s) or False)
 
     def check_ground_truth(self, ground_truth: Any) -> None:
@@ -65,7 +67,7 @@ class MathReward:
         Raises:
             ValueError: it is neither text nor number, holds no mathematical answer, or takes too long to read.
         """
-        accepted = _alternatives(ground_truth)
+        accepted = accepted_answers(ground_truth)
         if strays := [
             truth for truth in accepted if isinstance(truth, bool) or not isinstance(truth, str | int | float)
         ]:
@@ -161,10 +163,6 @@ def _verifiers() -> VerifierPool:
     verifiers = VerifierPool(n_processes())
     atexit.register(verifiers.close)
     return verifiers
-
-
-def _alternatives(ground_truth: Any) -> Sequence[Any]:
-    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
 
 
 def _start() -> subprocess.Popen[str]:

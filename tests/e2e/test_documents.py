@@ -34,7 +34,9 @@ from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards import NamedReward, compute_rewards, resolve_reward
+from fivefold.rewards.compute import compute_rewards
+from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward import NamedReward
 from fivefold.roles.actor import Actor
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
@@ -151,7 +153,6 @@ def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     first, second = blocks(DOCS / "rewards.md", "python")
     (tmp_path / "my_rewards.py").write_text(first)
     (tmp_path / "my_judges.py").write_text(second)
-    (tmp_path / "my_coroutines.py").write_text("async def judge(response, ground_truth, **_): return 1.0\n")
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", sys.path.copy())
@@ -164,15 +165,12 @@ def judged(reward: NamedReward, *responses: str) -> list[float]:
 
 
 @pytest.mark.usefixtures("rewards_folder")
-@pytest.mark.filterwarnings("ignore:coroutine 'judge' was never awaited:RuntimeWarning")
 def test_the_reward_of_the_documents_judges_as_they_say() -> None:
     (written,) = blocks(DOCS / "rewards.md", "yaml")
     reward = resolve_reward(RewardConfig(**yaml.safe_load(written)["reward"]))
     assert judged(reward, "82-36=46", "82-36=45", "no idea") == [1.0, 0.1, 0.0]
-    waiting = resolve_reward(RewardConfig(fn="my_judges:judge"))
+    waiting = resolve_reward(RewardConfig(fn="my_judges.py:judge"))
     assert judged(waiting, "it is 46", "it is 45") == [1.0, 0.0]
-    with pytest.raises(ValueError, match="returned <coroutine"):
-        judged(resolve_reward(RewardConfig(fn="my_coroutines:judge")), "46")
 
 
 def test_the_reward_of_the_documents_evaluates_the_quickstart(rewards_folder: Path, fivefold: Fivefold) -> None:

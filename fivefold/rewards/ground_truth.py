@@ -1,0 +1,11 @@
+"""Ground truths of the built-in rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def accepted_answers(ground_truth: Any) -> Sequence[Any]:
+    """Return the right answers: the items of a list or a tuple, any of which is right, or the ground truth alone."""
+    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]

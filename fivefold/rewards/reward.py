@@ -1,0 +1,117 @@
+"""What a reward is: a function that judges one response, and its name."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from fivefold.rewards.failure import explaining
+from fivefold.rewards.time_limit import OutOfTime
+from fivefold.types import Prompt
+
+
+class Reward(Protocol):
+    """Judges one response.
+
+    A user's own function has this signature, with `reward.kwargs` as further keyword arguments:
+
+        def word_count(response, ground_truth, *, data_source, extra_info, target=10):
+            return -abs(len(response.split()) - target)
+
+    It may also be a coroutine function (`async def`).
+    """
+
+    def __call__(
+        self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]
+    ) -> float | Awaitable[float]:
+        """Return the reward of one response.
+
+        Args:
+            response: the completion, decoded without special tokens.
+            ground_truth: the ground truth of the prompt in the data set.
+            data_source: name of the data set or task that the prompt comes from.
+            extra_info: the `extra_info` of the prompt in the data set.
+
+        Returns:
+            A finite number; higher is better.
+        """
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward with its name, which errors mention."""
+
+    name: str
+    reward: Reward
+    timeout_s: float | None = None
+    """Most seconds that all rewards of a step may take; None: no limit."""
+    n_threads: int = 1
+    """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
+    is_coroutine: bool = False
+    """Whether the reward is a coroutine function, of which `judge_coroutine` awaits the result."""
+
+    def judge(self, prompt: Prompt, response: str) -> float:
+        """Return the reward of one response.
+
+        Raises:
+            ValueError: the function raised an error, or returned something else than a finite number. The message
+                names the function and the prompt.
+        """
+        with explaining(lambda: self._failed(prompt, response)):
+            try:
+                value = self._call(prompt, response)
+            except OutOfTime as error:
+                error.add_note(f"at {describe(prompt, response)}")
+                raise
+        return self._finite(value, prompt, response)
+
+    async def judge_coroutine(self, prompt: Prompt, response: str) -> float:
+        """Return the reward of one response; `judge` for a coroutine function.
+
+        Raises:
+            ValueError: see `judge`.
+        """
+        task = asyncio.current_task()
+        # A task that is cancelled has not failed.
+        with explaining(
+            lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
+        ):
+            try:
+                value = await cast(Awaitable[object], self._call(prompt, response))
+            except OutOfTime as error:
+                error.add_note(f"at {describe(prompt, response)}")
+                raise
+        return self._finite(value, prompt, response)
+
+    def _call(self, prompt: Prompt, response: str) -> object:
+        return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
+
+    def _failed(self, prompt: Prompt, response: str) -> str:
+        return f"the reward function {self.name!r} failed on {describe(prompt, response)}"
+
+    def _finite(self, value: object, prompt: Prompt, response: str) -> float:
+        number = _as_number(value)
+        if number is None or not math.isfinite(number):
+            raise ValueError(
+                f"the reward function {self.name!r} returned {value!r:.200} on {describe(prompt, response)}: "
+                "it must return a finite number"
+            )
+        return number
+
+
+def describe(prompt: Prompt, response: str) -> str:
+    """Return a text that names a prompt, counted from 1, and the beginning of a response to it."""
+    source = f"data_source {prompt.data_source!r}, ground truth {prompt.ground_truth!r:.200}"
+    return f"prompt {prompt.index + 1} ({source}), response {response[:200]!r}"
+
+
+def _as_number(value: object) -> float | None:
+    if isinstance(value, (str, bytes, bytearray)):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors of several elements raise RuntimeError
+        return None

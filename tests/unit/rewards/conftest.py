@@ -1,0 +1,42 @@
+"""A working folder for users' reward functions, and the reward of one response."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.rewards.compute import compute_rewards
+from fivefold.rewards.reward import NamedReward
+from fivefold.types import Prompt
+
+Write = Callable[[str, str], Path]
+
+
+def judge(reward: NamedReward, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    """Return the reward of one response to the sixth prompt."""
+    prompt = Prompt(5, "q", (1,), ground_truth, "sums", extra_info or {})
+    return compute_rewards(reward, [prompt], [response])[0]
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Change to an empty working folder. Returns a function that writes a file into it, by name and content."""
+
+    def write(name: str, code: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code, encoding="utf-8")
+        return file
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    before = set(sys.modules)
+    yield write
+    # The next test may import another module of the same name.
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]

@@ -1,0 +1,120 @@
+"""Rewards that are coroutine functions: they judge together, within one limit of number and one of time."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from fivefold.config.schema import RewardConfig
+from fivefold.rewards.compute import N_AT_ONCE, compute_rewards
+from fivefold.rewards.resolve import resolve_reward
+from fivefold.types import Prompt
+from tests.unit.rewards.conftest import Write, judge
+
+MODULE = """\
+import asyncio, sys, time
+at_once = most = ended = 0
+loops = set()
+async def late(response, ground_truth, *, data_source, extra_info):
+    # The last one ends first.
+    global at_once, most
+    at_once += 1
+    most = max(most, at_once)
+    loops.add(asyncio.get_running_loop())
+    await asyncio.sleep(0.2 - int(response) / 1000)
+    at_once -= 1
+    return int(response)
+async def hanging(response, ground_truth, **_):
+    global ended
+    try:
+        await asyncio.sleep(60 if response == "slow" else 0)
+    finally:
+        ended += 1
+    return 1.0
+async def blocking(response, ground_truth, **_):
+    time.sleep(60)
+async def text(response, ground_truth, **_): return "1.0"
+async def raising(response, ground_truth, **_):
+    await hanging("slow" if response == "good" else "", ground_truth)
+    return 1 / 0
+async def ending(response, ground_truth, **_): sys.exit(0)
+async def cancelled(response, ground_truth, **_): raise asyncio.CancelledError
+async def interrupted(response, ground_truth, **_): raise KeyboardInterrupt
+async def exit(): sys.exit(0)
+async def ending_task(response, ground_truth, **_): await asyncio.create_task(exit())
+class Judge:
+    async def __call__(self, response, ground_truth, *, data_source, extra_info): return 0.25
+judge = Judge()
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(write_module: Write) -> None:
+    write_module("my_judges.py", MODULE)
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(i, "q", (1,), "truth", "sums") for i in range(n)]
+
+
+def test_responses_are_judged_together_in_order_and_within_the_bound() -> None:
+    reward = resolve_reward(RewardConfig(fn="my_judges:late"), timeout_s=60)
+    n = 2 * N_AT_ONCE + 1
+    start = time.perf_counter()
+    assert compute_rewards(reward, prompts(n), [str(i) for i in range(n)]) == list(range(n))
+    # One after the other would take 17 s.
+    assert time.perf_counter() - start < 8
+    assert sys.modules["my_judges"].most == N_AT_ONCE
+    # A client that the module keeps from step to step works in one event loop only.
+    assert judge(reward, "7", "truth") == 7.0
+    assert len(sys.modules["my_judges"].loops) == 1
+
+
+def test_an_object_with_a_coroutine_to_call_is_awaited() -> None:
+    assert judge(resolve_reward(RewardConfig(fn="my_judges:judge")), "a", "a") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        ("raising", "failed on .*ZeroDivisionError: division by zero$"),
+        ("ending", "failed on .*SystemExit: 0$"),
+        ("cancelled", "failed on .*CancelledError$"),
+        ("text", "returned '1.0' on "),
+    ],
+)
+def test_an_error_names_function_and_sample_and_cancels_the_others(fn: str, what: str) -> None:
+    reward = resolve_reward(RewardConfig(fn=f"my_judges:{fn}"), timeout_s=60)
+    with pytest.raises(ValueError, match=rf"(?s)^the reward function 'my_judges:{fn}' {what}") as caught:
+        compute_rewards(reward, prompts(2), ["good", "bad"])
+    sample = 2 if fn == "raising" else 1
+    assert f"prompt {sample} (data_source 'sums', ground truth 'truth'), response" in str(caught.value)
+    assert sys.modules["my_judges"].ended == (2 if fn == "raising" else 0)
+
+
+def test_a_task_of_the_function_cannot_end_the_run_without_a_word() -> None:
+    with pytest.raises(ValueError, match=r"a task of the reward function 'my_judges:ending_task' raised SystemExit\(0"):
+        judge(resolve_reward(RewardConfig(fn="my_judges:ending_task")), "a", "truth")
+
+
+def test_an_interruption_is_no_error_of_the_function() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        judge(resolve_reward(RewardConfig(fn="my_judges:interrupted")), "response", "truth")
+
+
+@pytest.mark.parametrize("fn", ["hanging", "blocking"])
+def test_a_coroutine_that_takes_too_long_ends_with_an_error_that_says_where(fn: str) -> None:
+    reward = resolve_reward(RewardConfig(fn=f"my_judges:{fn}"), timeout_s=0.2)
+    start = time.perf_counter()
+    with pytest.raises(
+        ValueError,
+        match=rf"'my_judges:{fn}' took longer than scheduler.timeout_s=0.2 s for 2 responses, and was at prompt ",
+    ) as caught:
+        compute_rewards(reward, prompts(2), ["fast", "slow"])
+    assert time.perf_counter() - start < 30
+    late = "prompt 2 " if fn == "hanging" else "prompt 1 "
+    assert f"{late}(data_source 'sums', ground truth 'truth')" in str(caught.value)
+    # Another step can begin after it.
+    assert judge(resolve_reward(RewardConfig(fn="my_judges:judge")), "a", "a") == 0.25
