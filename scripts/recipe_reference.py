@@ -18,9 +18,16 @@ INTRODUCTION = """\
 # The recipe: every key
 
 `python scripts/recipe_reference.py` generates this page from `fivefold/config/schema.py`. A key without a default is
-required. An unknown key is an error, and so is a value that breaks a key's rule. On the command line, `a.b=c` sets a
-key. In a value, `${a.b}` stands for another key's value and `${oc.env:NAME}` for an environment variable. A run writes
-its resolved recipe, with every key, to `recipe.yaml` in its folder.
+required. An unknown key is an error, and so is a value that breaks a key's rule. A run writes its resolved recipe, with
+every key, to `recipe.yaml` in its folder.
+
+On the command line, `a.b=c` sets a key. The new value takes the place of the old one: `reward.kwargs.x=1` sets one key
+of a mapping, `reward.kwargs={x: 1}` replaces the mapping, and `reward.kwargs={}` clears it. A mapping or a section that
+is null, in the file or on the command line, has its default.
+
+In a value, `${a.b}` stands for another key's value and `${oc.env:NAME}` for an environment variable. Values without
+quotes are read as in YAML 1.2: `8`, `0x1f`, `0.5` and `1e-5` are numbers, `true` and `false` are written in full, and
+all else is text, such as `yes`, `1_000` and `12:30:45`.
 """
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from fivefold.config.problems import RecipeError, known_keys, nearest_keys, problems_of
+from fivefold.config.problems import MOST_PROBLEMS, RecipeError, known_keys, nearest_keys, problems_of
 from fivefold.config.schema import Recipe, RunConfig, SFTRecipe, TrainRecipe
 from fivefold.config.source import apply_overrides, read_mapping, resolve
+from fivefold.config.yaml_reader import write_yaml
 
 R = TypeVar("R", bound=RunConfig)
 
@@ -23,8 +24,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str], schema: type[R]) -> 
     Raises:
         RecipeError: a recipe with problems. It lists all of them, each with key, value, rule and the nearest known key.
     """
-    config, problems = apply_overrides(read_mapping(Path(path)), overrides)
-    return _checked(str(path), config, problems, schema)
+    written, problems = apply_overrides(read_mapping(Path(path)), overrides)
+    return _checked(str(path), written, problems, schema)
 
 
 def load_any_recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
@@ -37,15 +38,16 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
     Raises:
         RecipeError: see `load_recipe`.
     """
-    config, problems = apply_overrides(read_mapping(Path(path)), overrides)
-    return _checked(str(path), config, problems, _kind_of(config))
+    written, problems = apply_overrides(read_mapping(Path(path)), overrides)
+    return _checked(str(path), written, problems, _kind_of(written))
 
 
-def _kind_of(config: DictConfig) -> type[TrainRecipe] | type[SFTRecipe]:
+def _kind_of(values: dict[str, Any]) -> type[TrainRecipe] | type[SFTRecipe]:
     known, of_both = set(known_keys(TrainRecipe)), set(known_keys(SFTRecipe))
-    written = set(_keys(OmegaConf.to_container(config, resolve=False)))
-    meant = {near for key in written - known - of_both for near in nearest_keys(key, TrainRecipe)}
-    return TrainRecipe if (written | meant) & (known - of_both) else SFTRecipe
+    written = list(_keys(values))
+    unknown = [key for key in written if key not in known and key not in of_both]
+    meant = {near for key in unknown[:MOST_PROBLEMS] for near in nearest_keys(key, TrainRecipe)}
+    return TrainRecipe if {*written, *meant} & (known - of_both) else SFTRecipe
 
 
 def _keys(value: Any, prefix: str = "") -> Iterator[str]:
@@ -55,18 +57,25 @@ def _keys(value: Any, prefix: str = "") -> Iterator[str]:
         yield from _keys(inner, f"{prefix}{name}.")
 
 
-def _checked(source: str, config: DictConfig, problems: list[str], schema: type[R]) -> R:
+def _checked(source: str, written: dict[str, Any], problems: list[str], schema: type[R]) -> R:
     """Return what was read as an object of `schema`; `problems` are those found while reading."""
-    values, unfilled = resolve(config, schema)
+    values, unfilled = resolve(written, schema)
     if unfilled:
         raise RecipeError(source, problems + unfilled)
     try:
         recipe = schema.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(source, problems + list(dict.fromkeys(problems_of(error, schema)))) from error
+        raise RecipeError(source, problems + _listed(error, schema)) from error
     if problems:
         raise RecipeError(source, problems)
     return recipe
+
+
+def _listed(error: ValidationError, schema: type[RunConfig]) -> list[str]:
+    """Return the first problems, and how many more there are: to look up the nearest key of thousands takes long."""
+    lines = list(islice(problems_of(error, schema), MOST_PROBLEMS))
+    more = error.error_count() - len(lines)
+    return [*dict.fromkeys(lines), *([f"and {more:,} more problems"] if more else [])]
 
 
 def resolved_yaml(recipe: RunConfig) -> str:
@@ -80,7 +89,7 @@ def resolved_yaml(recipe: RunConfig) -> str:
         ):
             if "backend" not in written:
                 del values[section]["backend"]
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
+    return write_yaml(_escaped(values))
 
 
 def _escaped(value: Any) -> Any:

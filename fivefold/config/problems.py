@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +14,8 @@ from pydantic_core import ErrorDetails
 from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
 
 MOST_SUGGESTIONS = 3
+MOST_PROBLEMS = 50
+"""Most problems that are listed; the others are counted."""
 
 TYPES = {
     "int_type": "a whole number",
@@ -26,17 +29,27 @@ TYPES = {
 }
 """The type that each of pydantic's type errors asks for, in words."""
 
+WRITTEN = {
+    "int_type": re.compile(r"[-+]?[0-9]{1,100}"),
+    "float_type": re.compile(r"[-+]?(\.[0-9]+|[0-9]{1,100}(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
+    "bool_type": re.compile(r"[Tt]rue|TRUE|[Ff]alse|FALSE"),
+}
+"""For the types that have no quotes in YAML, how a value of each is written."""
+
+SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+"""Words that older versions of YAML, or other languages, have for true and false."""
+
 COMMANDS: dict[type[RunConfig], str] = {TrainRecipe: "fivefold train", SFTRecipe: "fivefold sft"}
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be run; `problems` holds one line for each problem."""
 
-    def __init__(self, source: str, problems: Sequence[str]) -> None:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{source}: {count}\n" + "\n".join(f"- {problem}" for problem in problems))
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
         self.source = source
         self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"- {problem}" for problem in self.problems))
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -85,10 +98,11 @@ def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
     return f"{line}; did you mean {' or '.join(nearest)}?" if nearest else line
 
 
-def problems_of(error: ValidationError, schema: type[BaseModel]) -> list[str]:
-    """Return one line for each of pydantic's errors; the errors of one value with several types have the same line."""
+def problems_of(error: ValidationError, schema: type[BaseModel]) -> Iterator[str]:
+    """Yield one line for each of pydantic's errors; the errors of one value with several types have the same line."""
     details = error.errors(include_url=False)
-    return [_line(detail, details, schema) for detail in details]
+    for detail in details:
+        yield _line(detail, details, schema)
 
 
 def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
@@ -151,15 +165,21 @@ def _rule(detail: ErrorDetails) -> str:
         return "must be a finite number"
     if kind not in TYPES:
         return detail["msg"]
-    return f"must be {TYPES[kind]}, not {_kind_of(value)}{_quoting_hint(kind, value)}"
+    return f"must be {TYPES[kind]}, not {_kind_of(value)}{_writing_hint(kind, value)}"
 
 
-def _quoting_hint(kind: str, value: Any) -> str:
+def _writing_hint(kind: str, value: Any) -> str:
+    """Return how to write the value that is most likely meant, if it was only written wrongly."""
     if kind == "string_type" and isinstance(value, (int, float)):
         return f'; quote it: "{value}"'
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and value:
+    if kind not in WRITTEN or not isinstance(value, str):
+        return ""
+    if WRITTEN[kind].fullmatch(value):
         return "; if it is one, drop the quotes"
-    return ""
+    if kind == "bool_type" and value.lower() in SWITCHES:
+        return f"; write {SWITCHES[value.lower()]}"
+    digits = value.replace("_", "")
+    return f"; write {digits}" if WRITTEN[kind].fullmatch(digits) else ""
 
 
 def _kind_of(value: Any) -> str:

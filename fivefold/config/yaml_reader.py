@@ -118,7 +118,7 @@ def read_yaml(text: str, where: str, *, loader: type[LimitedLoader] = CoreLoader
         finally:
             reader.dispose()
     except yaml.YAMLError as error:
-        raise TextError(where, [f"not YAML: {_one_line(error)}"]) from error
+        raise TextError(where, [f"not YAML: {_one_line(error)}; correct it, or quote it if it is a text"]) from error
     except _Refused as error:
         raise TextError(where, [str(error)]) from error
     if values.problems:

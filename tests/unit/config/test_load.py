@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -61,7 +62,8 @@ def test_defaults_come_from_the_schema(write: Any) -> None:
         ("tokenizer_path=", None),
         ("tokenizer_path=a=b", "a=b"),
         ("tokenizer_path='8'", "8"),
-        ("total_train_steps=1_000", 1000),
+        ("tokenizer_path=12:30:45", "12:30:45"),
+        ("reward.kwargs.when=2024-01-01", {"when": "2024-01-01"}),
     ],
 )
 def test_overrides_have_the_types_of_yaml(write: Any, override: str, expected: Any) -> None:
@@ -77,6 +79,32 @@ def test_the_last_override_wins(write: Any) -> None:
     assert load_recipe(write(MINIMAL), ["seed=2", "seed=3"], TrainRecipe).seed == 3
 
 
+def test_an_override_replaces_a_whole_mapping_or_sets_one_key_of_it(write: Any) -> None:
+    path = write(MINIMAL + "reward: {fn: exact_match, kwargs: {ignore_case: true}}\nrollout: {max_batch_size: 4}\n")
+
+    def kwargs(*overrides: str) -> dict[str, Any]:
+        return load_recipe(path, overrides, TrainRecipe).reward.kwargs
+
+    assert kwargs("reward.kwargs.numbers=true") == {"ignore_case": True, "numbers": True}
+    assert kwargs("reward.kwargs={numbers: true}") == {"numbers": True}
+    assert kwargs("reward.kwargs={}") == {}
+    assert kwargs("reward={fn: math}") == {}
+    assert kwargs("reward.kwargs.numbers=true", "reward.kwargs={}", "reward.kwargs.pattern=x") == {"pattern": "x"}
+
+
+def test_null_stands_for_the_default_of_a_section_or_a_mapping(write: Any) -> None:
+    path = write(MINIMAL + "rollout: {max_batch_size: 4}\ngconfig:\nreward: {kwargs: {a: 1}}\n")
+    recipe = load_recipe(path, ["rollout=null", "reward.kwargs=null", "actor.megatron.ddp="], TrainRecipe)
+    assert recipe == load_recipe(write(MINIMAL), [], TrainRecipe)
+    assert problems(path, "seed=null") == ("seed=null: must be a whole number, not empty",)
+
+
+def test_one_key_of_an_interpolation_cannot_be_set(write: Any) -> None:
+    path = write(MINIMAL + "reward: {kwargs: '${oc.create:{a: 1}}'}\n")
+    (problem,) = problems(path, "reward.kwargs.b=1")
+    assert problem.startswith("override 'reward.kwargs.b=1': kwargs is ${oc.create:{a: 1}}, of which one key cannot be")
+
+
 def test_interpolation_reaches_values_overrides_and_defaults(write: Any) -> None:
     text = MINIMAL + "trial_name: ${experiment_name}-seed${seed}\ntokenizer_path: ${actor.path}\n"
     recipe = load_recipe(
@@ -89,12 +117,28 @@ def test_interpolation_reaches_values_overrides_and_defaults(write: Any) -> None
     assert "seed" not in recipe.model_fields_set
 
 
+def chain(length: int, width: int) -> str:
+    """A section with values that are `width` interpolations of the next one each."""
+    links = [f"a{number}: 'x" + width * f"${{.a{number + 1}}}" + "'" for number in range(length)]
+    return f"reward: {{kwargs: {{{', '.join(links)}, a{length}: x}}}}"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("tokenizer_path: ${nowhere}", "tokenizer_path: Interpolation key 'nowhere' not found"),
         ("tokenizer_path: ???", "tokenizer_path: `???` stands for a value"),
         ("tokenizer_path: ${open", "tokenizer_path: "),
+        ("tokenizer_path: ${tokenizer_path}", "tokenizer_path: the interpolations lead in a circle"),
+        ("reward: {kwargs: {a: '${reward}'}}", "reward.kwargs.a: the interpolations lead in a circle"),
+        (
+            chain(30, 1),
+            "reward.kwargs.a0, reward.kwargs.a1, reward.kwargs.a2: the interpolations lead in a circle, or on",
+        ),
+        (chain(15, 2), "reward.kwargs.a0: the interpolations look up more than 2,000 values: write a value there"),
+        (f"tokenizer_path: {'${' * 300}x{'}' * 300}", "tokenizer_path=${${${"),
+        (f"tokenizer_path: {'${seed}' * 200}", "tokenizer_path: 1,400 characters with a `${...}`; write at most 1,000"),
+        ("gconfig: {stop: [" + "'${seed}', " * 501 + "]}", "there are 501 interpolations `${...}`; write at most 500"),
     ],
 )
 def test_an_interpolation_that_cannot_be_filled_in_is_a_problem(write: Any, line: str, expected: str) -> None:
@@ -116,10 +160,11 @@ def test_all_values_that_are_missing_are_listed(write: Any) -> None:
     ("text", "expected"),
     [
         ("", "the file is empty"),
-        ("- a\n- b\n", "a recipe is a mapping of keys to values, not a sequence"),
+        ("- a\n- b\n", "a recipe is a mapping of keys to values, not a list"),
         ("a: [1\n", "not YAML: "),
         ("a: b: c\n", "not YAML: mapping values are not allowed here in line 1, column 5"),
-        ("a: !!python/object:os.system {}\n", "not YAML: could not determine a constructor"),
+        ("8\n", "a recipe is a mapping of keys to values, not the value 8"),
+        ("a: !!python/object:os.system {}\n", "a: the tag tag:yaml.org,2002:python/object:os.system in line 1"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(write: Any, text: str, expected: str) -> None:
@@ -128,10 +173,10 @@ def test_a_file_that_is_no_recipe_is_refused(write: Any, text: str, expected: st
 
 
 def test_a_path_that_is_no_text_file_is_refused(tmp_path: Path) -> None:
-    assert problems(tmp_path / "nowhere.yaml") == ("the recipe does not exist",)
-    assert problems(tmp_path) == ("the recipe is a folder, not a file",)
+    assert problems(tmp_path / "nowhere.yaml") == ("it does not exist",)
+    assert problems(tmp_path) == ("it is a folder, not a file",)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert problems(tmp_path / "binary")[0].startswith("not a text in UTF-8")
+    assert problems(tmp_path / "binary")[0].startswith("it is not a text in UTF-8")
 
 
 def test_every_duplicate_key_is_named_with_its_lines(write: Any) -> None:
@@ -139,7 +184,7 @@ def test_every_duplicate_key_is_named_with_its_lines(write: Any) -> None:
     assert set(problems(write(text))) == {
         "actor.path: given twice, in lines 3 and 4; keep one",
         "seed: given twice, in lines 1 and 5; keep one",
-        "lists.x: given twice, in lines 7 and 7; keep one",
+        "lists.0.x: given twice, in lines 7 and 7; keep one",
     }
 
 
@@ -149,8 +194,10 @@ def test_every_duplicate_key_is_named_with_its_lines(write: Any) -> None:
         ("seed", "override 'seed': there is no `=`; write key=value"),
         ("+seed=1", "override '+seed=1': no prefix is needed; write seed=..."),
         ("--actor.path=x", "override '--actor.path=x': no prefix is needed; write actor.path=..."),
-        ("=1", "override '=1': `` is not a key; write section.key=value"),
-        ("seed=[1", "override 'seed=[1': the value is not YAML"),
+        ("=1", "override '=1': '' is not a key; write section.key=value"),
+        ("seed=[1", "override 'seed=[1': not YAML: expected ',' or ']'"),
+        (".".join(["a"] * 51) + "=1", "override 'a.a.a.a.a"),
+        ("reward.kwargs={1: 2}", "override 'reward.kwargs={1: 2}': the key 1 in line 1 is not a text; quote it"),
         ("actor.path=x # y", "override 'actor.path=x # y': ` #` starts a comment in YAML"),
     ],
 )
@@ -187,14 +234,20 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
         ("gconfig.greedy=1", "gconfig.greedy=1: must be true or false, not a number"),
         (
             "gconfig.stop_token_ids=[1, a]",
-            "gconfig.stop_token_ids.1='a': must be a whole number, not a text; if it is one, drop the quotes",
+            "gconfig.stop_token_ids.1='a': must be a whole number, not a text",
         ),
-        ("reward.kwargs={1: 2}", 'reward.kwargs.1=1: must be a text, not a number; quote it: "1"'),
-        ("rollout=", "rollout=null: must be a section with keys of its own, not empty"),
+        ("seed=12:30:45", "seed='12:30:45': must be a whole number, not a text"),
+        ("total_train_steps=1_000", "total_train_steps='1_000': must be a whole number, not a text; write 1000"),
+        (
+            "actor.optimizer.lr='1e-5'",
+            "actor.optimizer.lr='1e-5': must be a number, not a text; if it is one, drop the quotes",
+        ),
+        ("gconfig.greedy=no", "gconfig.greedy='no': must be true or false, not a text; write false"),
+        ("actor=", "actor=null: must be a section with keys of its own, not empty"),
         ("rollout.device_mapping=0", "rollout.device_mapping=0: must be a text or a list, not a number"),
         (
             "rollout.device_mapping=[0, a]",
-            "rollout.device_mapping.1='a': must be a whole number, not a text; if it is one, drop the quotes",
+            "rollout.device_mapping.1='a': must be a whole number, not a text",
         ),
         ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
         (
@@ -322,12 +375,23 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
     assert found == (
         "override 'nonsense': there is no `=`; write key=value",
         "experiment_name: missing; every recipe needs it",
-        "seed='x': must be a whole number, not a text; if it is one, drop the quotes",
+        "seed='x': must be a whole number, not a text",
         "actor.path: missing; every recipe needs it",
         "actor.lr=1: unknown key; did you mean actor.optimizer.lr?",
         "gconfig.top_k=-1: must be at least 0",
         "train_dataset: missing; every recipe needs it",
     )
+
+
+def test_thousands_of_problems_are_told_at_once_and_not_all_of_them(write: Any) -> None:
+    text = MINIMAL + "".join(f"optimiser{number}_temprature: 1\n" for number in range(4000))
+    began = time.monotonic()
+    found = problems(write(text))
+    with pytest.raises(RecipeError):
+        load_any_recipe(write(text), [])
+    assert time.monotonic() - began < 4
+    assert len(found) == 51
+    assert found[-1] == "and 3,950 more problems"
 
 
 def test_the_message_counts_the_problems_and_names_the_file(write: Any) -> None:
