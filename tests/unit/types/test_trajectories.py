@@ -50,7 +50,7 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
         Trajectory.single_turn(problem((1,)), without_route)
     with pytest.raises(ValueError, match="must have one length"):
         Trajectory(0, "", "stop", np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
-    with pytest.raises(ValueError, match="must have one length.*'routes_TLK': 2"):
+    with pytest.raises(ValueError, match=r"must have one length.*'routes_TLK': 2"):
         Trajectory(0, "", "stop", *np.zeros((4, 3), np.int32), np.zeros((2, 1, 1), np.int16))
 
 
