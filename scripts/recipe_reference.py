@@ -10,22 +10,23 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fivefold.config.limits import LARGEST
 from fivefold.config.problems import section_of
 from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # The recipe: every key
 
 `python scripts/recipe_reference.py` generates this page from `fivefold/config/schema.py`. A key without a default is
-required. An unknown key is an error, and so is a value that breaks a key's rule. A run writes its resolved recipe, with
-every key, to `recipe.yaml` in its folder.
+required. An unknown key is an error, and so is a value that breaks a key's rule. A whole number is at most {LARGEST:,}
+where no other bound is given. A run writes its resolved recipe, with every key, to `recipe.yaml` in its folder.
 
 On the command line, `a.b=c` sets a key. The new value takes the place of the old one: `reward.kwargs.x=1` sets one key
-of a mapping, `reward.kwargs={x: 1}` replaces the mapping, and `reward.kwargs={}` clears it. A mapping or a section that
-is null, in the file or on the command line, has its default.
+of a mapping, `reward.kwargs={{x: 1}}` replaces the mapping, and `reward.kwargs={{}}` clears it. A mapping or a section
+that is null, in the file or on the command line, has its default.
 
-In a value, `${a.b}` stands for another key's value and `${oc.env:NAME}` for an environment variable. Values without
+In a value, `${{a.b}}` stands for another key's value and `${{oc.env:NAME}}` for an environment variable. Values without
 quotes are read as in YAML 1.2: `8`, `0x1f`, `0.5` and `1e-5` are numbers, `true` and `false` are written in full, and
 all else is text, such as `yes`, `1_000` and `12:30:45`.
 """
@@ -92,10 +93,12 @@ def _kind(annotation: Any) -> tuple[str, list[str]]:
 
 
 def _bounds(metadata: list[Any]) -> Iterator[str]:
+    """Yield the bounds of a number, except for the one that the introduction tells of all whole numbers."""
     signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
     for rule in metadata:
-        if sign := signs.get(type(rule).__name__):
-            yield f"{sign} {getattr(rule, type(rule).__name__.lower())}"
+        name = type(rule).__name__
+        if name in signs and (bound := getattr(rule, name.lower())) != LARGEST:
+            yield f"{signs[name]} {bound:,}"
 
 
 def _written(value: Any) -> str:

@@ -153,7 +153,7 @@ def _rule(detail: ErrorDetails) -> str:
     bounds |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
     if kind in bounds:
         limit, words = bounds[kind]
-        return f"must be {words} {context[limit]:g}"
+        return f"must be {words} {_number(context[limit])}"
     if kind == "literal_error":
         close = difflib.get_close_matches(
             str(value), [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")], n=1
@@ -166,6 +166,11 @@ def _rule(detail: ErrorDetails) -> str:
     if kind not in TYPES:
         return detail["msg"]
     return f"must be {TYPES[kind]}, not {_kind_of(value)}{_writing_hint(kind, value)}"
+
+
+def _number(value: float) -> str:
+    """Return a bound with commas between thousands: 32,768, 0.5."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
 def _writing_hint(kind: str, value: Any) -> str:

@@ -10,8 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+from fivefold.config.limits import LARGEST, LARGEST_SEED, MOST_DEVICES, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES
+
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
+Passes = Annotated[int, Field(ge=1, le=MOST_PASSES)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 DeviceList = str | list[NonNegative]
@@ -33,12 +37,21 @@ class Section(BaseModel):
 class ClusterConfig(Section):
     """The machines of the run."""
 
-    n_nodes: Annotated[int, Field(ge=1, le=16384)] = 1
+    n_nodes: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
     """Number of machines."""
     n_gpus_per_node: Annotated[int, Field(ge=0, le=256)] = 8
     """GPUs that are used on each machine; 0 runs every worker as a CPU process (gloo)."""
     fileroot: str = "runs"
     """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
+
+    @model_validator(mode="after")
+    def _check_size(self) -> ClusterConfig:
+        if (n_gpus := self.n_nodes * self.n_gpus_per_node) > MOST_DEVICES:
+            raise ValueError(
+                f"n_nodes={self.n_nodes} with n_gpus_per_node={self.n_gpus_per_node} are {n_gpus:,} GPUs, and at most "
+                f"{MOST_DEVICES:,} can be laid out: lower one of the two"
+            )
+        return self
 
 
 class SchedulerConfig(Section):
@@ -48,7 +61,7 @@ class SchedulerConfig(Section):
     """`local` starts Ray on this machine for this run alone; `ray` joins the cluster at `address`."""
     address: str = "auto"
     """Address of the Ray cluster to join with `type: ray`: `auto`, or host:port."""
-    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""
 
     @model_validator(mode="after")
@@ -104,7 +117,7 @@ class MicroBatchConfig(Section):
     max_tokens_per_mb: Positive = 8192
     """Most tokens in one micro-batch, summed over its context-parallel shards. A longer sequence has a micro-batch to
     itself."""
-    n_mbs: Positive = 1
+    n_mbs: Sequences = 1
     """Fewest micro-batches that a data-parallel rank splits a mini-batch into."""
 
 
@@ -198,7 +211,7 @@ class ActorConfig(EngineConfig):
     """The model that is trained, and the algorithm that trains it."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    ppo_epochs: Positive = 1
+    ppo_epochs: Passes = 1
     """Number of times that each sample is trained on in a step."""
     ppo_n_minibatches: Positive = 1
     """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
@@ -246,7 +259,7 @@ class ReferenceConfig(Section):
 class GenerationConfig(Section):
     """How completions are sampled."""
 
-    n_samples: Positive = 8
+    n_samples: Sequences = 8
     """Completions of each prompt; together they are the prompt's group."""
     max_new_tokens: Positive = 1024
     """Most tokens of a completion."""
@@ -289,7 +302,7 @@ class RolloutConfig(Section):
     """GPUs of the replicas, written like `actor.device_mapping`."""
     dtype: Dtype | None = None
     """Dtype of the engine's weights; null: `actor.dtype`."""
-    max_batch_size: Positive = 256
+    max_batch_size: Sequences = 256
     """Most sequences that one replica decodes at one time."""
     colocate: bool | None = None
     """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
@@ -356,7 +369,7 @@ class PeriodicConfig(Section):
 class EvaluatorConfig(PeriodicConfig):
     """When and how the held-out prompts are evaluated. They are also evaluated before the first step."""
 
-    n_samples: Positive = 1
+    n_samples: Sequences = 1
     """Completions of each held-out prompt; the accuracy is the mean over all of them."""
     greedy: bool = True
     """Always take the most likely token."""
@@ -405,7 +418,7 @@ class RunConfig(Section):
     """Name of the experiment: the outer folder of its runs' outputs."""
     trial_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "trial-0"
     """Name of this run: the inner folder of its outputs."""
-    seed: NonNegative = 1
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 1
     """Seed of all random choices: the order of rows, sampling, random weights."""
     cluster: ClusterConfig = ClusterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

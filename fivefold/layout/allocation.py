@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from fivefold.config.limits import MOST_DEVICES
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parallel import ParallelLayout
@@ -43,6 +44,11 @@ class RoleAllocation:
             )
         if self.dp is not None:
             self._check_experts(self.dp)
+        if (n_devices := (self.dp or 1) * self.replica_size) > MOST_DEVICES:
+            raise RuleError(
+                f"d*t*p*c = {n_devices:,} devices are more than the {MOST_DEVICES:,} that can be laid out",
+                "write smaller degrees",
+            )
 
     def _check_degrees(self) -> None:
         degrees = {"d": self.dp, "t": self.tp, "p": self.pp, "c": self.cp, "v": self.vpp, "e": self.ep}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from fivefold.config.limits import MOST_DEVICES
 from fivefold.layout.errors import AllocationError
 
 EXAMPLES = "write for example 0-31, [0, 2, 4] or list(range(0, 32))"
@@ -22,8 +23,6 @@ TERMS = re.compile(
     re.VERBOSE | re.ASCII,
 )
 SEPARATORS = "+,"
-MOST_DIGITS = 6
-"""Most digits of a number: a slip such as `range(0, 80000000000)` is refused before the list is built."""
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -32,7 +31,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
     Raises:
         AllocationError: a text that is not a list of devices, an empty list, or a list that names a device twice.
     """
-    devices: list[int] = []
+    devices: dict[int, None] = {}  # a dict keeps the order, and finds a device that is named twice
     position = 0
     while True:
         match = TERMS.match(text, position)
@@ -60,22 +59,22 @@ def device_text(devices: Sequence[int]) -> str:
 
 
 def _check_sizes(match: re.Match[str], text: str) -> None:
+    """Refuse a slip such as `range(0, 80000000000)` before the list is built."""
     for number in re.finditer(r"\d+", match.group(), re.ASCII):
-        if len(number.group()) > MOST_DIGITS:
-            rule = f"a device's number has at most {MOST_DIGITS} digits"
+        digits = number.group().lstrip("0")
+        if len(digits) > len(str(MOST_DEVICES)) or int(digits or 0) > MOST_DEVICES:
+            rule = f"there are at most {MOST_DEVICES:,} devices, numbered from 0"
             raise AllocationError(rule, EXAMPLES, text, match.start() + number.start())
 
 
-def _extend(devices: list[int], term: list[int], text: str, match: re.Match[str]) -> None:
+def _extend(devices: dict[int, None], term: list[int], text: str, match: re.Match[str]) -> None:
     start = _start(match)
     if not term:
         raise AllocationError("this names no device", EXAMPLES, text, start)
-    seen = set(devices)
     for device in term:
-        if device in seen:
+        if device in devices:
             raise AllocationError(f"device {device} is named twice", "name each device once", text, start)
-        seen.add(device)
-        devices.append(device)
+        devices[device] = None
 
 
 def _start(match: re.Match[str]) -> int:

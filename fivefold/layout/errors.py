@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 Part = Literal["dims", "attn", "ffn"]
+WIDTH = 200
+"""Most characters of a text that an error shows."""
 
 
 class RuleError(ValueError):
@@ -32,8 +34,12 @@ class AllocationError(ValueError):
     """
 
     def __init__(self, rule: str, fix: str, text: str, position: int) -> None:
-        line = "".join(" " if character.isspace() else character for character in text)
-        super().__init__(f"{rule}\n  {line}\n  {' ' * position}^\nfix: {fix}")
+        line = "".join(character if character.isprintable() else " " for character in text)
+        # Of a text that is too long for a line, a part around the fault is shown.
+        start = max(0, position - WIDTH // 2) if len(line) > WIDTH else 0
+        before, after = "... " * (start > 0), " ..." * (start + WIDTH < len(line))
+        shown = f"{before}{line[start : start + WIDTH]}{after}"
+        super().__init__(f"{rule}\n  {shown}\n  {' ' * (len(before) + position - start)}^\nfix: {fix}")
         self.rule = rule
         self.fix = fix
         self.text = text

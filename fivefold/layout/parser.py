@@ -31,6 +31,9 @@ ATTENTION_LETTERS = "dtpcv"
 EXPERT_LETTERS = "dtepv"
 DIGITS = "0123456789"
 MOST_DIGITS = 6
+MOST_CHARACTERS = 10_000
+MOST_SHOWN = 40
+"""Most characters of a word in a message."""
 MEANING = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert", "v": "virtual stages"}
 
 
@@ -83,6 +86,9 @@ class AllocationParser:
     """Reads one string. Every error carries the position of the character at fault."""
 
     def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            rule = f"{len(text):,} characters are more than the {MOST_CHARACTERS:,} of the longest layout"
+            raise AllocationError(rule, "write the roles and their degrees alone", text, MOST_CHARACTERS)
         self._text = text
         self._at = 0
         self._role_positions: list[int] = []
@@ -141,7 +147,7 @@ class AllocationParser:
             self._fail(f"the {word} backend is not offered", f"train with {backend_names(trains=True)}", start)
         if word not in BACKENDS:
             close = difflib.get_close_matches(word.lower(), list(BACKENDS), n=1)
-            rule = f"unknown backend `{word}`" if word else "a backend is expected here"
+            rule = f"unknown backend `{_short(word)}`" if word else "a backend is expected here"
             self._fail(rule, f"write `{close[0]}`" if close else f"write one of {', '.join(BACKENDS)}", start)
         return word
 
@@ -236,9 +242,14 @@ class AllocationParser:
         positions: dict[str, int] = {}
         while self._peek_here().isalpha():
             start, letter = self._at, self._peek_here()
-            self._check_letter(owner, letter, letters, part)
+            if letter not in MEANING:
+                known = ", ".join(f"{key} {meaning}" for key, meaning in MEANING.items() if key in letters)
+                self._fail(f"unknown dimension `{letter}`", f"{owner} takes {known}")
             self._at += 1
             number = self._number(letter)
+            # A degree of 1 splits nothing, so that every backend takes it.
+            if letter not in letters and number != 1:
+                self._refuse_letter(owner, letter, letters, part, start)
             if letter in values:
                 self._fail(f"`{letter}` ({MEANING[letter]}) is given twice", "keep one of the two", start)
             values[letter] = number
@@ -248,20 +259,15 @@ class AllocationParser:
             self._fail(f"{owner}: degrees are expected here", f"write at least one, such as {owner}:d1")
         return Degrees(values, positions)
 
-    def _check_letter(self, owner: str, letter: str, letters: str, part: Part) -> None:
-        if letter in letters:
-            return
-        if letter not in MEANING:
-            known = ", ".join(f"{key} {meaning}" for key, meaning in MEANING.items() if key in letters)
-            self._fail(f"unknown dimension `{letter}`", f"{owner} takes {known}")
+    def _refuse_letter(self, owner: str, letter: str, letters: str, part: Part, position: int) -> NoReturn:
         if part == "dims":
             error = refused_letter(owner, letter)
-            self._fail(error.rule, error.fix)
+            self._fail(error.rule, error.fix, position)
         fixes = {
             "c": "context parallelism splits attention: write it in attn",
             "e": "experts are in the ffn part: write it there",
         }
-        self._fail(f"{part} takes {', '.join(letters)} only, not `{letter}`", fixes[letter])
+        self._fail(f"{part} takes {', '.join(letters)} only, not `{letter}`", fixes[letter], position)
 
     def _number(self, letter: str) -> int | None:
         start = self._at
@@ -279,8 +285,8 @@ class AllocationParser:
             self._fail(f"a number is missing after `{letter}`", f"write, for example, {letter}2", start)
         if digits[0] == "0":
             self._fail(
-                f"`{letter}{digits}`: a degree is 1 or more, without leading zeros",
-                f"write {letter}{digits.lstrip('0') or 1}",
+                f"`{letter}{_short(digits)}`: a degree is 1 or more, without leading zeros",
+                f"write {letter}{_short(digits.lstrip('0') or '1')}",
                 start,
             )
         if len(digits) > MOST_DIGITS:
@@ -329,3 +335,7 @@ class AllocationParser:
 
     def _fail(self, rule: str, fix: str, position: int | None = None) -> NoReturn:
         raise AllocationError(rule, fix, self._text, self._at if position is None else position)
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= MOST_SHOWN else f"{word[:MOST_SHOWN]}..."

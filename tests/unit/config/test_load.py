@@ -270,6 +270,35 @@ def test_a_value_that_breaks_a_rule_is_refused(write: Any, override: str, expect
     assert problems(write(MINIMAL), override) == (expected,)
 
 
+def unbounded(schema: Any, path: str = "") -> Iterator[str]:
+    """Where a JSON schema has a whole number without a maximum."""
+    if isinstance(schema, dict) and schema.get("type") == "integer" and "maximum" not in schema:
+        yield path
+    for key, inner in (
+        schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    ):
+        yield from unbounded(inner, f"{path}/{key}")
+
+
+@pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe])
+def test_every_whole_number_has_an_upper_bound(recipe: type[BaseModel]) -> None:
+    paths = list(unbounded(recipe.model_json_schema()))
+    assert all("server_args" in path for path in paths), paths
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["cluster.n_nodes=4097"], "cluster: n_nodes=4097 with n_gpus_per_node=8 are 32,776 GPUs, and at most 32,768"),
+        (["scheduler.timeout_s=1e300"], "scheduler.timeout_s=1e+300: must be at most 100,000,000"),
+        (["seed=4294967296"], "seed=4294967296: must be at most 4,294,967,295"),
+    ],
+)
+def test_a_number_that_would_take_for_ever_is_refused(write: Any, overrides: list[str], expected: str) -> None:
+    (problem,) = problems(write(MINIMAL), *overrides)
+    assert problem.startswith(expected)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -385,11 +414,11 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
 
 def test_thousands_of_problems_are_told_at_once_and_not_all_of_them(write: Any) -> None:
     text = MINIMAL + "".join(f"optimiser{number}_temprature: 1\n" for number in range(4000))
-    began = time.monotonic()
+    began = time.process_time()
     found = problems(write(text))
     with pytest.raises(RecipeError):
         load_any_recipe(write(text), [])
-    assert time.monotonic() - began < 4
+    assert time.process_time() - began < 4
     assert len(found) == 51
     assert found[-1] == "and 3,950 more problems"
 

@@ -19,11 +19,11 @@ ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 def refusal(text: str) -> tuple[str, ...]:
-    """The problems of a text; each is found within two seconds."""
-    began = time.monotonic()
+    """The problems of a text; each is found within two seconds of computing."""
+    began = time.process_time()
     with pytest.raises(TextError) as caught:
         read_yaml(text, "recipe.yaml")
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
     assert str(caught.value).startswith("recipe.yaml: ")
     return caught.value.problems
 

@@ -43,7 +43,8 @@ def test_every_form_of_a_list_is_read(text: str, expected: tuple[int, ...]) -> N
         ("5-2", 0, "runs backwards"),
         ("0-3,", 4, "is expected"),
         ("1.5", 1, "does not belong here"),
-        ("list(range(0, 80000000000))", 14, "at most 6 digits"),
+        ("0-32769", 2, "there are at most 32,768 devices, numbered from 0"),
+        ("list(range(0, 80000000000))", 14, "there are at most 32,768 devices"),
         ("٣", 0, "is expected"),
     ],
 )
