@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import ray
 from ray import cloudpickle
 
 from fivefold.cluster.errors import Member
+from fivefold.cluster.nodes import Node
 from fivefold.cluster.rendezvous import import_folders, master_environment, master_host, worker_environment
-from fivefold.cluster.watch import Call
+from fivefold.cluster.role import Role
+from fivefold.cluster.watch import Call, Watch
 from fivefold.cluster.worker import SIDES, Worker
-
-if TYPE_CHECKING:
-    from fivefold.cluster.session import Role, Session
+from fivefold.observe.timers import PhaseTimers
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Payload = TypeVar("Payload")
 
 STREAM_AHEAD = 2
 """Number of items by which rank 0 may be ahead of a stream's reader, which bounds the stream's memory."""
@@ -56,10 +56,21 @@ _CONTROL = {"concurrency_group": "control"}
 _Actor = ray.remote(**_OPTIONS)(Worker)
 
 
+class Host(Protocol):
+    """What a group needs of the session that it belongs to."""
+
+    nodes: tuple[Node, ...]
+    logs: Path
+    timers: PhaseTimers
+    watch: Watch
+    timeout_s: float
+    """Longest time, in seconds, that a call may take."""
+
+
 class Pending(Generic[R]):
     """Calls in progress, whose results can be waited for once."""
 
-    def __init__(self, session: Session, refs: Sequence[ray.ObjectRef[R]], phase: str) -> None:
+    def __init__(self, session: Host, refs: Sequence[ray.ObjectRef[R]], phase: str) -> None:
         self._session = session
         self._refs = refs
         self._phase = phase
@@ -77,7 +88,7 @@ class Pending(Generic[R]):
 class WorkerGroup:
     """The workers of one role, which `Session.launch` starts. Calls that wait raise what `Pending.wait` raises."""
 
-    def __init__(self, session: Session, role: Role) -> None:
+    def __init__(self, session: Host, role: Role) -> None:
         if not role.devices:
             raise ValueError(f"role {role.name!r} has no devices: a role needs at least one process")
         self.name = role.name

@@ -13,7 +13,7 @@ from fivefold.layout.backends import BACKENDS
 
 if TYPE_CHECKING:
     from fivefold.cluster.nodes import Node
-    from fivefold.cluster.session import Role
+    from fivefold.cluster.role import Role
 
 MAX_THREADS = 16
 """Most OpenMP threads of a worker; more make its small CPU operations slower."""

@@ -13,12 +13,11 @@ However the block ends, it leaves no process of the run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import ray
@@ -28,37 +27,11 @@ from fivefold.cluster.errors import RayEnded
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.local_ray import LocalRay, join
 from fivefold.cluster.nodes import Node, reserve
+from fivefold.cluster.role import Role
 from fivefold.cluster.watch import Watch
-from fivefold.cluster.worker import Build
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
-from fivefold.layout.placement import Device
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
-
-
-@dataclass(frozen=True)
-class Role:
-    """A role: its devices, and the object that each of its processes holds."""
-
-    name: str
-    devices: Sequence[Device]
-    """Devices of the processes, rank 0 first (`Placement[role].devices`). Roles may share devices."""
-    build: Build
-    """Makes the object that a worker holds, called as `build(*args)` in the worker process."""
-    args: tuple[Any, ...] = ()
-    distributed: bool = False
-    """Whether the ranks meet in torch.distributed: MASTER_ADDR and MASTER_PORT are set for `init_method="env://"`."""
-    threads: int | None = None
-    """OMP_NUM_THREADS; None: the driver's, or each process's share of the node's cores."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of the processes, set before anything heavy is imported."""
-    devices_per_process: int = 1
-    """Number of `devices` that each process has, all of them on one node."""
-
-    def processes(self) -> list[Sequence[Device]]:
-        """Return the devices of each process."""
-        n = self.devices_per_process
-        return [self.devices[first : first + n] for first in range(0, len(self.devices), n)]
 
 
 class Session:

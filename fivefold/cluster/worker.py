@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,9 +31,6 @@ from fivefold.cluster.rendezvous import LOOPBACK
 
 SIDES = {"feed": 1, "control": 1, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, with one thread each, for methods that run beside the one in progress."""
-
-Build = str | Callable[..., Any]
-"""What makes the object that a worker holds: `module:function`, or a callable that cloudpickle can carry."""
 
 STACK_FRAMES = 8
 

@@ -9,7 +9,8 @@ from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.group import WorkerGroup
-from fivefold.cluster.session import Role, Session
+from fivefold.cluster.role import Role
+from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import EngineConfig, Recipe, TrainRecipe
 from fivefold.engine.sharing import BatchPlanner

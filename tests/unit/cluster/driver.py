@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 
 from fivefold.cli.main import app
-from fivefold.cluster.session import Role, Session
+from fivefold.cluster.role import Role
+from fivefold.cluster.session import Session
 from fivefold.config.schema import TrainRecipe
 from fivefold.layout.placement import Device
 from fivefold.observe.run_dir import RunDir

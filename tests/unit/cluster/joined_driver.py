@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
 
-from fivefold.cluster.session import Role, Session
+from fivefold.cluster.role import Role
+from fivefold.cluster.session import Session
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers

@@ -15,7 +15,8 @@ from engines import Engine, GlooEngine, gone, listening_addresses
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup
 from fivefold.cluster.nodes import Node
 from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
-from fivefold.cluster.session import Role, Session
+from fivefold.cluster.role import Role
+from fivefold.cluster.session import Session
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers

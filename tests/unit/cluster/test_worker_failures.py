@@ -11,7 +11,8 @@ from engines import Engine, GlooEngine, broken_build, gone
 
 from fivefold.cluster.errors import PhaseTimeout, WorkerError
 from fivefold.cluster.group import WorkerGroup
-from fivefold.cluster.session import Role, Session
+from fivefold.cluster.role import Role
+from fivefold.cluster.session import Session
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
 
