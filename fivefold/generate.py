@@ -50,7 +50,9 @@ def generate(
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     tokenizer = load_tokenizer(resolve_model_path(model))
     rows = DatasetConfig(path=model, apply_chat_template=chat)
-    token_ids = [render(prompt, rows, tokenizer, f"prompt {row}")[1] for row, prompt in enumerate(prompts)]
+    token_ids = [
+        render(prompt, rows, tokenizer, f"prompt {number}")[1] for number, prompt in enumerate(prompts, start=1)
+    ]
     folder = resolve_model_folder(model)
     _check_weights(folder)
     engine = TransformersEngine.from_path(

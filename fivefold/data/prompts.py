@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import BatchesConfig, RowsConfig
-from fivefold.data.rows import Row, load_rows, require_column, usage
+from fivefold.data.files import Row
+from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
+from fivefold.data.tokens import tokenize
 from fivefold.types import Prompt
 
 if TYPE_CHECKING:
@@ -76,9 +78,9 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     if config.answer_key is not None:
         require_column(rows, config.answer_key, "answer_key", config.path)
     prompts: list[Prompt] = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        text, token_ids = render(row[config.prompt_key], config, tokenizer, where)
+        text, token_ids = render(row[config.prompt_key], config, tokenizer, where, config.max_length)
         if len(token_ids) <= config.max_length:
             prompts.append(
                 Prompt(
@@ -99,7 +101,7 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
 
 
 def render(
-    prompt: Any, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, where: str
+    prompt: Any, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, where: str, at_most: int | None = None
 ) -> tuple[str, tuple[int, ...]]:
     """Return a prompt as the model sees it, and its tokens.
 
@@ -109,14 +111,18 @@ def render(
             single message of a user; False allows texts only.
         tokenizer: the model's tokenizer.
         where: the row, for error messages.
+        at_most: number of tokens beyond which the prompt is too long. Of a prompt with far more, only the beginning is
+            tokenized, which is still too long. None: there is no limit.
 
     Raises:
-        ValueError: a prompt that is neither text nor messages, that has no tokens, or that needs a chat template where
-            the tokenizer has none.
+        ValueError: a prompt that is neither text nor messages, that has no tokens, that is no Unicode text, or that
+            needs a chat template where the tokenizer has none.
     """
     is_chat = not isinstance(prompt, str)
     if is_chat and not (isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)):
-        raise ValueError(f"{where}: {config.prompt_key!r} must be a text or a list of chat messages, not {prompt!r}")
+        raise ValueError(
+            f"{where}: {config.prompt_key!r} must be a text or a list of chat messages, not {prompt!r:.200}"
+        )
     if is_chat and config.apply_chat_template is False:
         raise ValueError(
             f"{where}: {config.prompt_key!r} holds chat messages, but apply_chat_template is false: "
@@ -125,10 +131,10 @@ def render(
     if is_chat or config.apply_chat_template:
         text = _render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
         # The chat template writes the special tokens.
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = tokenize(text, tokenizer, add_special_tokens=False, at_most=at_most, where=where)
     else:
         text = prompt
-        token_ids = tokenizer(text)["input_ids"]
+        token_ids = tokenize(text, tokenizer, add_special_tokens=True, at_most=at_most, where=where)
         # Some tokenizers end every text with the end token, after which no completion must start.
         if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
             token_ids = token_ids[:-1]
@@ -138,6 +144,8 @@ def render(
 
 
 def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+    import jinja2
+
     if not tokenizer.chat_template:
         raise ValueError(
             f"{where}: the prompt is made of chat messages, but the tokenizer of {tokenizer.name_or_path!r} has no "
@@ -145,7 +153,13 @@ def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokeniz
         )
     # Parquet gives all messages of a column the same keys; a template would take the None of a missing key for a value.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, TypeError) as error:  # such as roles in an order that the template refuses
+        raise ValueError(
+            f"{where}: the chat template of {tokenizer.name_or_path!r} refuses the messages ({error}): change them, or "
+            "drop the row"
+        ) from error
 
 
 def _ground_truth(row: Row, config: RowsConfig, where: str) -> Any:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from fivefold.config.schema import RowsConfig
+from fivefold.data.files import READERS, Row, read_file
 
-Row = dict[str, Any]
-
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = tuple(READERS)
+_TABLES = (".jsonl", ".parquet")
+"""Suffixes that only data sets have. A JSON or CSV file beside them most often describes the data."""
 DEFAULT_SPLIT = "train"
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Names of splits by which files of a folder are recognised as one split each."""
@@ -28,8 +27,9 @@ def load_rows(config: RowsConfig) -> list[Row]:
 
     `config.path` is one of
 
-        data/train.parquet, data/train.jsonl     a file
-        data/train                               a folder of such files, read in the order of their names
+        data/train.parquet, data/train.jsonl     a file; JSON (a list of objects) and CSV too
+        data/train                               a folder of such files, read in the order of their names; JSON and
+                                                 CSV files count if there are no others
         data                                     a folder whose files are named after splits; those of `config.split`
         package:arithmetic/train                 a file that ships with Fivefold
         package:arithmetic                       a folder that ships with Fivefold; its file of `config.split`
@@ -61,7 +61,7 @@ def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
     Raises:
         ValueError: a row without the column.
     """
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         if name not in row:
             raise ValueError(
                 f"row {number} of {path!r} has no column {name!r}, which {key} asks for; "
@@ -73,13 +73,13 @@ def _iterate(config: RowsConfig) -> Iterator[Row]:
     local = Path(config.path).expanduser()
     if config.path.startswith(_PACKAGE):
         with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
-            yield from _read_file(file)
+            yield from read_file(file)
     elif local.is_dir():
         for file in _files_of(local, config.split):
-            yield from _read_file(file)
+            yield from read_file(file)
     elif local.is_file():
         _refuse_split(config.path, config.split)
-        yield from _read_file(local)
+        yield from read_file(local)
     elif local.suffix in SUFFIXES or not _HUB_NAME.fullmatch(config.path):
         raise ValueError(
             f"the data set {config.path!r} does not exist (looked in {Path.cwd()}): give a file, a folder or a hub name"
@@ -100,6 +100,7 @@ def _files_of(folder: Path, split: str | None) -> list[Path]:
     found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     if not found:
         raise ValueError(f"the folder {str(folder)!r} holds no {' or '.join(SUFFIXES)} file: give the folder that does")
+    found = [file for file in found if file.suffix in _TABLES] or found
     if split is None and not any(_is_of_split(file, name) for file in found for name in _SPLIT_NAMES):
         return found
     wanted = split or DEFAULT_SPLIT
@@ -134,46 +135,6 @@ def _packaged(name: str, split: str | None) -> Traversable:
         if file.name.endswith(SUFFIXES)
     )
     raise ValueError(f"no data set {_PACKAGE}{name} (split {wanted!r}) ships with Fivefold; there are {shipped}")
-
-
-def _read_file(file: Path) -> Iterator[Row]:
-    match file.suffix:
-        case ".jsonl":
-            return _read_jsonl(file)
-        case ".parquet":
-            return _read_parquet(file)
-    raise ValueError(f"the data set {str(file)!r} must end in {' or '.join(SUFFIXES)}: convert it to one of them")
-
-
-def _read_jsonl(file: Path) -> Iterator[Row]:
-    # Lines are split before they are decoded, so that a decoding error has a line number.
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(
-                    f"{file}, line {number}: not JSON in UTF-8 ({error}); a JSONL file has one JSON object a line"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{file}, line {number}: holds a {type(row).__name__}; a JSONL file has one JSON object a line"
-                )
-            yield row
-
-
-def _read_parquet(file: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        for record_batch in table.iter_batches():
-            yield from record_batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is not a readable parquet file ({error}): write it again") from error
 
 
 def _read_hub(path: str, split: str) -> Iterator[Row]:

@@ -19,6 +19,7 @@ from fivefold.config.schema import BatchesConfig, SFTRowsConfig
 from fivefold.data.prompts import render
 from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
+from fivefold.data.tokens import tokenize
 from fivefold.types import Columns
 
 if TYPE_CHECKING:
@@ -92,13 +93,14 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDa
     require_column(rows, config.prompt_key, "prompt_key", config.path)
     require_column(rows, config.response_key, "response_key", config.path)
     examples: list[SFTExample] = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
         response = row[config.response_key]
         if not isinstance(response, str):
-            raise ValueError(f"{where}: {config.response_key!r} must be a text, not {response!r}")
-        _, prompt_ids = render(row[config.prompt_key], config, tokenizer, where)
-        response_ids = (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+            raise ValueError(f"{where}: {config.response_key!r} must be a text, not {response!r:.200}")
+        _, prompt_ids = render(row[config.prompt_key], config, tokenizer, where, config.max_length)
+        learned = tokenize(response, tokenizer, add_special_tokens=False, at_most=config.max_length, where=where)
+        response_ids = (*learned, tokenizer.eos_token_id)
         if len(prompt_ids) + len(response_ids) <= config.max_length:
             examples.append(SFTExample(prompt_ids, response_ids))
     if not examples:

@@ -27,10 +27,10 @@ ROW = {"prompt": "1+1=", "answer": "2"}
 @pytest.mark.parametrize(
     ("answer_key", "row", "where"),
     [
-        ("answer", {"prompt": "a", "answer": None}, "row 1 of .*: column 'answer' is null"),
-        (None, {"prompt": "a", "reward_model": {"ground_truth": None}}, r"row 1 of .*: reward_model.ground_truth is n"),
-        ("answer", {"prompt": "a", "answer": ["2", None]}, r"row 1 of .*: column 'answer'\[1\] is null"),
-        ("answer", {"prompt": "a", "answer": {"x": [float("inf")]}}, r"row 1 of .*: column 'answer'.x\[0\] holds inf"),
+        ("answer", {"prompt": "a", "answer": None}, "row 2 of .*: column 'answer' is null"),
+        (None, {"prompt": "a", "reward_model": {"ground_truth": None}}, r"row 2 of .*: reward_model.ground_truth is n"),
+        ("answer", {"prompt": "a", "answer": ["2", None]}, r"row 2 of .*: column 'answer'\[1\] is null"),
+        ("answer", {"prompt": "a", "answer": {"x": [float("inf")]}}, r"row 2 of .*: column 'answer'.x\[0\] holds inf"),
     ],
 )
 def test_a_ground_truth_that_cannot_be_compared_is_refused(
@@ -47,7 +47,7 @@ def test_types_of_parquet_that_json_does_not_have_are_refused(
 ) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "answer": value}]), path)
-    with pytest.raises(ValueError, match=r"row 0 of .*: column 'answer'.* holds .*, a (Decimal|date|bytes): a ground"):
+    with pytest.raises(ValueError, match=r"row 1 of .*: column 'answer'.* holds .*, a (Decimal|date|bytes): a ground"):
         load_prompts(DatasetConfig(path=str(path), answer_key="answer"), tokenizer)
 
 

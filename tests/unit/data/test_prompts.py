@@ -93,6 +93,13 @@ def test_a_folder_is_read_in_the_order_of_names_up_to_the_limit(write_jsonl: Wri
     assert load_rows(plain(str(folder), limit=4)) == PLAIN[:4]
 
 
+def test_json_and_csv_files_of_a_folder_count_if_there_are_no_others(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('[{"question": "b", "answer": "2"}]')
+    assert load_rows(plain(str(tmp_path))) == [{"question": "b", "answer": "2"}]
+    (tmp_path / "part-0.jsonl").write_text('{"question": "a", "answer": "1"}\n')
+    assert load_rows(plain(str(tmp_path))) == [{"question": "a", "answer": "1"}]
+
+
 def test_of_a_folder_of_splits_only_the_split_is_read(write_jsonl: Write) -> None:
     for name, rows in (
         ("sums_train", PLAIN[:2]),
@@ -165,9 +172,19 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             r"no column 'answer', which answer_key asks for; the columns found are \['question'\]",
         ),
-        ([{"question": "a", "answer": "b"}] * 2 + [{"question": "a"}], {}, "row 2 of .* has no column 'answer'"),
+        ([{"question": "a", "answer": "b"}] * 2 + [{"question": "a"}], {}, "row 3 of .* has no column 'answer'"),
         ([{"question": "a"}], {"answer_key": None}, r"no reward_model.ground_truth; its columns are \['question'\]"),
         ([{"question": "a" * 9, "answer": "b"}], {"max_length": 5}, "all 1 prompts .* more than max_length=5 tokens"),
+        (
+            [PLAIN[0], {"question": "a\ud800", "answer": "b"}],
+            {},
+            r"row 2 of .*character 2 of a text is '\\ud800', half",
+        ),
+        (
+            [{"question": [{"role": "user", "content": "\ud800"}], "answer": "b"}],
+            {},
+            r"row 1 of .*character \d+ of a text is '\\ud800'",
+        ),
         ([{"question": [], "answer": "b"}], {}, r"must be a text or a list of chat messages, not \[\]"),
         ([{"question": [{"role": "user", "content": "a"}], "answer": "b"}], {"apply_chat_template": False}, "is false"),
     ],
@@ -185,7 +202,7 @@ def test_data_that_cannot_be_used_are_refused(
 
 
 def test_a_prompt_without_tokens_is_an_error(write_jsonl: Write) -> None:
-    with pytest.raises(ValueError, match=r"row 0 of .* has no tokens"):
+    with pytest.raises(ValueError, match=r"row 1 of .* has no tokens"):
         load_prompts(plain(write_jsonl([{"question": "", "answer": "1"}])), build_tokenizer("$A"))
 
 
@@ -196,22 +213,11 @@ def test_chat_messages_need_a_chat_template(write_jsonl: Write) -> None:
         load_prompts(DatasetConfig(path=write_jsonl(CHAT)), bare)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"a": 1}\nnonsense\n', "line 2: not JSON in UTF-8"),
-        ("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', "line 2: not JSON in UTF-8 .*can't decode byte 0xe9"),
-        ("a.jsonl", b"[1, 2]\n", "line 1: holds a list"),
-        ("a.parquet", b"not parquet", "not a readable parquet file"),
-        ("a.csv", b"a,b\n", "must end in .jsonl or .parquet"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_refused_with_its_line(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_rows(DatasetConfig(path=str(tmp_path / name)))
+def test_messages_that_the_chat_template_refuses_are_an_error(write_jsonl: Write) -> None:
+    strict = build_tokenizer("$A")
+    strict.chat_template = "{{ raise_exception('the roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"row 1 of .*refuses the messages \(the roles must alternate\)"):
+        load_prompts(DatasetConfig(path=write_jsonl(CHAT)), strict)
 
 
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./missing"])
@@ -221,5 +227,5 @@ def test_a_missing_file_is_not_taken_for_a_hub_name(path: str) -> None:
 
 
 def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no .jsonl or .parquet file"):
+    with pytest.raises(ValueError, match=r"holds no .jsonl or .parquet or .json or .csv file"):
         load_rows(DatasetConfig(path=str(tmp_path)))
