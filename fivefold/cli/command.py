@@ -52,8 +52,9 @@ class RunningCommand:
 def reporting_errors() -> Iterator[RunningCommand]:
     """Turn what the body raises into one message on standard error and an exit code.
 
-    The body raises ValueError for wrong input, RunFailed for a run that failed, and KeyboardInterrupt after the first
-    Ctrl-C or SIGTERM. Anything else is a bug in Fivefold: it keeps its traceback, and Python exits with code 1.
+    The body raises ValueError for wrong input, OSError for a file or an address of the user's that cannot be read or
+    written, RunFailed for a run that failed, and KeyboardInterrupt after the first Ctrl-C or SIGTERM. Anything else is
+    a bug in Fivefold: it keeps its traceback, and Python exits with code 1.
 
     Raises:
         typer.Exit: with the exit code of the error.
@@ -68,9 +69,21 @@ def reporting_errors() -> Iterator[RunningCommand]:
     except RunFailed as error:
         typer.echo(f"\nThe run failed: {error}", err=True)
         raise typer.Exit(FAILED) from None
+    except BrokenPipeError:
+        raise  # the reader of the output has ended, as in `fivefold plan recipe.yaml | head`: click ends quietly
+    except OSError as error:
+        typer.echo(f"Error: {_reason(error)}", err=True)
+        raise typer.Exit(WRONG_INPUT) from None
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(WRONG_INPUT) from None
+
+
+def _reason(error: OSError) -> str:
+    """Return the path and what is wrong with it; the whole message if the error is not about a path."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}; name a path that you may use"
 
 
 def _saved_results(recipe: RunConfig | None) -> str:

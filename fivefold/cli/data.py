@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.command import OutFolder, reporting_errors
+from fivefold.config.limits import LARGEST_SEED
 
 data_app = typer.Typer(help="Write the problems of a task to files.", no_args_is_help=True, rich_markup_mode=None)
-Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed gives the same files.")]
 
 
 @data_app.command()

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fivefold.cli.command import reporting_errors
+from fivefold.config.limits import LARGEST_SEED
 
 if TYPE_CHECKING:
     from fivefold.config.schema import GenerationConfig
@@ -18,7 +19,7 @@ ModelPath = Annotated[str, typer.Option(help="Hugging Face folder, hub name or p
 Prompts = Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.", show_default=False)]
 PromptFile = Annotated[
     typer.FileText | None,
-    typer.Option(help="File with one prompt a line; - is standard input.", show_default=False),
+    typer.Option(encoding="utf-8", help="File with one prompt a line; - is standard input.", show_default=False),
 ]
 NumberOfCompletions = Annotated[int, typer.Option(min=1, help="Number of completions for each prompt.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")]
@@ -29,7 +30,7 @@ Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most lik
 StopTexts = Annotated[
     list[str] | None, typer.Option(help="Stop after this text; may be given several times.", show_default=False)
 ]
-Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same completions.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed gives the same completions.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")]
 WeightType = Annotated[
     Literal["float32", "bfloat16"] | None,
@@ -89,8 +90,26 @@ def _prompts(texts: Sequence[str], file: IO[str] | None) -> list[str]:
     """Return the prompts given as options, then those in `file`; those of standard input if there are neither."""
     if not texts and file is None and not sys.stdin.isatty():
         file = sys.stdin
-    lines = [line.rstrip("\n") for line in file] if file is not None else []
-    return [*texts, *(line for line in lines if line.strip())]
+    prompts = [*texts, *(line for line in _lines(file) if line.strip())]
+    for number, prompt in enumerate(prompts, start=1):
+        if not _is_text(prompt):
+            raise ValueError(f"prompt {number} is not a text in UTF-8: {prompt[:60]!a}; write it in UTF-8")
+    return prompts
+
+
+def _lines(file: IO[str] | None) -> list[str]:
+    """Return the lines of `file`, without their ends; none if there is no file."""
+    if file is None:
+        return []
+    try:
+        return [line.rstrip("\n") for line in file]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name} is not a text in UTF-8 ({error.reason}): save it as UTF-8") from error
+
+
+def _is_text(prompt: str) -> bool:
+    """Whether all of it are characters: bytes of a command line that are not UTF-8 become halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in prompt)
 
 
 def _generation_config(**values: Any) -> GenerationConfig:

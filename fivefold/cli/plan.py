@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.command import FAILED, reporting_errors
+from fivefold.config.limits import LARGEST, MOST_DEVICES
 from fivefold.planning.defaults import (
     DEFAULT_GPU,
     DEFAULT_GPUS_PER_NODE,
@@ -36,11 +37,15 @@ ModelName = Annotated[
         help="Without a recipe: a model such as Qwen3-30B-A3B, its folder, or a config.json.", show_default=False
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(help="With --model: number of GPUs in all.", show_default=False)]
+Gpus = Annotated[
+    int | None, typer.Option(max=MOST_DEVICES, help="With --model: number of GPUs in all.", show_default=False)
+]
 GpusPerNode = Annotated[
     int | None,
     typer.Option(
-        help=f"With --model: number of GPUs of a node.  [default: {DEFAULT_GPUS_PER_NODE}]", show_default=False
+        max=MOST_DEVICES,
+        help=f"With --model: number of GPUs of a node.  [default: {DEFAULT_GPUS_PER_NODE}]",
+        show_default=False,
     ),
 ]
 GpuKind = Annotated[str, typer.Option(help="Kind of GPU, such as h100-80g or h200-141g.")]
@@ -69,6 +74,7 @@ SequenceLength = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=LARGEST,
         help=f"Tokens of a sequence.  [default: the recipe's longest, or {DEFAULT_SEQUENCE_LENGTH}]",
         show_default=False,
     ),
@@ -77,6 +83,7 @@ Sequences = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=LARGEST,
         help=f"Sequences of an optimizer step.  [default: the recipe's, or {DEFAULT_SEQUENCES}]",
         show_default=False,
     ),
@@ -85,6 +92,7 @@ MicroTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=LARGEST,
         help=f"Tokens of a micro-batch.  [default: the recipe's, or {DEFAULT_MICRO_TOKENS}]",
         show_default=False,
     ),

@@ -24,13 +24,25 @@ def resolve_model_path(path: str) -> str:
         return str(_shipped_folder(path))
     if not path.startswith(_LOCAL_PREFIXES):
         return str(Path(path).resolve()) if Path(path).is_dir() else path
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if not folder.is_dir():
         raise ValueError(
             f"model path {path!r}: there is no such folder. Give a Hugging Face model folder, a hub name such as "
             f"'Qwen/Qwen3-0.6B', or {PACKAGE_PREFIX}<name> (ships: {', '.join(shipped_models()) or 'none'})"
         )
     return str(folder.resolve())
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return `path` with the home folder in place of a `~` at its beginning.
+
+    Raises:
+        ValueError: a `~name` of a user who does not exist.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: there is no home folder for this `~`; write the path in full") from error
 
 
 def _shipped_folder(path: str) -> Path:

@@ -318,7 +318,7 @@ class RowsConfig(Section):
     """Where prompts come from, and how they are read."""
 
     path: str
-    """Parquet or JSONL file, folder of such files, `datasets` name, or `package:<name>`."""
+    """Parquet, JSONL, JSON or CSV file, folder of such files, `datasets` name, or `package:<name>`."""
     split: str | None = None
     """Split of a `datasets` or package name, or of a folder whose files are named after splits; null: `train`."""
     max_length: Positive = 1024
@@ -350,7 +350,7 @@ class RewardConfig(Section):
     """The function that judges completions."""
 
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), or your own function as `module:function`."""
+    """`exact_match`, `math` (math-verify), or your own function as `module:function` or `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 

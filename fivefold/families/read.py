@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.paths import PACKAGE_PREFIX, resolve_model_path
+from fivefold.config.paths import PACKAGE_PREFIX, expand_home, resolve_model_path
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.registry import find_family, trained_family
 from fivefold.families.shape import ModelShape
@@ -62,7 +62,7 @@ def find_shape(model: str) -> ModelShape:
     Raises:
         ValueError: nothing of that name, or a model whose sizes cannot be read.
     """
-    file = Path(resolve_model_path(model) if model.startswith(PACKAGE_PREFIX) else model).expanduser()
+    file = expand_home(resolve_model_path(model) if model.startswith(PACKAGE_PREFIX) else model)
     if file.is_dir():
         file /= "config.json"
     if file.is_file():

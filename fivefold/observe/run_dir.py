@@ -29,6 +29,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from fivefold.config.load import resolved_yaml
+from fivefold.config.paths import expand_home
 from fivefold.config.schema import RunConfig
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import write_json
@@ -42,7 +43,7 @@ class RunDir:
     with RunDir.create(recipe, overwrite=False) as run:
         ...                       set-up: a ValueError here is an error of the recipe, and stays a ValueError
         run.started()
-        ...                       the run: a ValueError here is a failure of the run, and becomes a RunFailed
+        ...                       the run: a ValueError or an OSError here, such as a full disk, becomes a RunFailed
         run.write_summary({...})
     """
 
@@ -64,7 +65,7 @@ class RunDir:
     def of(cls, recipe: RunConfig) -> Self:
         """Return the folder of the recipe's run, which is not created."""
         # Absolute: on a joined cluster, workers have another working folder than the driver.
-        return cls(Path(recipe.cluster.fileroot).expanduser().resolve() / recipe.experiment_name / recipe.trial_name)
+        return cls(expand_home(recipe.cluster.fileroot).resolve() / recipe.experiment_name / recipe.trial_name)
 
     @classmethod
     def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:
@@ -145,7 +146,7 @@ class RunDir:
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         except OSError as failure:  # such as a full disk; the error to report is the one that ended the run
             error.add_note(f"how the run ended could not be written to {self.path}: {failure}")
-        if had_started and isinstance(error, ValueError):
+        if had_started and isinstance(error, (ValueError, OSError)):
             raise RunFailed(f"{error}\n\nTraceback: {log}") from error
 
     def _refuse(self, *, overwrite: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.families.check import router_problems, server_problems
@@ -56,6 +57,8 @@ def question_of_model(
     """
     if n_gpus < 1 or gpus_per_node < 1:
         raise ValueError(f"--gpus {n_gpus} --gpus-per-node {gpus_per_node}: both must be at least 1")
+    if n_gpus > MOST_DEVICES:
+        raise ValueError(f"--gpus {n_gpus}: at most {MOST_DEVICES:,} can be planned")
     per_node = min(gpus_per_node, n_gpus)
     if n_gpus % per_node:
         raise ValueError(f"--gpus {n_gpus} is not a whole number of nodes of {per_node}; give --gpus-per-node")

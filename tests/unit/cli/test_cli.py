@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,75 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback_and_log(
     assert "fivefold/cli/" not in result.stderr
 
 
+def test_a_path_that_cannot_be_used_is_exit_code_2_and_one_line(
+    recipe: str, tmp_path: Path, loop: Callable[[str, Loop], None]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "latin-1.txt").write_bytes("é".encode("latin-1"))
+    long = tmp_path / ("x" * 300)
+    for arguments, message in [
+        (("train", str(long)), "it cannot be read (File name too long)"),
+        (("train", str(tmp_path)), "it is a folder, not a file"),
+        (("train", str(tmp_path / "file" / "recipe.yaml")), "it cannot be read (Not a directory)"),
+        (("plan", "--model", str(long), "--gpus", "8"), f"{long}: File name too long"),
+        (("plan", "--model", "~no-such-user/m", "--gpus", "8"), "~no-such-user/m: there is no home folder for this"),
+        (("data", "additions", "-o", str(tmp_path / "file")), f"{tmp_path}/file/one_digit: Not a directory"),
+        (("data", "additions", "-o", "~no-such-user/m"), "~no-such-user/m: there is no home folder for this"),
+        (("convert", "~no-such-user/m", "-o", "x"), "~no-such-user/m: there is no home folder for this"),
+        (("generate", "--model", "m", "--file", str(tmp_path / "latin-1.txt")), "latin-1.txt is not a text in UTF-8"),
+        (("generate", "--model", "m", "--file", str(tmp_path)), "Is a directory"),
+        (("generate", "--model", "m", "--prompt", "caf\udce9"), "prompt 1 is not a text in UTF-8: 'caf\\udce9'"),
+    ]:
+        result = invoke(*arguments)
+        assert result.exit_code == 2, (arguments, result.output, result.exception)
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        raise PermissionError(13, "Permission denied", "/etc/weights")
+
+    loop("train", train)
+    result = invoke("train", recipe)
+    assert result.exit_code == 2
+    assert result.stderr == "Error: /etc/weights: Permission denied; name a path that you may use\n"
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_run_is_exit_code_1(
+    recipe: str, loop: Callable[[str, Loop], None]
+) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+        with RunDir.create(recipe, overwrite=overwrite) as run:
+            run.started()
+            raise OSError(28, "No space left on device", str(run.metrics))
+
+    loop("train", train)
+    result = invoke("train", recipe)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("\nThe run failed: [Errno 28] No space left on device")
+
+
+def test_numbers_that_would_take_for_ever_are_refused(recipe: str) -> None:
+    huge = "10000000000"
+    for arguments in [
+        ("plan", "--model", "Qwen3-8B", "--gpus", huge),
+        ("plan", "--model", "Qwen3-8B", "--gpus", "8", "--gpus-per-node", huge),
+        ("plan", "--model", "Qwen3-8B", "--gpus", "8", "--sequence-length", huge),
+        ("plan", "--model", "Qwen3-8B", "--gpus", "8", "--sequences", huge),
+        ("plan", "--model", "Qwen3-8B", "--gpus", "8", "--micro-tokens", "9" * 5000),
+        ("plan", "--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:d999999t999999"),
+        ("generate", "--model", "m", "--prompt", "x", "--n", huge),
+        ("generate", "--model", "m", "--prompt", "x", "--max-new-tokens", huge),
+        ("generate", "--model", "m", "--prompt", "x", "--seed", huge),
+        ("data", "additions", "-o", "x", "--seed", huge),
+        ("plan", recipe, "cluster.n_nodes=32768", "cluster.n_gpus_per_node=256"),
+    ]:
+        began = time.process_time()
+        result = invoke(*arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert "Traceback" not in result.stderr
+        assert time.process_time() - began < 2
+
+
 def test_a_bug_keeps_its_traceback(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
         raise KeyError("a bug")
@@ -173,7 +243,7 @@ def imported(names, *args):
 
 heavy = "torch ray transformers megatron"
 for args in (["--version"], ["--help"], ["train", "--help"], ["plan", "--help"], ["import", "--help"]):
-    print(imported(f"{heavy} pydantic omegaconf yaml psutil fivefold.config", *args))
+    print(imported(f"{heavy} pydantic omegaconf yaml psutil fivefold.config.schema", *args))
 print(imported(heavy, "train", "no-such.yaml"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
