@@ -142,10 +142,10 @@ def _heading(console: Console, text: str) -> None:
 
 def _title(blueprint: Blueprint) -> RenderableType:
     question, shape, work = blueprint.question, blueprint.question.shape, blueprint.question.work
-    active = f", {shape.n_active_parameters / 1e9:.1f}B of them active" if shape.is_moe else ""
+    active = f", {_short(shape.n_active_parameters)} of them active" if shape.is_moe else ""
     where = "CPU processes" if question.gpus_per_node == 0 else f"x {question.gpus_per_node} {question.gpu.name}"
     lines = [
-        Text.assemble((shape.name, "bold"), f"  {shape.n_parameters / 1e9:.1f}B parameters{active}"),
+        Text.assemble((shape.name, "bold"), f"  {_short(shape.n_parameters)} parameters{active}"),
         Text(f"{question.text}  on {question.n_nodes} node{'s' if question.n_nodes > 1 else ''} {where}"),
         Text(
             f"{work.sequences} sequences of {work.sequence_length} tokens a step, micro-batches of "
@@ -153,6 +153,11 @@ def _title(blueprint: Blueprint) -> RenderableType:
         ),
     ]
     return Text("\n").join(lines)
+
+
+def _short(n_parameters: int) -> str:
+    """Return a number of parameters in billions, or in millions if there are fewer than a billion."""
+    return f"{n_parameters / 1e9:.1f}B" if n_parameters >= 1e9 else f"{n_parameters / 1e6:.1f}M"
 
 
 def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Table:

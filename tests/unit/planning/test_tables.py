@@ -47,6 +47,17 @@ def test_the_binding_rank_groups_and_modes_are_named(folded: Plan) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        ("package:tiny-moe", "1.0M parameters, 0.4M of them active"),
+        ("Qwen3-30B-A3B", "30.5B parameters, 3.4B of them active"),
+    ],
+)
+def test_the_title_has_the_size_of_the_model(model: str, size: str) -> None:
+    assert size in text_of(plan_model(model, 8, actor="megatron:d8"))
+
+
 def test_virtual_stages_are_listed() -> None:
     plan = plan_model("Qwen3-30B-A3B", 32, actor="megatron:d8t2p2v8e4")
     lines = [line.split() for line in text_of(plan).splitlines()]
