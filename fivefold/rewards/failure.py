@@ -45,5 +45,5 @@ def _traceback(error: BaseException) -> str:
         [frame for frame in shown.stack if not frame.filename.startswith(_OTHER_CODE)]
     )
     text = "".join(shown.format(chain=False)).rstrip()
-    # The heading would make a message out of what looks like a bug of Fivefold.
+    # With this heading, the message would look like a bug of Fivefold.
     return text.removeprefix("Traceback (most recent call last):\n")
