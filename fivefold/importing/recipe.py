@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe
+from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
 from fivefold.importing.draft import Draft
 from fivefold.importing.framework import Framework, dialect_of
@@ -25,7 +25,7 @@ from fivefold.importing.layouts import lay_out
 from fivefold.importing.reasons import NO_REFERENCE
 from fivefold.importing.report import Report
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
-from fivefold.importing.shell.script import OVERRIDE
+from fivefold.importing.shell.commands import OVERRIDE
 from fivefold.importing.source import Document, read_document, read_overrides, resolve
 from fivefold.importing.values import run_name
 from fivefold.layout.placement import place
@@ -257,8 +257,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
     """Write report and recipe to one file, and read it back as `fivefold train` will."""
-    # OmegaConf quotes texts that it would otherwise read back as numbers, such as 1e-6.
-    body = OmegaConf.to_yaml(OmegaConf.create(dict(recipe)))
+    body = write_yaml(dict(recipe))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(f"{report.comments()}\n{body}", encoding="utf-8")

@@ -15,8 +15,11 @@ from typing import Any
 
 import yaml
 
+from fivefold.config.text_files import TextError, read_text
+from fivefold.config.yaml_reader import LimitedLoader, read_yaml
+from fivefold.importing.shell.commands import OVERRIDE
 from fivefold.importing.shell.expand import Text
-from fivefold.importing.shell.script import OVERRIDE, read_script
+from fivefold.importing.shell.script import read_script
 
 SCRIPTS = (".sh", ".bash", ".txt", "")
 YAMLS = (".yaml", ".yml", ".json")
@@ -25,8 +28,8 @@ DEEPEST = 20
 """The most interpolations that are followed for one value, so that a loop of them ends."""
 
 
-class Loader(yaml.SafeLoader):
-    """Reads YAML 1.1 with the numbers of YAML 1.2: `1e-6` is a number, `0.99_1.01` is not."""
+class Loader(LimitedLoader):
+    """Reads YAML 1.1, as other frameworks do, with the numbers of YAML 1.2: `1e-6` is one, `0.99_1.01` is not."""
 
 
 Loader.add_implicit_resolver(
@@ -46,6 +49,10 @@ class Document:
     """For some keys, what their value depends on that the file does not say."""
     notes: list[str] = field(default_factory=list)
     """Notes on the file as a whole."""
+    problems: list[str] = field(default_factory=list)
+    """What of the file is not read."""
+    program: str = ""
+    """The program that a script starts: a module or a file; empty for other files."""
 
     def update(self, other: Document) -> None:
         """Take over the keys of `other`, which override this document's; a value replaces a whole section."""
@@ -53,6 +60,8 @@ class Document:
         self.values = {key: value for key, value in self.values.items() if not key.startswith(sections)} | other.values
         self.caveats = {key: note for key, note in self.caveats.items() if key not in other.values} | other.caveats
         self.notes += other.notes
+        self.problems += other.problems
+        self.program = other.program or self.program
 
 
 def read_document(path: Path, environment: Mapping[str, str]) -> Document:
@@ -70,8 +79,14 @@ def read_document(path: Path, environment: Mapping[str, str]) -> Document:
     if path.suffix not in SCRIPTS + YAMLS:
         raise ValueError(f"{path}: the suffix {path.suffix} is not one of {', '.join((*YAMLS, *SCRIPTS[:-1]))}")
     try:
-        text = path.read_text(encoding="utf-8")
-        return _read_yaml(path.name, text) if path.suffix in YAMLS else _read_script(path.name, text, environment)
+        text = read_text(path, str(path))
+        if path.suffix in YAMLS:
+            return _read_yaml(path, text)
+        return _read_script(path.name, text, environment)
+    except TextError:
+        raise  # It names the file itself.
+    except RecursionError as error:
+        raise ValueError(f"{path}: its brackets or commands are nested too deeply to be read") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -85,14 +100,11 @@ def read_overrides(words: Sequence[str]) -> Document:
     return _from_words("command line", [Text(word) for word in words])
 
 
-def _read_yaml(name: str, text: str) -> Document:
-    try:
-        tree = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
+def _read_yaml(path: Path, text: str) -> Document:
+    tree = read_yaml(text, str(path), loader=Loader, takes_any_key=True)
     if not isinstance(tree, dict):
         raise ValueError("not a mapping of keys to values")
-    return Document(name, dict(flatten(tree)))
+    return Document(path.name, dict(flatten(tree)))
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -112,13 +124,15 @@ def _is_list_of_sections(tree: Any) -> bool:
 def _read_script(name: str, text: str, environment: Mapping[str, str]) -> Document:
     script = read_script(text, environment)
     if not script.launches:
-        raise ValueError("no command with key=value arguments is launched here")
+        raise ValueError("; ".join(["no command with key=value arguments is launched here", *script.problems]))
     if len(script.launches) > 1:
         raise ValueError(
             f"{len(script.launches)} commands with key=value arguments are launched; give a script with one of them"
         )
     document = _from_words(name, _flags_joined(script.launches[0]))
     document.notes += [f"{name}, {note}" for note in script.notes]
+    document.problems += [f"{name}, {problem}" for problem in script.problems]
+    document.program = script.programs[0] if script.programs else ""
     if script.exported:
         document.notes.append(f"{name}: environment variables are not carried over: {', '.join(script.exported)}")
     return document
@@ -145,7 +159,7 @@ def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
             raise ValueError(f"{word.text}: an override cannot delete a key here; leave the key out of its file")
         if not equals and not left.startswith("--"):
             raise ValueError(f"{word.text}: there is no `=`; write key=value")
-        for path, value in flatten(_typed(right) if equals else True, key):
+        for path, value in flatten(_typed(right, key) if equals else True, key):
             document.values[path] = value
             document.caveats.pop(path, None)
             if word.notes:
@@ -153,12 +167,18 @@ def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
     return document
 
 
-def _typed(text: str) -> Any:
-    """Return the value that a text has in YAML; the text itself, if it is not YAML."""
+def _typed(text: str, where: str) -> Any:
+    """Return the value that a text has in YAML; the text itself, if it is not YAML.
+
+    Raises:
+        ValueError: the text is YAML that cannot be taken: it exceeds a limit, or has a key twice. `where` is named.
+    """
     try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError:
-        return text
+        return read_yaml(text, where, loader=Loader, takes_any_key=True)
+    except TextError as error:
+        if isinstance(error.__cause__, yaml.YAMLError):
+            return text
+        raise
 
 
 def resolve(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -194,10 +214,10 @@ def _lookup(expression: str, key: str, values: Mapping[str, Any], environment: M
         return _at(_absolute(expression, key), values)
     name, comma, default = (part.strip() for part in argument.partition(","))
     if resolver == "oc.env" and name in environment:
-        return _typed(environment[name])
+        return _typed(environment[name], name)
     if resolver == "oc.select" and _absolute(name, key) in values:
         return _at(_absolute(name, key), values)
-    return _typed(default) if comma and resolver in ("oc.env", "oc.select") else _NOTHING
+    return _typed(default, key) if comma and resolver in ("oc.env", "oc.select") else _NOTHING
 
 
 def _at(key: str, values: Mapping[str, Any]) -> Any:

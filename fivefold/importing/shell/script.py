@@ -9,23 +9,33 @@ eval "${CMD[@]}" seed=1                      functions where they are called; lo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from fivefold.importing.shell.commands import (
+    DECLARATIONS,
+    DOTTED,
+    OVERRIDE,
+    arguments,
+    assignment,
+    effects,
+    plain,
+    program,
+)
 from fivefold.importing.shell.conditions import holds
 from fivefold.importing.shell.expand import Expander, Text, Variables
-from fivefold.importing.shell.words import REDIRECTIONS, Piece, Token, Word, tokenize
+from fivefold.importing.shell.words import REDIRECTIONS, Token, Word, tokenize
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-LAUNCHER = re.compile(r"([^=]*/)?(python[\d.]*|torchrun|accelerate)|[^=]*\.py")
-"""A program that may be a training command."""
-OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
-"""How an argument begins that sets a key: `a.b=`, `+a.b=`, `++a.b=` or `~a.b=`."""
-DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+SUCCEEDING = frozenset({"true", ":", "echo", "set", "cd", "mkdir", "unset", "ulimit", "sleep"})
+"""Commands that are taken to succeed: where one of them fails, the script could not work."""
+NOT_RUN = "it is not known whether the command before `{}` succeeds, because commands are not run"
 MOST_CALLS = 8
 """Functions are followed this deep, so that one that calls itself ends."""
+MOST_COMMANDS = 10_000
+"""Most commands that are read, those of a function each time that it is called."""
+MOST_CHARACTERS = 100_000
+"""Most characters of a variable's value."""
 
 Status = bool | None
 """Whether a command succeeds; None if that is not known, because commands are not run."""
@@ -37,6 +47,10 @@ class Script:
 
     launches: list[list[Text]] = field(default_factory=list)
     """The arguments of each program that is started with `key=value` arguments."""
+    programs: list[str] = field(default_factory=list)
+    """The program of each launch: the module after `-m`, or the script's file."""
+    problems: list[str] = field(default_factory=list)
+    """What of the script is not read, though bash might run it, or would not run it as it is meant."""
     notes: list[str] = field(default_factory=list)
     """Notes on what depends on commands, which are not run."""
     exported: list[str] = field(default_factory=list)
@@ -47,27 +61,18 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
     """Find the commands that a script would run, with variables from the script and from `environment` filled in.
 
     Raises:
-        ValueError: a quote, a bracket or a compound command of the script is not closed; the message has the line.
+        ValueError: a quote, a bracket or a compound command of the script is not closed, in the line that the message
+            names; or the script runs too many commands, or makes too long a text.
     """
     variables = Variables(environment)
     reader = _Reader(variables, Script())
     reader.run(tokenize(text))
     if not reader.script.launches:
         # Manuals print the command as an array and leave out the line that runs it.
-        for items in [items for items in variables.arrays.values() if _arguments(items)]:
+        for items in [items for items in variables.arrays.values() if arguments(items)]:
             reader.evaluate(items)
     reader.script.exported = [name for name in dict.fromkeys(reader.exported) if name not in variables.read]
     return reader.script
-
-
-def _arguments(words: Sequence[Text]) -> list[Text]:
-    """Return the arguments of the program that `words` start; nothing if there is none with `key=value` arguments."""
-    programs = [place for place, word in enumerate(words) if LAUNCHER.fullmatch(word.text)]
-    overrides = [place for place, word in enumerate(words) if programs and OVERRIDE.match(word.text)]
-    first = next((place for place in overrides if place > programs[0]), None)
-    if first is None:
-        return []
-    return list(words[max(place for place in programs if place < first) + 1 :])
 
 
 class _Reader:
@@ -85,6 +90,7 @@ class _Reader:
         self._tokens: list[Token] = []
         self._at = 0
         self._depth = 0
+        self._n_commands = 0
 
     def run(self, tokens: list[Token], body: int | None = None) -> Status:
         """Read the statements of `tokens`, or only the command at position `body`."""
@@ -147,11 +153,13 @@ class _Reader:
     def _and_or(self, *, live: bool) -> Status:
         status = self._pipeline(live=live)
         while self._is_operator("&&", "||"):
-            wanted = self._tokens[self._at].text == "&&"
+            operator, start = self._tokens[self._at], self._at
             self._at += 1
             self._skip()
-            runs = status is wanted
+            runs = status is (operator.text == "&&")
             following = self._pipeline(live=live and runs)
+            if live and status is None:
+                self._tell_unread(operator, start, NOT_RUN.format(operator.text))
             status = following if runs else status
         return status
 
@@ -160,9 +168,12 @@ class _Reader:
         self._at += negates
         status = self._command(live=live)
         while self._is_operator("|", "|&"):
+            pipe, start = self._tokens[self._at], self._at
             self._at += 1
             self._skip()
             self._command(live=False)
+            if live:
+                self._tell_unread(pipe, start, "commands after a `|` are not followed")
             status = None
         return (not status if status is not None else None) if negates else status
 
@@ -233,10 +244,13 @@ class _Reader:
         return True
 
     def _loop(self, opened: Token, live: bool) -> Status:
+        start = self._at
         self._statements(live=False, until=frozenset({"do"}))
         self._expect("do", opened=opened)
         self._statements(live=False, until=frozenset({"done"}))
         self._expect("done", opened=opened)
+        if live:
+            self._tell_unread(opened, start, "loops are not followed")
         return None
 
     def _group(self, opened: Token, live: bool) -> Status:
@@ -320,10 +334,15 @@ class _Reader:
         return "" if token is None else self._expander.text(token.word).text
 
     def _execute(self, words: list[Word], first: Token) -> Status:
-        while words and (assignment := _assignment(words[0])) is not None:
-            self._assign(*assignment)
+        self._n_commands += 1
+        if self._n_commands > MOST_COMMANDS:
+            raise ValueError(
+                f"line {first.line}: the script runs more than {MOST_COMMANDS:,} commands, too many to read"
+            )
+        while words and (found := assignment(words[0])) is not None:
+            self._assign(*found)
             words = words[1:]
-        name = _plain(words[0]) if words else None
+        name = plain(words[0]) if words else None
         if name in DECLARATIONS:
             return self._declare(name, words[1:])
         texts = [text for word in words for text in self._expander.fields(word)]
@@ -340,12 +359,15 @@ class _Reader:
             case [Text(text="shift")]:
                 del self._variables.positional[:1]
                 return True
-            case [Text(text="true" | ":" | "echo" | "set")] | []:
-                return True
             case [Text(text="false")]:
                 return False
-        if arguments := _arguments(texts):
-            self.script.launches.append(arguments)
+            case [Text(text=command)] if DOTTED.match(command):
+                self._tell_stray(texts, first)
+        if not texts or texts[0].text in SUCCEEDING:
+            return True
+        if launched := arguments(texts):
+            self.script.launches.append(launched)
+            self.script.programs.append(program(texts))
         return None
 
     def _call(self, name: str, arguments: list[Text]) -> Status:
@@ -359,10 +381,10 @@ class _Reader:
 
     def _declare(self, keyword: str, words: list[Word]) -> Status:
         for word in words:
-            assignment = _assignment(word)
-            if assignment is not None:
-                self._assign(*assignment)
-            name = assignment[0] if assignment is not None else _plain(word)
+            found = assignment(word)
+            if found is not None:
+                self._assign(*found)
+            name = found[0] if found is not None else plain(word)
             if keyword == "export" and name is not None and not name.startswith("-"):
                 self.exported.append(name)
         return True
@@ -372,6 +394,8 @@ class _Reader:
         before = self._variables.get(name) if appends else None
         if before is not None:
             value = Text(before.text + value.text, before.notes + value.notes)
+        if len(value.text) > MOST_CHARACTERS:
+            raise ValueError(f"the value of {name} has more than {MOST_CHARACTERS:,} characters, too many to read")
         self._variables.texts[name] = value
 
     def _assign_array(self, token: Token) -> None:
@@ -382,16 +406,17 @@ class _Reader:
     def _note(self, token: Token, text: str) -> None:
         self.script.notes.append(f"line {token.line}: {text}")
 
+    def _tell_stray(self, texts: Sequence[Text], first: Token) -> None:
+        """Tell that arguments begin a command, because the line before them does not continue."""
+        keys = sum(bool(OVERRIDE.match(text.text) or text.text.startswith("--")) for text in texts)
+        others = f" and the {keys - 1} keys after it" if keys > 2 else " and the key after it" if keys == 2 else ""
+        self.script.problems.append(
+            f"line {first.line}: bash runs `{texts[0].text}` as a command, so that it{others} are not read; a `\\` "
+            "continues a line only as its last character, with no blank and no comment after it"
+        )
 
-def _plain(word: Word) -> str | None:
-    """Return the text of a word that consists of one piece; None for other words."""
-    return word[0].text if len(word) == 1 else None
-
-
-def _assignment(word: Word) -> tuple[str, bool, Word] | None:
-    """Return (name, whether it is `+=`, the value's word) if `word` is an assignment; else None."""
-    match = ASSIGNMENT.match(word[0].text) if word and not word[0].quoted else None
-    if match is None:
-        return None
-    rest = Piece(word[0].text[match.end() :], quoted=False, expands=True)
-    return match[1], bool(match[2]), (rest, *word[1:])
+    def _tell_unread(self, token: Token, start: int, reason: str) -> None:
+        """Tell what the tokens from `start` on would set or start, if they do."""
+        found = effects(self._tokens[start : self._at], frozenset(self._functions))
+        if found:
+            self.script.problems.append(f"line {token.line}: {reason}, so that {' and '.join(found)} are not read")

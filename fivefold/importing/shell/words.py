@@ -138,8 +138,11 @@ class _Lexer:
         pieces: list[Piece] = []
         plain = ""
         start = self._at
-        while self._at < len(self._text) and self._text[self._at] not in BLANKS + "\n" + ";&|<>)":
+        while self._at < len(self._text) and self._text[self._at] not in " \t\n;&|<>)":
             character = self._text[self._at]
+            if character == CONTINUATION:
+                self._at += 1
+                continue
             if character == "(":
                 if not plain.partition("=")[1]:
                     break
@@ -172,7 +175,7 @@ class _Lexer:
             return [Piece(escaped, quoted=True, expands=False)]
         if quote == "'":
             end = self._close("'", self._at + 1)
-            text = self._text[self._at + 1 : end]
+            text = self._text[self._at + 1 : end].replace(CONTINUATION, "\\\n")
             self._at = end + 1
             return [Piece(text, quoted=True, expands=False)]
         self._at += 1
@@ -251,11 +254,17 @@ class _Lexer:
             if self._text[self._at] in BLANKS:
                 self._at += 1
             elif self._text[self._at] == "#":
-                end = re.compile(f"[\n{CONTINUATION}]").search(self._text, self._at)
-                self._at = len(self._text) if end is None else end.start()
+                self._skip_comment()
             else:
                 return True
         return False
+
+    def _skip_comment(self) -> None:
+        """Move to the end of the line, which a backslash in a comment does not continue."""
+        end = re.compile(f"[\n{CONTINUATION}]").search(self._text, self._at)
+        self._at = len(self._text) if end is None else end.start()
+        if end is not None and end[0] == CONTINUATION:
+            self._text = f"{self._text[: self._at]}\n{self._text[self._at + 1 :]}"
 
     def _skip_heredocs(self) -> None:
         """Skip the here-documents that the line before has announced."""

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.importing.shell.script import read_script
+from fivefold.importing.source import read_document
 
 SNIPPETS = {
     "quotes": """A='x  y'; python3 -m t a="$A" b='$A' c=\\$A d="it's" e='say "no"' f="a\\"b\\$c" g=$'h'""",
@@ -35,6 +36,7 @@ SNIPPETS = {
     "arrays": """L=(a=1 "b=2 3"); L+=(c=$((1+1))); python3 -m t "${L[@]}" n=${#L[@]} first="${L[0]}" last="${L[2]}" """,
     "empty array": """L=(); python3 -m t "${L[@]}" a=1""",
     "continued": "python3 -m t \\\n  a=1 \\\n  # b=2\n",
+    "continued in words": "python3 -m t b=\"x\\\ny\" c=x\\\ny\n",
     "comments": "# python3 -m t a=0\npython3 -m t a=1#2 # b=3\n",
     "if": """A=2; if [ "$A" -eq 1 ]; then B=one; elif [[ $A == 2 && -n "$A" ]]; then B=two; else B=other; fi
              python3 -m t b=$B""",
@@ -71,11 +73,66 @@ def test_arguments_are_those_of_bash() -> None:
         assert arguments(script) == bash_arguments(script), name
 
 
+def test_a_line_continues_only_where_bash_continues_it_and_the_rest_is_told() -> None:
+    cases = {
+        # A blank after the backslash: bash passes the blank on, and ends the command.
+        "python3 -m t a.b=1 \\ \n  a.c=2 \\\n  a.d=3\ntrue": (2, "a.c=2", "the key after it"),
+        "python3 -m t a.b=1 \\ # why\n  +a.c=2 a.d=3 a.e=4\ntrue": (2, "+a.c=2", "the 2 keys after it"),
+        # A backslash in a comment is a part of it.
+        "python3 -m t a.b=1 \\\n  # a.x=0 \\\n  --flag=2 \\\n  a.c=3\ntrue": (3, "--flag=2", "the key after it"),
+        "python3 -m t a.b=1 # one \\\n  a.c=2\ntrue": (2, "a.c=2", "it are not read"),
+    }
+    for text, (line, first, others) in cases.items():
+        script = read_script(text, {})
+        assert [word.text for word in script.launches[0]] == bash_arguments(text), text
+        (problem,) = script.problems
+        assert problem.startswith(f"line {line}: bash runs `{first}` as a command"), text
+        assert others in problem, text
+
+
+def test_what_is_not_read_because_commands_are_not_run_is_told() -> None:
+    launch = "\npython3 -m t b.c=$A"
+    for text, line, words in (
+        ("[ -f x ] || A=1", 1, "before `||` succeeds"),
+        ("\nnvidia-smi && export A=1 B=2", 2, "the values of A, B"),
+        ("nvidia-smi && { A=1; L=(x); }", 1, "the values of A, L"),
+        ("f() { A=1; }; nvidia-smi || f", 1, "the arguments of f"),
+        ("for i in 1 2; do A=$i; done", 1, "loops are not followed"),
+        ("while read x; do python3 -m other a.b=$x; done", 1, "the arguments of python3"),
+        ("cat list | python3 -m other a.b=1", 1, "after a `|`"),
+    ):
+        (problem,) = read_script(text + launch, {}).problems
+        assert problem.startswith(f"line {line}: "), text
+        assert words in problem, text
+    for text in ("mkdir -p x && A=1", "nvidia-smi || exit 1", "python3 -m t a=1 2>&1 | tee log", "f() { x || A=1; }"):
+        assert read_script(text + launch, {}).problems == [], text
+
+
+def test_a_script_that_launches_nothing_says_what_was_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("conda activate x && python3 -m t a.b=1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no command with key=value.*the arguments of python3 are not read"):
+        read_document(path, {})
+
+
+def test_the_program_of_a_launch_is_known() -> None:
+    for script, program in {
+        "python3 -m verl.trainer.main_ppo a=1": "verl.trainer.main_ppo",
+        "torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer a=1": "verl.trainer.sft_trainer",
+        "nohup python -u examples/run.py --config x.yaml a=1 &": "examples/run.py",
+    }.items():
+        assert read_script(script, {}).programs == [program], script
+
+
 def test_fixtures_give_the_arguments_that_bash_gives() -> None:
     for script in sorted(FIXTURES.glob("*.sh")):
         text = script.read_text(encoding="utf-8")
         run = '\neval "${TRAINING_CMD[@]}"\n' if "TRAINING_CMD" in text else ""
         assert arguments(text) == bash_arguments(text + run), script.name
+
+
+def test_single_quotes_keep_a_backslash_before_the_end_of_a_line() -> None:
+    assert arguments("python3 -m t a='x\\\ny'") == ["-m", "t", "a=x\\\ny"]
 
 
 def test_redirections_are_no_arguments() -> None:

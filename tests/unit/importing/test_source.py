@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,45 @@ def test_interpolations_lead_to_other_keys_and_to_the_environment() -> None:
         "loop": "${loop}",
         "nowhere": "${not.there}",
         "resolver": "${eval:1+1}",
+    }
+
+
+def test_texts_that_would_take_for_ever_are_refused_at_once(tmp_path: Path) -> None:
+    laughs = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefghij")
+    )
+    deep = "[" * 3000 + "]" * 3000
+    nested = "{ " * 3000 + "python3 -m t a=1" + "; }" * 3000 + "\n"
+    doubled = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40 + "python3 -m t a=$A\n"
+    many_calls = "f() {\n" + "f\n" * 30 + "}\nf\npython3 -m t a=1\n"
+    cases = [
+        ("recursive.yaml", "a: &x [*x]\n", "holds the alias"),
+        ("laughs.yaml", laughs, "counting each alias"),
+        ("deep.yaml", f"a: {deep}\n", "lists and mappings"),
+        ("many.yaml", "a: [" + "1, " * 20_000 + "1]\n", "more than 10,000"),
+        ("nested.sh", nested, "nested too deeply"),
+        ("doubled.sh", doubled, "characters"),
+        ("calls.sh", many_calls, "commands"),
+    ]
+    for name, text, words in cases:
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=words) as caught:
+            read_document(write(tmp_path, text, name), {})
+        assert name in str(caught.value)
+        assert time.monotonic() - began < 1, name
+    with pytest.raises(ValueError, match=r"^a: .*lists and mappings"):
+        read_overrides([f"a={deep}"])
+
+
+def test_an_alias_stands_for_its_value(tmp_path: Path) -> None:
+    text = "base: &base {lr: 1e-6, on: yes}\nactor: {<<: *base, path: m}\nlists: [&one [1], *one]\n"
+    assert read_document(write(tmp_path, text), {}).values == {
+        "base.lr": 1e-6,
+        "base.on": True,
+        "actor.lr": 1e-6,
+        "actor.on": True,
+        "actor.path": "m",
+        "lists": [[1], [1]],
     }
 
 
