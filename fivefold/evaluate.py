@@ -18,7 +18,7 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.experience.samples import accuracy, judge, sample_metrics
-from fivefold.families.check import layout_problems, replica_problems, server_problems
+from fivefold.families.check import layout_problems, replica_problems, sampling_problems, server_problems
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
@@ -92,17 +92,13 @@ def check_requests(shape: ModelShape, prompts: Sequence[Prompt], sampling: Sampl
     """Refuse requests that the model cannot answer.
 
     Raises:
-        ValueError: completions that could exceed the model's positions, or stop tokens outside its vocabulary.
+        ValueError: completions that could exceed the model's positions.
     """
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
     if longest > shape.max_positions:
         raise ValueError(
             f"the longest prompt and gconfig.max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the "
             f"model has {shape.max_positions} positions: lower gconfig.max_new_tokens or the data set's max_length"
-        )
-    if strays := [token for token in sampling.stop_token_ids if token >= shape.vocab]:
-        raise ValueError(
-            f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
         )
 
 
@@ -163,7 +159,7 @@ def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     placement = place_allocation(Allocation((tuple(roles),)), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
     rollout = placement["rollout"]
     problems = [f"rollout: {line}" for line in layout_problems(rollout.layout, shape)]
-    problems += [*replica_problems(rollout), *server_problems(recipe)]
+    problems += [*replica_problems(rollout), *server_problems(recipe), *sampling_problems(recipe, shape)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
     return placement

@@ -1,15 +1,14 @@
-"""Checks that a model can be split as a layout asks, and that a recipe fits its models and its cluster."""
+"""Checks that a model can be split as a layout asks, and that it can do what a recipe asks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.placement import RolePlacement, place
+from fivefold.layout.placement import RolePlacement
 from fivefold.layout.recipe import recipe_allocation
 
 
@@ -26,30 +25,6 @@ def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
         raise ValueError(
             f"{shape.family} cannot be laid out as {describe(layout)}:\n" + "\n".join(f"- {line}" for line in problems)
         )
-
-
-def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None) -> None:
-    """Refuse a recipe whose layouts do not fit the cluster, one another, or the models.
-
-    Args:
-        recipe: the recipe.
-        shape: shape of the model at `actor.path`.
-        ref_shape: shape of the model at `ref.path`; None: the reference is the actor's model.
-
-    Raises:
-        RecipeError: a line for each problem, with its role.
-    """
-    placement = place(recipe)
-    layouts = {placed.role: placed.layout for placed in placement.roles}
-    shapes = dict.fromkeys(layouts, shape)
-    if ref_shape is not None:
-        layouts.setdefault("ref", layouts["actor"])
-        shapes["ref"] = ref_shape
-    problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += [line for placed in placement.roles for line in replica_problems(placed)]
-    problems += [*router_problems(recipe, shape), *server_problems(recipe)]
-    if problems:
-        raise RecipeError(recipe.experiment_name, problems)
 
 
 def describe(layout: ParallelLayout) -> str:
@@ -111,6 +86,31 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                     f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
                     "choose a temperature in this range"
                 )
+
+
+def reference_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None) -> Iterator[str]:
+    """Yield a line if the reference is a model of its own (else `ref_shape` is None) with another vocabulary."""
+    if isinstance(recipe, TrainRecipe) and ref_shape is not None and ref_shape.vocab != shape.vocab:
+        yield (
+            f"ref.path={recipe.ref.path} has {ref_shape.vocab} tokens in its vocabulary, the actor {shape.vocab}: a KL "
+            "divergence needs the same tokens, so name a reference with the actor's vocabulary"
+        )
+
+
+def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a line for each key of `gconfig` that asks for what the model cannot generate, whatever the prompts are."""
+    if not isinstance(recipe, TrainRecipe):
+        return
+    longest = recipe.gconfig.max_new_tokens
+    if longest >= shape.max_positions:
+        yield (
+            f"gconfig.max_new_tokens={longest} leaves no room for a prompt: the model has {shape.max_positions} "
+            "positions; lower it"
+        )
+    if strays := [token for token in recipe.gconfig.stop_token_ids if token >= shape.vocab]:
+        yield (
+            f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
+        )
 
 
 def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:

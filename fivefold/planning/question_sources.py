@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.config.limits import MOST_DEVICES
+from fivefold.config.paths import expand_home
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
-from fivefold.families.check import router_problems, server_problems
 from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names
@@ -20,6 +21,7 @@ from fivefold.planning.defaults import DEFAULT_MICRO_TOKENS, DEFAULT_SEQUENCE_LE
 from fivefold.planning.gpus import find_gpu
 from fivefold.planning.question import Question
 from fivefold.planning.workload import Recompute, Workload
+from fivefold.preflight import recipe_problems
 
 DEFAULT_GENERATION_BATCH = 256
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -132,19 +134,26 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         ValueError: roles that contradict one another, a model whose shape is not known, or a key that its model cannot
             take.
     """
+    shape = find_shape(recipe.actor.path)
+    reference = None
+    if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0:
+        reference = shape if recipe.ref.path is None else find_shape(recipe.ref.path)
+    if problems := list(recipe_problems(recipe, shape, reference)):
+        raise RecipeError(recipe.experiment_name, problems)
+    notes = (*unused_keys(recipe, shape), *_folder_notes(recipe))
     if isinstance(recipe, SFTRecipe):
-        question = _question(recipe, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
-        return replace(question, notes=(*_kind_notes(recipe), *unused_keys(recipe, question.shape)))
+        question = _question(recipe, shape, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
+        return replace(question, notes=(*_kind_notes(recipe), *notes))
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
-    question = _question(recipe, gpu, changes, length=length, generated=generated, batch=recipe.rollout.max_batch_size)
-    reference = find_shape(recipe.ref.path or recipe.actor.path) if recipe.actor.kl_ctl > 0 else None
+    batch = recipe.rollout.max_batch_size
+    question = _question(recipe, shape, gpu, changes, length=length, generated=generated, batch=batch)
     return replace(
         question,
         reference=reference,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
-        notes=unused_keys(recipe, question.shape),
+        notes=notes,
     )
 
 
@@ -158,11 +167,22 @@ def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
         )
 
 
-def _question(recipe: Recipe, gpu: str, changes: Changes, *, length: int, generated: int, batch: int) -> Question:
+def _folder_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each kind of file that training needs and that the folder of the actor's model lacks."""
+    folder = expand_home(recipe.actor.path)
+    if not folder.is_dir():
+        return
+    if not recipe.actor.init_from_scratch and not any(folder.glob("*.safetensors")):
+        yield f"{folder} has no weights (*.safetensors), which training needs unless actor.init_from_scratch is true"
+    if recipe.tokenizer_path is None and not any(folder.glob("*token*")):
+        yield f"{folder} has no tokenizer, which training needs: put its files there, or set tokenizer_path"
+
+
+def _question(
+    recipe: Recipe, shape: ModelShape, gpu: str, changes: Changes, *, length: int, generated: int, batch: int
+) -> Question:
     """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
-    actor, shape = recipe.actor, find_shape(recipe.actor.path)
-    if problems := [*router_problems(recipe, shape), *server_problems(recipe)]:
-        raise RecipeError(recipe.experiment_name, problems)
+    actor = recipe.actor
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
     work = Workload(
         sequence_length=length,

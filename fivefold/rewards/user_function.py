@@ -137,6 +137,15 @@ def _check_arguments(name: str, function: Callable[..., Any], kwargs: Mapping[st
         raise ValueError(
             f"reward.fn={name!r} has no signature that could be checked ({error}): call it from a function of your own"
         ) from error
+    check_call(name, signature, kwargs)
+
+
+def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
+    """Check that a function of `signature` can be called as a reward is.
+
+    Raises:
+        ValueError: it takes other arguments.
+    """
     if taken := sorted({"data_source", "extra_info"} & set(kwargs)):
         raise ValueError(f"reward.kwargs has {taken}, which each row of the data set gives: choose another name")
     try:

@@ -14,7 +14,6 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import Recipe, TrainRecipe
-from fivefold.families.check import check_recipe
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
@@ -23,6 +22,7 @@ from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
+from fivefold.preflight import check_recipe
 from fivefold.roles.launch import check_engines
 from fivefold.rollout.hf_model import load_tokenizer
 
@@ -59,28 +59,18 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
     shape = load_shape(folder)
     placement = place(recipe)
     check_engines(placement)
-    reference = _reference_shape(recipe, shape) if isinstance(recipe, TrainRecipe) else None
+    reference = _reference_shape(recipe)
     check_recipe(recipe, shape, reference)
     _check_weights(recipe, folder, shape, reference)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     return Groundwork(path, shape, placement, tokenizer)
 
 
-def _reference_shape(recipe: TrainRecipe, shape: ModelShape) -> ModelShape | None:
-    """Return the shape of a reference model of its own; None if the reference is the untrained actor.
-
-    Raises:
-        ValueError: its vocabulary is not the actor's.
-    """
-    if recipe.ref.path is None:
+def _reference_shape(recipe: Recipe) -> ModelShape | None:
+    """Return the shape of a reference model of its own; None if the reference is the untrained actor."""
+    if not isinstance(recipe, TrainRecipe) or recipe.ref.path is None:
         return None
-    reference = load_shape(resolve_model_folder(recipe.ref.path))
-    if reference.vocab != shape.vocab:
-        raise ValueError(
-            f"ref.path={recipe.ref.path} has {reference.vocab} tokens in its vocabulary, the actor {shape.vocab}: "
-            "a KL divergence needs the same tokens, so name a reference with the actor's vocabulary"
-        )
-    return reference
+    return load_shape(resolve_model_folder(recipe.ref.path))
 
 
 def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:

@@ -28,12 +28,12 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema import RewardConfig, SFTRecipe, TrainRecipe
 from fivefold.evaluate import Evaluation
 from fivefold.families import registry
-from fivefold.families.check import check_recipe
 from fivefold.families.read import load_shape
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
+from fivefold.preflight import check_recipe
 from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.reward import NamedReward

@@ -9,9 +9,10 @@ import pytest
 
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import SFTRecipe, TrainRecipe
-from fivefold.families.check import check_layout, check_recipe, layout_problems
+from fivefold.families.check import check_layout, layout_problems
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parser import parse_backend
+from fivefold.preflight import check_recipe
 
 MOE = ModelShape(
     family="qwen2_moe",
@@ -22,7 +23,7 @@ MOE = ModelShape(
     head_dim=8,
     ffn_hidden=90,
     vocab=101,
-    max_positions=64,
+    max_positions=2048,
     n_experts=6,
     top_k=2,
     expert_ffn_hidden=20,

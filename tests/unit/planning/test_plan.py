@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import fivefold
 from fivefold.config.problems import RecipeError
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
 from fivefold.planning.question_sources import Changes
@@ -184,6 +185,45 @@ def test_what_train_refuses_is_refused(small: Path) -> None:
         plan_recipe(small, [*keys, "rollout.memory_fraction=0.5"])
     with pytest.raises(RecipeError, match=r"gconfig\.temperature=3\.0: vLLM samples with"):
         plan_recipe(small, ["rollout.backend=vllm:d8", "gconfig.temperature=3"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["reward.fn=no_such"], "reward.fn='no_such' is neither one of"),
+        (["reward.fn=no_such_module:f"], "there is no module 'no_such_module'"),
+        (["reward={fn: exact_match, kwargs: {patern: x}}"], "reward.kwargs has ['patern']"),
+        (["gconfig.stop_token_ids=[151936]"], "gconfig.stop_token_ids holds 151936, but the model's vocabulary has"),
+        (["gconfig.max_new_tokens=40960"], "gconfig.max_new_tokens=40960 leaves no room for a prompt"),
+        (["actor.kl_ctl=0.1", "ref.path=package:tiny-moe"], "ref.path=package:tiny-moe has 128 tokens in its"),
+        (["tokenizer_path=./no-such-folder"], "tokenizer_path: model path './no-such-folder': there is no such folder"),
+    ],
+)
+def test_what_train_refuses_without_data_is_refused(small: Path, keys: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan_recipe(small, ["rollout.backend=transformers:d8", *keys])
+    (problem,) = caught.value.problems
+    assert message in problem
+
+
+def test_files_that_training_needs_and_a_plan_does_not_are_noted(small: Path, tmp_path: Path) -> None:
+    shipped = Path(fivefold.__file__).parent / "models/tiny-moe"
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes((shipped / "config.json").read_bytes())
+
+    def notes(*keys: str) -> str:
+        return "\n".join(
+            read_back(plan_recipe(small, [f"actor.path={model}", "actor.backend=megatron:d2", *keys]))["notes"]
+        )
+
+    assert f"{model} has no weights" in notes()
+    assert f"{model} has no tokenizer" in notes()
+    assert "has no weights" not in notes("actor.init_from_scratch=true")
+    assert "has no tokenizer" not in notes("tokenizer_path=gpt2")
+    for file in shipped.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    assert str(model) not in notes()
 
 
 def test_a_server_over_two_nodes_is_a_problem(recipe: Path) -> None:

@@ -1,0 +1,63 @@
+"""Every check of a recipe that needs neither data nor weights nor torch.
+
+`fivefold plan` and the commands that train make the same checks, so that a recipe that is planned is not refused later
+for something that could have been told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.config.paths import resolve_model_path
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.families.check import (
+    layout_problems,
+    reference_problems,
+    replica_problems,
+    router_problems,
+    sampling_problems,
+    server_problems,
+)
+from fivefold.families.shape import ModelShape
+from fivefold.layout.placement import place
+from fivefold.rewards.static_check import reward_problems
+
+
+def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None) -> None:
+    """Refuse a recipe that asks for what the models cannot do, or whose layouts do not fit the cluster or the models.
+
+    Args:
+        recipe: the recipe.
+        shape: shape of the model at `actor.path`.
+        ref_shape: shape of the model at `ref.path`; None: the reference is the actor's model.
+
+    Raises:
+        RecipeError: a line for each problem.
+    """
+    placement = place(recipe)
+    layouts = {placed.role: placed.layout for placed in placement.roles}
+    shapes = dict.fromkeys(layouts, shape)
+    if ref_shape is not None:
+        layouts.setdefault("ref", layouts["actor"])
+        shapes["ref"] = ref_shape
+    problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
+    problems += [line for placed in placement.roles for line in replica_problems(placed)]
+    problems += recipe_problems(recipe, shape, ref_shape)
+    if problems:
+        raise RecipeError(recipe.experiment_name, problems)
+
+
+def recipe_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None) -> Iterator[str]:
+    """Yield a line for each problem that has nothing to do with layouts, which a plan may still choose."""
+    yield from router_problems(recipe, shape)
+    yield from server_problems(recipe)
+    yield from reference_problems(recipe, shape, ref_shape)
+    yield from sampling_problems(recipe, shape)
+    if recipe.tokenizer_path is not None:
+        try:
+            resolve_model_path(recipe.tokenizer_path)
+        except ValueError as error:
+            yield f"tokenizer_path: {error}"
+    if isinstance(recipe, TrainRecipe):
+        yield from reward_problems(recipe.reward)

@@ -1,0 +1,178 @@
+"""What can be said about a recipe's reward without running a user's code: it is quick, and needs no torch.
+
+The source of a user's module is read, not imported. `resolve_reward` imports it and checks the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from importlib.machinery import ModuleSpec, PathFinder
+from inspect import Parameter, Signature
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from fivefold.config.paths import expand_home
+from fivefold.config.problems import show
+from fivefold.config.schema import RewardConfig
+from fivefold.rewards.exact_match import ExactMatch
+from fivefold.rewards.math_reward import MathReward
+from fivefold.rewards.user_function import check_call
+
+BUILT_IN: Mapping[str, type[ExactMatch] | type[MathReward]] = {"exact_match": ExactMatch, "math": MathReward}
+DYNAMIC = frozenset({"globals", "exec", "setattr", "vars"})
+"""Functions by which a module may define names that its source does not show."""
+
+
+def built_in_reward(config: RewardConfig) -> ExactMatch | MathReward:
+    """Return the built-in reward that a recipe names.
+
+    Raises:
+        ValueError: it does not take the keyword arguments.
+    """
+    kind = BUILT_IN[config.fn]
+    known = sorted(field.name for field in fields(kind))
+    if unknown := sorted(set(config.kwargs) - set(known)):
+        raise ValueError(f"reward.kwargs has {unknown}, but the reward {config.fn!r} takes {known}")
+    try:
+        return TypeAdapter(kind).validate_python(config.kwargs)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise ValueError(str(first["ctx"]["error"])) from error
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"reward.kwargs.{key}={show(first['input'])}: {first['msg']}") from error
+
+
+def no_such_reward(name: str) -> ValueError:
+    """Return the error for a name that is no reward's."""
+    return ValueError(
+        f"reward.fn={name!r} is neither one of {sorted(BUILT_IN)} nor of the form module:function or file.py:function"
+    )
+
+
+def reward_problems(config: RewardConfig) -> Iterator[str]:
+    """Yield a line for what is wrong with the `reward` section; nothing where only the import could tell."""
+    try:
+        _check(config)
+    except ValueError as error:
+        yield str(error)
+
+
+def _check(config: RewardConfig) -> None:
+    if config.fn in BUILT_IN:
+        built_in_reward(config)
+        return
+    place, _, function = config.fn.rpartition(":")
+    if not (place and function):
+        raise no_such_reward(config.fn)
+    file = _file(config.fn, place) if place.endswith(".py") or "/" in place else _module_file(config.fn, place)
+    if file is None:
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), file.name)
+    except SyntaxError as error:
+        raise ValueError(f"reward.fn={config.fn!r}: {file}, line {error.lineno}: {error.msg}") from error
+    defined = dict(_defined(tree.body))
+    if function not in defined:
+        if not _may_define_more(tree):
+            raise ValueError(f"reward.fn={config.fn!r}: {file} defines no {function!r}")
+        return
+    definition = defined[function]
+    if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef) and not definition.decorator_list:
+        check_call(config.fn, _signature(definition.args), config.kwargs)
+
+
+def _file(name: str, path: str) -> Path:
+    file = expand_home(path).resolve()
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(
+            f"reward.fn={name!r}: there is no Python file {file}: give the path of a file that ends in .py"
+        )
+    return file
+
+
+def _module_file(name: str, module: str) -> Path | None:
+    """Return the source of a module; None if it has none that could be read here.
+
+    Raises:
+        ValueError: there is no such module, installed or in the working folder.
+    """
+    if module in sys.modules:
+        spec = sys.modules[module].__spec__
+    else:
+        spec = _find(module)
+        if spec is None:
+            raise ValueError(f"reward.fn={name!r}: there is no module {module!r}, installed or in {Path.cwd()}")
+    is_source = spec is not None and spec.has_location and str(spec.origin).endswith(".py")
+    return Path(str(spec.origin)) if spec is not None and is_source and Path(str(spec.origin)).is_file() else None
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Return where a module is; unlike `importlib.util.find_spec`, this imports no package on the way."""
+    first, *rest = module.split(".")
+    if not all(part.isidentifier() for part in (first, *rest)):
+        return None
+    spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, [str(Path.cwd())])
+    path = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        path = f"{path}.{part}"
+        spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
+    return spec
+
+
+def _defined(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield the names that statements of a module define, each with its statement."""
+    for statement in statements:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield statement.name, statement
+            case ast.Import() | ast.ImportFrom():
+                for alias in statement.names:
+                    yield alias.asname or alias.name.partition(".")[0], statement
+            case _:
+                for node in ast.iter_child_nodes(statement):
+                    if isinstance(node, ast.stmt):
+                        yield from _defined([node])
+                    elif isinstance(node, ast.ExceptHandler | ast.match_case):
+                        yield from _defined(node.body)
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                        yield node.id, statement
+
+
+def _may_define_more(tree: ast.Module) -> bool:
+    """Whether the module may define names that are not written in it, as `from x import *` does."""
+    return any(
+        (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
+        or (isinstance(node, ast.Name) and node.id in DYNAMIC)
+        for node in ast.walk(tree)
+    )
+
+
+def _signature(arguments: ast.arguments) -> Signature:
+    """Return the signature that a function's source has."""
+    positional = [
+        *((argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs),
+        *((argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args),
+    ]
+    n_required = len(positional) - len(arguments.defaults)
+    parameters = [
+        Parameter(name, kind, default=Parameter.empty if index < n_required else None)
+        for index, (name, kind) in enumerate(positional)
+    ]
+    if arguments.vararg is not None:
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    parameters += [
+        Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg is not None:
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)
