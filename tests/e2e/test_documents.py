@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,7 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(tmp_path: Path, example
 
 
 @pytest.fixture
-def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working folder with the page's two modules, and the recipes."""
     first, second = blocks(DOCS / "rewards.md", "python")
     (tmp_path / "my_rewards.py").write_text(first)
@@ -156,7 +157,9 @@ def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", sys.path.copy())
-    return tmp_path
+    yield tmp_path
+    for name in ("my_rewards", "my_judges"):  # other tests have modules of these names
+        sys.modules.pop(name, None)
 
 
 def judged(reward: NamedReward, *responses: str) -> list[float]:
