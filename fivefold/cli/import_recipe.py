@@ -19,7 +19,7 @@ Sources = Annotated[
 ]
 SourceFramework = Annotated[Framework, typer.Option("--from", help="Framework that the files are written for.")]
 RecipeFile = Annotated[Path, typer.Option("-o", "--out", help="The recipe to write.", show_default=False)]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail if anything is unsupported.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if anything is unsupported, or a problem is found.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the recipe if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
 
@@ -55,4 +55,7 @@ def _print_table(report: Report) -> None:
     """Print the report on standard error, which leaves standard output to the JSON."""
     from rich.console import Console
 
-    Console(stderr=True).print(report.table())
+    console = Console(stderr=True, highlight=False)
+    console.print(report.table())
+    for problem in report.problems:
+        console.print(f"Problem: {problem}", style="red", markup=False, soft_wrap=True)

@@ -55,6 +55,8 @@ class RolePlan:
     """The list of devices, as the source writes it."""
     devices_key: str = ""
     """The source's key of the list of devices."""
+    has_processes: bool = False
+    """Whether a reference has devices, and so processes, of its own."""
 
     def get(self, degree: Degree) -> int:
         """Return a degree; 1 if the source gives none."""
@@ -90,6 +92,8 @@ class Draft:
         """Keys whose entries depend on the layout: `Dialect.after_layout` gives them their entries."""
         self.notes: list[str] = []
         """Notes that belong to no single key."""
+        self.problems: list[str] = []
+        """What is wrong with the source or the recipe: parts that were not read, and what a plan would refuse."""
 
     @property
     def entries(self) -> list[Entry]:

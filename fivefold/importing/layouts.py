@@ -6,6 +6,7 @@ The data-parallel degree `d` follows from the devices: their number over that of
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.importing.draft import Degree, Draft, Role, RolePlan
 from fivefold.importing.reasons import NO_REFERENCE, WHOLE_WEIGHTS
 from fivefold.layout.allocation import Allocation, RoleAllocation
-from fivefold.layout.devices import parse_devices
+from fivefold.layout.devices import device_text, parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 
@@ -88,14 +89,25 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
     try:
         own = _allocation(draft, plan)
     except ValueError as error:
+        reason = f"{error}; the reference is laid out as the actor instead"
         for key in plan.keys:
-            draft.unsupported(key, f"{error}; the reference is laid out as the actor instead")
+            draft.unsupported(key, reason)
         return
-    if actor is None or replace(own, vpp=1) != replace(actor, vpp=1):
+    if plan.has_processes or actor is None or replace(own, vpp=1) != replace(actor, vpp=1):
+        if "actor.device_mapping" in draft.recipe:
+            _list_reference(draft, plan)
         for key, note in plan.keys.items():
             draft.mapped(key, "ref.backend", str(own), note)
     for key in plan.keys:
         draft.implied(key, "the reference runs in the actor's processes, laid out as the actor")
+
+
+def _list_reference(draft: Draft, plan: RolePlan) -> None:
+    """Give a reference with a layout of its own its list of devices, or the actor's if it has none."""
+    to = "ref.device_mapping"
+    if plan.devices_key in plan.keys:
+        draft.mapped(plan.devices_key, to, device_text(parse_devices(str(plan.devices))), plan.keys[plan.devices_key])
+    draft.recipe.setdefault(to, draft.recipe["actor.device_mapping"])
 
 
 def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
@@ -191,6 +203,31 @@ def _shape(draft: Draft) -> ModelShape | None:
 
 def _read_device_lists(draft: Draft) -> None:
     """Read how many devices each role has, which roles share them, and how many nodes that takes."""
+    lists = _parsed_lists(draft)
+    if not lists:
+        return
+    per_node = draft.recipe.get("cluster.n_gpus_per_node") or DEFAULT_GPUS_PER_NODE
+    last = max(device for devices in lists.values() for device in devices)
+    draft.recipe.setdefault("cluster.n_nodes", last // per_node + 1)
+    sets = {role: set(devices) for role, devices in lists.items()}
+    if {"actor", "rollout"} <= set(sets) and not _is_told_by_colocation(sets):
+        _place_by_lists(draft, lists)
+        return
+    if {"actor", "rollout"} <= set(sets):
+        draft.is_shared = sets["actor"] == sets["rollout"]
+        if not draft.is_shared and min(sets["actor"]) < min(sets["rollout"]):
+            draft.notes.append(
+                "Fivefold gives the cluster's first devices to the rollout, and the next ones to the actor"
+            )
+    if {"actor", "ref"} <= set(sets) and sets["actor"] != sets["ref"]:
+        plan = draft.plans["ref"]
+        plan.keys.pop(plan.devices_key)
+        draft.unsupported(plan.devices_key, "every role gets a list of devices or none does, and the rollout has none")
+        plan.n_devices = draft.plans["actor"].n_devices
+
+
+def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
+    """Return the devices of each role whose list can be read, and count them in the role's plan."""
     lists: dict[Role, tuple[int, ...]] = {}
     for role, plan in draft.plans.items():
         if plan.devices is None:
@@ -203,33 +240,27 @@ def _read_device_lists(draft: Draft) -> None:
             continue
         plan.n_devices = len(lists[role])
         plan.keys[plan.devices_key] = f"{plan.n_devices} devices"
-    if not lists:
-        return
-    per_node = draft.recipe.get("cluster.n_gpus_per_node") or DEFAULT_GPUS_PER_NODE
-    last = max(device for devices in lists.values() for device in devices)
-    draft.recipe.setdefault("cluster.n_nodes", last // per_node + 1)
-    if {"actor", "rollout"} <= set(lists):
-        _share(draft, set(lists["actor"]), set(lists["rollout"]))
-    if {"actor", "ref"} <= set(lists) and set(lists["actor"]) != set(lists["ref"]):
-        _on_the_actors(draft, "ref", "the reference runs in the actor's processes, on the actor's devices")
+    return lists
 
 
-def _share(draft: Draft, actor: set[int], rollout: set[int]) -> None:
-    """Read whether rollout and actor share devices; they share all of them or none."""
-    draft.is_shared = bool(actor & rollout)
-    if draft.is_shared and actor != rollout:
-        reason = "rollout and actor share all of their devices or none; the rollout is laid out on the actor's"
-        _on_the_actors(draft, "rollout", reason)
-    elif not draft.is_shared and min(actor) < min(rollout):
-        draft.notes.append("Fivefold gives the cluster's first devices to the rollout, and the next ones to the actor")
+def _is_told_by_colocation(sets: Mapping[Role, set[int]]) -> bool:
+    """Return whether `rollout.colocate` says which devices roles share: all of them, or none.
+
+    A reference without a list of its own runs in the actor's processes.
+    """
+    actor, rollout = sets["actor"], sets["rollout"]
+    return (actor == rollout or not actor & rollout) and sets.get("ref", actor) == actor
 
 
-def _on_the_actors(draft: Draft, role: Role, reason: str) -> None:
-    """Lay `role` out on the actor's devices, because of `reason`."""
-    plan, actor = draft.plans[role], draft.plans["actor"]
-    plan.keys.pop(plan.devices_key)
-    draft.unsupported(plan.devices_key, reason)
-    plan.n_devices = actor.n_devices
+def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None:
+    """Give each role its list of devices; roles whose lists overlap take turns."""
+    for role, devices in lists.items():
+        plan = draft.plans[role]
+        if role == "ref":  # It needs a list if it has a layout of its own, which is not known yet.
+            plan.has_processes = set(devices) != set(lists["actor"])
+            continue
+        plan.keys.pop(plan.devices_key)
+        draft.mapped(plan.devices_key, f"{role}.device_mapping", device_text(devices), f"{len(devices)} devices")
 
 
 # Allocation strings that the source itself has

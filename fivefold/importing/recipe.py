@@ -19,6 +19,7 @@ from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
+from fivefold.importing.checks import problems_of_recipe
 from fivefold.importing.draft import Draft
 from fivefold.importing.framework import Framework, dialect_of
 from fivefold.importing.layouts import lay_out
@@ -68,25 +69,41 @@ def import_recipe(
         files: YAML files and launch scripts; keys of later files override those of earlier ones.
         overrides: `a.b=c` in the framework's own keys, which override all files.
         output: the recipe's file.
-        strict: refuse to write if anything is unsupported.
+        strict: refuse to write if anything is unsupported, or if there are problems.
         overwrite: replace `output` if it exists.
         environment: variables that launch scripts and `${oc.env:...}` may read; None: those of this process.
         on_report: called with the report before anything is written, and before `strict` refuses.
 
     Raises:
         ValueError: a file cannot be read, `output` exists or cannot be written, or `strict` is set and keys are
-            unsupported.
+            unsupported or there are problems.
     """
     _check_output(output, overwrite=overwrite)
     recipe, report = convert(framework, files, overrides, os.environ if environment is None else environment)
     if on_report is not None:
         on_report(report)
-    if strict and report.unsupported:
-        lines = "\n".join(f"- {entry.key}: {entry.note}" for entry in report.unsupported)
-        count = "1 key is" if len(report.unsupported) == 1 else f"{len(report.unsupported)} keys are"
-        raise ValueError(f"{count} unsupported, and --strict allows none:\n{lines}")
+    if strict:
+        _refuse_what_is_left(report)
     _write(output, recipe, report)
     return report
+
+
+def _refuse_what_is_left(report: Report) -> None:
+    """Refuse an import with problems or with keys that are unsupported.
+
+    Raises:
+        ValueError: there are some; the message lists them.
+    """
+    keys, problems = report.unsupported, report.problems
+    counts = []
+    if keys:
+        counts.append("1 key is unsupported" if len(keys) == 1 else f"{len(keys)} keys are unsupported")
+    if problems:
+        counts.append("there is 1 problem" if len(problems) == 1 else f"there are {len(problems)} problems")
+    if counts:
+        lines = [*(f"{entry.key}: {entry.note}" for entry in keys), *problems]
+        listed = "\n".join(f"- {line}" for line in lines)
+        raise ValueError(f"{' and '.join(counts)}, and --strict allows none:\n{listed}")
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -126,6 +143,7 @@ def convert(
     dialect.after_layout(draft)
     draft.finish(f"not a key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
+    draft.problems[:0] = source.problems
     to_give = _complete(draft, documents)
     recipe = _check(draft, to_give)
     return recipe, Report(
@@ -134,6 +152,7 @@ def convert(
         entries=tuple(draft.entries),
         to_give=tuple(to_give),
         notes=tuple(draft.notes),
+        problems=tuple(draft.problems),
     )
 
 
@@ -190,7 +209,8 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
         if "rollout.memory_fraction" in draft.recipe and (reason := _who_settles_memory(checked)):
             draft.demote("rollout.memory_fraction", reason, "implied")
             continue
-        draft.notes += _layout_notes(checked)
+        draft.problems += problems_of_recipe(checked)
+        draft.notes += _server_notes(checked)
         return _nested(draft.recipe)
 
 
@@ -205,12 +225,12 @@ def _who_settles_memory(recipe: TrainRecipe) -> str | None:
     return LEFT_BY_OTHERS if placement.sharers("rollout") else None
 
 
-def _layout_notes(recipe: TrainRecipe) -> list[str]:
-    """Return notes on what is wrong with the layout, and on what the rollout's server needs."""
+def _server_notes(recipe: TrainRecipe) -> list[str]:
+    """Return a note on what each server of the recipe needs; none if its roles cannot be placed."""
     try:
         placement = place(recipe)
-    except RecipeError as error:
-        return [f"the layout does not fit: {problem}" for problem in error.problems]
+    except RecipeError:
+        return []
     return [
         f"{placed.layout.backend} has to be installed; if it needs other versions of torch or transformers, install it "
         "in an environment of its own and name that in rollout.server_python"

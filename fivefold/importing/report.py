@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from fivefold.importing.draft import Entry, Outcome
+from fivefold.importing.key_table import KeyTable, Row
 
 OUTCOMES: tuple[Outcome, ...] = ("unsupported", "mapped", "implied")
 COLOURS = {"unsupported": "red", "mapped": "green", "implied": "dim"}
@@ -34,6 +32,8 @@ class Report:
     """Keys that the recipe needs and the sources do not give; the recipe has `???` for them."""
     notes: tuple[str, ...]
     """Notes that belong to no single key."""
+    problems: tuple[str, ...]
+    """Parts of the sources that were not read, and what `fivefold plan` or `fivefold train` would refuse."""
 
     def of(self, outcome: Outcome) -> list[Entry]:
         """Return the entries of the source's own keys with an outcome."""
@@ -54,7 +54,8 @@ class Report:
         counts = ", ".join(f"{len(self.of(outcome))} {outcome}" for outcome in ("mapped", "implied", "unsupported"))
         total = sum(not entry.is_default for entry in self.entries)
         keys = "1 key" if total == 1 else f"{total} keys"
-        return f"{keys}: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}"
+        problems = f" Problems: {len(self.problems)}." if self.problems else ""
+        return f"{keys}: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}.{problems}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as an object for JSON."""
@@ -76,6 +77,7 @@ class Report:
             ],
             "to_give": list(self.to_give),
             "notes": list(self.notes),
+            "problems": list(self.problems),
         }
 
     def comments(self) -> str:
@@ -87,26 +89,24 @@ class Report:
     def _lines(self) -> Iterator[str]:
         yield f"Converted from {self.framework} ({', '.join(self.sources)}) by `fivefold import`."
         yield self.summary()
+        yield from _section("Problems", self.problems)
         yield from _section("Still to be given", self.to_give)
         yield from _section("Notes", self.notes)
         for outcome in OUTCOMES:
             yield from _section(outcome.capitalize(), [_line(entry) for entry in self.of(outcome)])
         yield from _section(f"Defaults of {self.framework}", [_line(entry) for entry in self.defaults])
 
-    def table(self) -> Table:
+    def table(self) -> KeyTable:
         """Return the report as a table for the terminal, with unsupported keys first."""
-        table = Table(title=self.summary(), title_justify="left", expand=False)
-        for column in (self.framework, "recipe", "why"):
-            table.add_column(column, overflow="fold")
-        groups = [(outcome, self.of(outcome)) for outcome in OUTCOMES] + [("default", self.defaults)]
-        for name, entries in groups:
-            for entry in entries:
-                colour = COLOURS[entry.outcome]
-                left = f"{entry.key}={shown(entry)}" + (" (default)" if name == "default" else "")
-                right = f"{entry.to}={_short(entry.result)}" if entry.to else entry.outcome
-                table.add_row(*(escape(text) for text in (left, right, entry.note)), style=colour)
-            table.add_section()
-        return table
+        groups = [tuple(_row(entry) for entry in self.of(outcome)) for outcome in OUTCOMES]
+        groups.append(tuple(_row(entry) for entry in self.defaults))
+        return KeyTable(self.summary(), (self.framework, "recipe", "why"), tuple(filter(None, groups)))
+
+
+def _row(entry: Entry) -> Row:
+    left = f"{entry.key}={shown(entry)}" + (" (default)" if entry.is_default else "")
+    right = f"{entry.to}={_short(entry.result)}" if entry.to else entry.outcome
+    return Row((left, right, entry.note), COLOURS[entry.outcome])
 
 
 def shown(entry: Entry, *, shorten: bool = True) -> str:

@@ -30,8 +30,12 @@ def one_path(key: str) -> Rule:
 
     def rule(draft: Draft, source: str) -> None:
         value = draft.get(source)
-        paths = value if isinstance(value, list) else [value]
+        if value is None:  # What the value depends on is not known; the entry says so.
+            return draft.mapped(source, key, value)
+        paths = [path for path in (value if isinstance(value, list) else [value]) if path not in (None, "")]
         if not paths:
+            if key.startswith("valid_dataset."):
+                return draft.implied(source, "it names no file, so there are no held-out prompts")
             raise Unfit(f"{value!r} names no file")
         if "${" in str(paths):
             raise Unfit(reasons.LEADS_NOWHERE)
@@ -42,6 +46,7 @@ def one_path(key: str) -> Rule:
             )
         else:
             draft.mapped(source, key, str(paths[0]))
+        return None
 
     return rule
 

@@ -12,6 +12,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.importing.framework import Framework
 from fivefold.importing.recipe import import_recipe, split_arguments
+from fivefold.planning.plan import plan_recipe
 
 VERL_IN_SHORT = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
 
@@ -28,6 +29,48 @@ def test_strict_refuses_unsupported_keys_and_accepts_all_others(tmp_path: Path) 
     moe = FIXTURES / "areal_moe_megatron.yaml"
     import_recipe("areal", [moe], ["rollout.backend=sglang:d4"], output, strict=True, environment=ENVIRONMENT)
     assert output.exists()
+
+
+def test_what_a_plan_would_refuse_is_a_problem(tmp_path: Path) -> None:
+    cluster = "cluster: {n_nodes: 2, n_gpus_per_node: 8}\nactor: {path: Qwen/Qwen3-235B-A22B, {}}\n{}"
+    cases = [
+        ("backend: 'megatron:d4'", "allocation_mode: 'sglang:d8+megatron:d8'\n", "allocation_mode says"),
+        ("backend: 'megatron:d1p4t2'", "rollout: {backend: 'sglang:d1t8'}\n", "94 layers do not divide"),
+        ("backend: 'megatron:d8'", "rollout: {backend: 'sglang:d9'}\n", "sizes differ"),
+        ("backend: 'megatron:d7e7'", "rollout: {backend: 'sglang:d7'}\n", "128 experts"),
+        ("backend: 'megatron:d8'", "rollout: {backend: 'sglang:d8'}\nreward: {fn: x}\n", ""),
+    ]
+    output = tmp_path / "recipe.yaml"
+    for actor, rest, words in cases:
+        source = tmp_path / "config.yaml"
+        source.write_text(cluster.replace("{}", actor, 1).replace("{}", rest), encoding="utf-8")
+        words_of_data = ["train_dataset.path=a.parquet", "gconfig.n_samples=4", "train_dataset.batch_size=8"]
+        report = import_recipe("areal", [source], words_of_data, output, overwrite=True, environment={})
+        refused = _refused_by_plan(output)
+        assert bool(refused) is bool(report.problems) is bool(words), actor
+        if words:
+            assert any(words in problem for problem in report.problems), report.problems
+            assert report.problems[0].splitlines()[0] in output.read_text(encoding="utf-8")
+            with pytest.raises(ValueError, match=r"(?s)there (is 1 problem|are \d+ problems), and --strict"):
+                import_recipe("areal", [source], words_of_data, tmp_path / "new.yaml", strict=True, environment={})
+            assert not (tmp_path / "new.yaml").exists()
+
+
+def _refused_by_plan(recipe: Path) -> str:
+    try:
+        plan_recipe(recipe, [])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_empty_name_is_no_file(tmp_path: Path) -> None:
+    for value in ("''", "['']", "[]"):
+        conversion = convert_text("verl", tmp_path, f"data: {{val_files: {value}, train_files: {value}}}\n")
+        assert conversion["data.val_files"].outcome == "implied", value
+        assert conversion["data.train_files"].outcome == "unsupported", value
+        assert "valid_dataset.path" not in conversion.recipe
+        assert conversion.report.to_give == ("actor.path", "train_dataset.path")
 
 
 def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:

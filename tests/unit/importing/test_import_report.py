@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from dialect_conversion import ENVIRONMENT, FIXTURES, convert_fixture, keys_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
+from fivefold.importing.key_table import wrap
 from fivefold.importing.recipe import import_recipe
 
 
@@ -38,6 +42,36 @@ def test_the_table_shows_each_key_but_no_default_that_fivefold_has_too() -> None
     assert [entry.key for entry in told if entry.key not in capture.get()] == []
 
 
+def test_on_a_narrow_terminal_keys_break_at_their_dots() -> None:
+    report = convert_fixture("verl", "verl_moe_megatron.sh").report
+    console = Console(width=80, record=True, quiet=True)
+    with console.capture() as capture:
+        console.quiet = False
+        console.print(report.table())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capture.get().splitlines() if "│" in line]
+    assert all(len(line) <= 80 for line in capture.get().splitlines())
+    first, second, _ = (list(column) for column in zip(*rows, strict=True))
+    for cells, keys in (
+        (first, [entry.key for entry in report.entries if not entry.is_default]),
+        (second, [entry.to for entry in report.of("mapped")]),
+    ):
+        text = "".join(cells)
+        for key in keys:
+            assert key in text, key
+        for cell, following in pairwise(cells):
+            # A line that does not end a cell ends with a sign, or the word is wider than the column.
+            broken = following and cell and any(key.startswith(cell) and key != cell for key in keys)
+            assert not broken or cell[-1] in ".=/," or len(cell) > 20, cell
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab. =,/", max_size=60), st.integers(1, 20))
+def test_wrapping_loses_nothing_but_blanks_at_the_ends_of_lines(text: str, width: int) -> None:
+    lines = wrap(text, width)
+    assert all(len(line) <= width for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+
+
 def test_secrets_are_not_repeated(tmp_path: Path) -> None:
     output, fixture = tmp_path / "recipe.yaml", "areal_grpo_fsdp.yaml"
     report = import_recipe("areal", [FIXTURES / fixture], [], output, environment=ENVIRONMENT)
@@ -64,8 +98,8 @@ def test_a_layout_that_cannot_be_placed_is_described_in_the_comments(tmp_path: P
     ):
         output = tmp_path / "recipe.yaml"
         report = import_recipe("areal", [], [*words, *layout], output, overwrite=True, environment={})
-        (note,) = [note for note in report.notes if "does not fit" in note]
-        for line in note.splitlines():
+        (problem,) = report.problems
+        for line in problem.splitlines():
             assert f"#   {line}" in comments(output), layout
         load_recipe(output, [], TrainRecipe)
 

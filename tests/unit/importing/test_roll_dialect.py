@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dialect_conversion import convert_fixture, convert_text, convert_words
+from dialect_conversion import FIXTURES, convert_fixture, convert_text, convert_words
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import TrainRecipe
+from fivefold.importing.recipe import import_recipe
+from fivefold.layout.placement import place
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 CONFIG = "strategy_args.strategy_config."
@@ -131,8 +136,9 @@ def test_ppo_with_a_critic_on_deepspeed_becomes_grpo_on_megatron() -> None:
         "actor.kl_estimator": "k2",
         "actor.reward_norm.mean_level": "batch",
         "actor.reward_norm.std_level": "batch",
-        "rollout.backend": "transformers:d4",
-        "rollout.colocate": True,
+        "rollout.backend": "transformers:d2",
+        "actor.device_mapping": "0-3",
+        "rollout.device_mapping": "0-1",  # both take turns on the first two devices
         "gconfig.n_samples": 1,
         "gconfig.max_new_tokens": 1536 - 512,
         "train_dataset.path": "data/train.jsonl",
@@ -151,24 +157,41 @@ def test_ppo_with_a_critic_on_deepspeed_becomes_grpo_on_megatron() -> None:
         "critic.device_mapping",
         ACCUMULATION,
         TRAIN + CONFIG + "zero_optimization.stage",
-        INFER + "device_mapping",
     }
 
 
 def test_lists_of_devices_say_which_roles_share() -> None:
     """The actor has devices 0 to 15."""
     cases = [
-        ("list(range(0,16))", True, "vllm:d8t2", False),
-        ("list(range(8,24))", True, "vllm:d8t2", True),
-        ("list(range(0,8))", True, "vllm:d8t2", True),
-        ("[16, 17]", False, "vllm:d1t2", False),
-        ("16-19", False, "vllm:d2t2", False),
+        ("list(range(0,16))", True, "vllm:d8t2"),
+        ("[16, 17]", False, "vllm:d1t2"),
+        ("16-19", False, "vllm:d2t2"),
     ]
-    for devices, colocate, backend, is_unsupported in cases:
+    for devices, colocate, backend in cases:
         conversion = convert_fixture("roll", "roll_grpo_moe.yaml", overrides=[f"{INFER}device_mapping='{devices}'"])
         assert conversion.recipe["rollout.colocate"] is colocate, devices
         assert conversion.recipe["rollout.backend"] == backend, devices
-        assert (INFER + "device_mapping" in conversion.unsupported()) is is_unsupported, devices
+        assert INFER + "device_mapping" not in conversion.unsupported(), devices
+
+
+def test_lists_that_overlap_in_part_become_lists_of_the_recipe(tmp_path: Path) -> None:
+    """The actor has devices 0 to 15, and is laid out as p2 c4."""
+    output = tmp_path / "recipe.yaml"
+    cases: list[tuple[str, str, dict[str, list[int]]]] = [
+        ("list(range(8,24))", "0-15", {"rollout": [*range(8, 24)], "actor": [*range(16)], "ref": [*range(16)]}),
+        ("list(range(0,8))", "0-15", {"rollout": [*range(8)], "actor": [*range(16)], "ref": [*range(16)]}),
+        ("[0, 1, 20, 21]", "8-15", {"rollout": [0, 1, 20, 21], "actor": [*range(16)], "ref": [*range(8, 16)]}),
+        ("0-15", "16-31", {"rollout": [*range(16)], "actor": [*range(16)], "ref": [*range(16, 32)]}),
+    ]
+    for rollout, reference, expected in cases:
+        words = [f"{INFER}device_mapping='{rollout}'", f"reference.device_mapping='{reference}'"]
+        source = FIXTURES / "roll_grpo_moe.yaml"
+        report = import_recipe("roll", [source], words, output, overwrite=True, environment={})
+        assert report.problems == (), words
+        assert not [entry for entry in report.unsupported if "device_mapping" in entry.key], words
+        placement = place(load_recipe(output, [], TrainRecipe))
+        devices = {placed.role: [8 * node + local for node, local in placed.devices] for placed in placement.roles}
+        assert devices == expected, words
 
 
 def test_layouts_that_cannot_be_are_unsupported() -> None:
@@ -176,7 +199,7 @@ def test_layouts_that_cannot_be_are_unsupported() -> None:
     cases = {
         f"{devices}=range(0,16": {devices},
         # 12 devices hold no whole replicas of p2 * c4.
-        f"{devices}='list(range(0,12))'": {devices, config + "context_parallel_size"},
+        f"{devices}='list(range(0,12))'": {config + "context_parallel_size"},
         f"{config}expert_model_parallel_size=3": {config + "expert_model_parallel_size"},
         f"{config}tensor_model_parallel_size=two": {config + "tensor_model_parallel_size"},
     }

@@ -36,7 +36,7 @@ SNIPPETS = {
     "arrays": """L=(a=1 "b=2 3"); L+=(c=$((1+1))); python3 -m t "${L[@]}" n=${#L[@]} first="${L[0]}" last="${L[2]}" """,
     "empty array": """L=(); python3 -m t "${L[@]}" a=1""",
     "continued": "python3 -m t \\\n  a=1 \\\n  # b=2\n",
-    "continued in words": "python3 -m t b=\"x\\\ny\" c=x\\\ny\n",
+    "continued in words": 'python3 -m t b="x\\\ny" c=x\\\ny\n',
     "comments": "# python3 -m t a=0\npython3 -m t a=1#2 # b=3\n",
     "if": """A=2; if [ "$A" -eq 1 ]; then B=one; elif [[ $A == 2 && -n "$A" ]]; then B=two; else B=other; fi
              python3 -m t b=$B""",

@@ -1,0 +1,46 @@
+"""Checks of a finished recipe: what `fivefold plan` and `fivefold train` would refuse, told when it is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.config.problems import RecipeError
+from fivefold.config.schema import TrainRecipe
+from fivefold.families.check import replica_problems, server_problems
+from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
+from fivefold.layout.placement import place
+from fivefold.preflight import check_recipe
+
+
+def problems_of_recipe(recipe: TrainRecipe) -> list[str]:
+    """Return a line for each problem that can be found without data, weights or GPUs.
+
+    Where the model's sizes are not known, the checks that need them are left out.
+    """
+    try:
+        shape = _shape(recipe.actor.path)
+        reference = _shape(recipe.ref.path) if recipe.ref.path is not None else None
+        if shape is not None:
+            check_recipe(recipe, shape, reference)
+            return []
+        problems = [line for placed in place(recipe).roles for line in replica_problems(placed)]
+        return [*problems, *server_problems(recipe)]
+    except RecipeError as error:
+        return list(error.problems)
+    except ValueError as error:
+        return [str(error)]
+
+
+def _shape(model: str) -> ModelShape | None:
+    """Return the shape of a model; None if nothing of that name is known here.
+
+    Raises:
+        ValueError: the model is a folder or a file, and cannot be read.
+    """
+    try:
+        return find_shape(model)
+    except ValueError:
+        if Path(model).expanduser().exists():
+            raise
+        return None
