@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +12,6 @@ from torch import Tensor
 from fivefold.bridge.weight_files import survey
 from fivefold.config.paths import resolve_model_path
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*"]
 
@@ -27,10 +25,6 @@ def resolve_model_folder(path: str | Path) -> Path:
     folder = Path(resolve_model_path(str(path)))
     if folder.is_dir():
         return folder
-    if not _HUB_NAME.fullmatch(str(path)):
-        raise ValueError(
-            f"no folder {str(path)!r}: give a Hugging Face model folder or a hub name such as 'Qwen/Qwen3-0.6B'"
-        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

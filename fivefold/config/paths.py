@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 PACKAGE_PREFIX = "package:"
 _MODELS = Path(__file__).parent.parent / "models"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _LOCAL_PREFIXES = ("/", "./", "../", "~")
 
 
@@ -18,14 +20,14 @@ def resolve_model_path(path: str) -> str:
     """Return what `from_pretrained` takes: the folder of `package:<name>` or of a local path, or the hub name as it is.
 
     Raises:
-        ValueError: no model of that name ships, or a path that can only be local does not exist.
+        ValueError: no model of that name ships, or `path` is neither a folder nor the form of a hub name.
     """
     if path.startswith(PACKAGE_PREFIX):
         return str(_shipped_folder(path))
-    if not path.startswith(_LOCAL_PREFIXES):
-        return str(Path(path).resolve()) if Path(path).is_dir() else path
     folder = expand_home(path)
     if not folder.is_dir():
+        if not path.startswith(_LOCAL_PREFIXES) and _HUB_NAME.fullmatch(path):
+            return path
         raise ValueError(
             f"model path {path!r}: there is no such folder. Give a Hugging Face model folder, a hub name such as "
             f"'Qwen/Qwen3-0.6B', or {PACKAGE_PREFIX}<name> (ships: {', '.join(shipped_models()) or 'none'})"

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema import NAME, ONE_LINE, RunConfig, SFTRecipe, TrainRecipe
 
 MOST_SUGGESTIONS = 3
 MOST_PROBLEMS = 50
@@ -28,6 +28,12 @@ TYPES = {
     "model_type": "a section with keys of its own",
 }
 """The type that each of pydantic's type errors asks for, in words."""
+
+PATTERNS = {
+    NAME: "must consist of letters, digits, `_`, `.` and `-`, and begin with neither `.` nor `-`",
+    ONE_LINE: "must be a text in one line that is not blank",
+}
+"""What each pattern of the schema asks for, in words."""
 
 WRITTEN = {
     "int_type": re.compile(r"[-+]?[0-9]{1,100}"),
@@ -160,7 +166,7 @@ def _rule(detail: ErrorDetails) -> str:
         )
         return f"must be {context['expected']}" + (f"; did you mean {close[0]}?" if close else "")
     if kind == "string_pattern_mismatch":
-        return "must consist of letters, digits, `_`, `.` and `-`, and begin with neither `.` nor `-`"
+        return PATTERNS[context["pattern"]]
     if kind == "finite_number":
         return "must be a finite number"
     if kind not in TYPES:

@@ -12,12 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fivefold.config.limits import LARGEST, LARGEST_SEED, MOST_DEVICES, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES
 
+ONE_LINE = r"^[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\s][^\x00-\x1f\x7f]*$"
+"""Pattern of a text in one line that is not blank."""
+NAME = r"^\w[\w.-]*$"
+"""Pattern of a name that is the name of a folder too."""
+
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 Passes = Annotated[int, Field(ge=1, le=MOST_PASSES)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16"]
+PathText = Annotated[str, Field(pattern=ONE_LINE)]
 DeviceList = str | list[NonNegative]
 
 
@@ -41,7 +47,7 @@ class ClusterConfig(Section):
     """Number of machines."""
     n_gpus_per_node: Annotated[int, Field(ge=0, le=256)] = 8
     """GPUs that are used on each machine; 0 runs every worker as a CPU process (gloo)."""
-    fileroot: str = "runs"
+    fileroot: PathText = "runs"
     """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
 
     @model_validator(mode="after")
@@ -179,7 +185,7 @@ class MegatronConfig(Section):
 class EngineConfig(Section):
     """A model, and how it is laid out over processes."""
 
-    path: str
+    path: PathText
     """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold."""
     backend: str = "megatron:d1"
     """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`
@@ -248,7 +254,7 @@ class ActorConfig(EngineConfig):
 class ReferenceConfig(Section):
     """The frozen model from which `actor.kl_ctl` measures the KL divergence."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
     backend: str | None = None
     """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
@@ -308,7 +314,7 @@ class RolloutConfig(Section):
     """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of each GPU's memory that a server takes; null: its usual share, less what other roles keep there."""
-    server_python: str | None = None
+    server_python: PathText | None = None
     """Python program of the environment in which the server is installed; null: Fivefold's own."""
     server_args: list[str | int | float] = []
     """Further arguments of the server's command line, for example `[--enforce-eager]`."""
@@ -317,7 +323,7 @@ class RolloutConfig(Section):
 class RowsConfig(Section):
     """Where prompts come from, and how they are read."""
 
-    path: str
+    path: PathText
     """Parquet, JSONL, JSON or CSV file, folder of such files, `datasets` name, or `package:<name>`."""
     split: str | None = None
     """Split of a `datasets` or package name, or of a folder whose files are named after splits; null: `train`."""
@@ -414,15 +420,15 @@ class StatsConfig(Section):
 class RunConfig(Section):
     """The keys of every kind of recipe."""
 
-    experiment_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    experiment_name: Annotated[str, Field(pattern=NAME)]
     """Name of the experiment: the outer folder of its runs' outputs."""
-    trial_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "trial-0"
+    trial_name: Annotated[str, Field(pattern=NAME)] = "trial-0"
     """Name of this run: the inner folder of its outputs."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 1
     """Seed of all random choices: the order of rows, sampling, random weights."""
     cluster: ClusterConfig = ClusterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    tokenizer_path: str | None = None
+    tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer; null: `actor.path`."""
     total_train_epochs: Positive = 1
     """Number of passes over the data set."""

@@ -134,10 +134,10 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         ValueError: roles that contradict one another, a model whose shape is not known, or a key that its model cannot
             take.
     """
-    shape = find_shape(recipe.actor.path)
+    shape = _shape_at(recipe, "actor.path", recipe.actor.path)
     reference = None
     if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0:
-        reference = shape if recipe.ref.path is None else find_shape(recipe.ref.path)
+        reference = shape if recipe.ref.path is None else _shape_at(recipe, "ref.path", recipe.ref.path)
     if problems := list(recipe_problems(recipe, shape, reference)):
         raise RecipeError(recipe.experiment_name, problems)
     notes = (*unused_keys(recipe, shape), *_folder_notes(recipe))
@@ -165,6 +165,14 @@ def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
             "planned for `fivefold sft`, because the recipe has no key that only `fivefold train` reads; to plan that, "
             "give one, such as rollout.backend"
         )
+
+
+def _shape_at(recipe: Recipe, key: str, model: str) -> ModelShape:
+    """Return the shape of the model that `key` names."""
+    try:
+        return find_shape(model)
+    except ValueError as error:
+        raise RecipeError(recipe.experiment_name, [f"{key}: {error}"]) from error
 
 
 def _folder_notes(recipe: Recipe) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from fivefold.config.load import load_any_recipe, load_recipe, resolved_yaml
 from fivefold.config.problems import RecipeError, known_keys, nearest_keys
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema import ONE_LINE, SFTRecipe, TrainRecipe
 
 MINIMAL = """\
 experiment_name: first
@@ -223,6 +223,9 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
         ("seed=-1", "seed=-1: must be at least 0"),
         ("seed=", "seed=null: must be a whole number, not empty"),
         ("trial_name=3", 'trial_name=3: must be a text, not a number; quote it: "3"'),
+        ("actor.path=' '", "actor.path=' ': must be a text in one line that is not blank"),
+        ('train_dataset.path="a\\0b"', "train_dataset.path='a\\x00b': must be a text in one line that is not blank"),
+        ("tokenizer_path=''", "tokenizer_path='': must be a text in one line that is not blank"),
         (
             "trial_name=..",
             "trial_name='..': must consist of letters, digits, `_`, `.` and `-`, and begin with neither `.` nor `-`",
@@ -481,7 +484,7 @@ plain_values = st.recursive(
 
 
 @settings(deadline=None, max_examples=25)
-@given(value=plain_values, path=st.text(min_size=1, max_size=12))
+@given(value=plain_values, path=st.text(min_size=1, max_size=12).filter(re.compile(ONE_LINE).fullmatch))
 @example(value="${a}", path="\\${b} \\\\${c}")
 def test_any_value_survives_the_resolved_recipe(
     tmp_path_factory: pytest.TempPathFactory, value: Any, path: str
