@@ -24,7 +24,7 @@ def resolve_model_path(path: str) -> str:
     """
     if path.startswith(PACKAGE_PREFIX):
         return str(_shipped_folder(path))
-    folder = expand_home(path)
+    folder = user_path(path)
     if not folder.is_dir():
         if not path.startswith(_LOCAL_PREFIXES) and _HUB_NAME.fullmatch(path):
             return path
@@ -35,16 +35,21 @@ def resolve_model_path(path: str) -> str:
     return str(folder.resolve())
 
 
-def expand_home(path: str | Path) -> Path:
-    """Return `path` with the home folder in place of a `~` at its beginning.
+def user_path(path: str | Path) -> Path:
+    """Return the path that a user gave, with the home folder in place of a `~` at its beginning.
 
     Raises:
-        ValueError: a `~name` of a user who does not exist.
+        ValueError: a `~name` of a user who does not exist, or a path that the system does not take, whether there is
+            anything or not: a name that is too long, or a folder that may not be entered.
     """
     try:
-        return Path(path).expanduser()
+        expanded = Path(path).expanduser()
+        expanded.exists()
     except RuntimeError as error:
         raise ValueError(f"{path}: there is no home folder for this `~`; write the path in full") from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name a path that you may use") from error
+    return expanded
 
 
 def _shipped_folder(path: str) -> Path:

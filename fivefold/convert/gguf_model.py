@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.paths import expand_home
+from fivefold.config.paths import user_path
 from fivefold.convert.architecture import (
     EMBEDDING,
     OUTPUT,
@@ -64,7 +64,7 @@ def convert_gguf(
     Raises:
         ValueError: no such source, a file that cannot be converted faithfully, or something at `out`.
     """
-    target = expand_home(out)
+    target = user_path(out)
     _check_target(target, overwrite)
     _require_gguf()
     with gguf_file(source) as file, tempfile.TemporaryDirectory(prefix="fivefold-") as companions:

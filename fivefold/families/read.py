@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.paths import PACKAGE_PREFIX, expand_home, resolve_model_path
+from fivefold.config.paths import PACKAGE_PREFIX, resolve_model_path, user_path
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.registry import find_family, trained_family
 from fivefold.families.shape import ModelShape
@@ -62,13 +62,24 @@ def find_shape(model: str) -> ModelShape:
     Raises:
         ValueError: nothing of that name, or a model whose sizes cannot be read.
     """
-    file = expand_home(resolve_model_path(model) if model.startswith(PACKAGE_PREFIX) else model)
+    file = _config_file(model)
+    return read_shape(_parse(file), file.parent.name if file.name == "config.json" else file.stem)
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """Return the parsed `config.json` of `model`, which has a name as `find_shape` takes it.
+
+    Raises:
+        ValueError: nothing of that name, or a file that is not JSON.
+    """
+    return _parse(_config_file(model))
+
+
+def _config_file(model: str) -> Path:
+    file = user_path(resolve_model_path(model) if model.startswith(PACKAGE_PREFIX) else model)
     if file.is_dir():
         file /= "config.json"
-    if file.is_file():
-        return read_shape(_parse(file), file.parent.name if file.name == "config.json" else file.stem)
-    file = _shipped(model)
-    return read_shape(_parse(file), file.stem)
+    return file if file.is_file() else _shipped(model)
 
 
 def _shipped(model: str) -> Path:

@@ -134,7 +134,8 @@ class RoleAllocation:
         if n_devices < 1 or n_devices % self.replica_size:
             raise AllocationError(
                 f"`d*` has {n_devices} devices to fill, and one replica takes t*p*c = {self.replica_size}",
-                f"leave a positive multiple of {self.replica_size} devices to this role",
+                f"leave a positive multiple of {self.replica_size} devices to it: lower the degrees of other roles, "
+                "or raise cluster.n_gpus_per_node",
                 text,
                 star,
             )

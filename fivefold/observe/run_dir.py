@@ -29,7 +29,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from fivefold.config.load import resolved_yaml
-from fivefold.config.paths import expand_home
+from fivefold.config.paths import user_path
 from fivefold.config.schema import RunConfig
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import write_json
@@ -65,7 +65,7 @@ class RunDir:
     def of(cls, recipe: RunConfig) -> Self:
         """Return the folder of the recipe's run, which is not created."""
         # Absolute: on a joined cluster, workers have another working folder than the driver.
-        return cls(expand_home(recipe.cluster.fileroot).resolve() / recipe.experiment_name / recipe.trial_name)
+        return cls(user_path(recipe.cluster.fileroot).resolve() / recipe.experiment_name / recipe.trial_name)
 
     @classmethod
     def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:

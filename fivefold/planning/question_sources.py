@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.config.limits import MOST_DEVICES
-from fivefold.config.paths import expand_home
+from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.families.read import find_shape
@@ -177,7 +177,7 @@ def _shape_at(recipe: Recipe, key: str, model: str) -> ModelShape:
 
 def _folder_notes(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each kind of file that training needs and that the folder of the actor's model lacks."""
-    folder = expand_home(recipe.actor.path)
+    folder = user_path(recipe.actor.path)
     if not folder.is_dir():
         return
     if not recipe.actor.init_from_scratch and not any(folder.glob("*.safetensors")):

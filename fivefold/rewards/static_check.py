@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from fivefold.config.paths import expand_home
+from fivefold.config.paths import user_path
 from fivefold.config.problems import show
 from fivefold.config.schema import RewardConfig
 from fivefold.rewards.exact_match import ExactMatch
@@ -88,7 +88,7 @@ def _check(config: RewardConfig) -> None:
 
 
 def _file(name: str, path: str) -> Path:
-    file = expand_home(path).resolve()
+    file = user_path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(
             f"reward.fn={name!r}: there is no Python file {file}: give the path of a file that ends in .py"
