@@ -31,7 +31,7 @@ class Dialect:
     convert: Callable[[Draft], None]
     """Gives each key that it knows an entry in the draft, or a place in a role's plan."""
     defaults: Mapping[str, Any]
-    """The framework's values for keys that a source leaves out, where Fivefold's default is another."""
+    """The framework's table of defaults: one for each key that its rules map."""
     after_layout: Callable[[Draft], None] = nothing_after_layout
     """Gives the keys in `Draft.awaiting` their entries, once the devices of the role plans are known."""
     merge: Callable[[Sequence[Document]], Document] = merged

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from fivefold.importing.defaults import UNKNOWN, own_default
 from fivefold.importing.reasons import LEADS_NOWHERE
 from fivefold.importing.values import Convert, Unfit, positive
 
@@ -71,8 +72,7 @@ class Draft:
 
     Args:
         values: the source's keys and values.
-        defaults: values that the framework takes for keys that the source does not write, where Fivefold's default
-            is another.
+        defaults: the framework's table of defaults, as `fivefold.importing.defaults` describes it.
         caveats: for some keys, what their value depends on that is not known here.
     """
 
@@ -80,7 +80,7 @@ class Draft:
         self, values: Mapping[str, Any], defaults: Mapping[str, Any], caveats: Mapping[str, str] | None = None
     ) -> None:
         self._values = values
-        self._defaults = {key: value for key, value in defaults.items() if key not in values}
+        self._defaults: dict[str, Any] = {}
         self._caveats = caveats or {}
         self._entries: dict[str, Entry] = {}
         self.recipe: dict[str, Any] = {}
@@ -92,8 +92,21 @@ class Draft:
         """Keys whose entries depend on the layout: `Dialect.after_layout` gives them their entries."""
         self.notes: list[str] = []
         """Notes that belong to no single key."""
+        self.unknown_defaults: list[str] = []
+        """Keys that the source does not write, and whose default in its framework is not known here."""
         self.problems: list[str] = []
         """What is wrong with the source or the recipe: parts that were not read, and what a plan would refuse."""
+        self.assume(defaults)
+
+    def assume(self, defaults: Mapping[str, Any]) -> None:
+        """Take the framework's defaults for keys that the source does not write; those taken earlier stand."""
+        for key, value in defaults.items():
+            if key in self._values or key in self._defaults or value is None:
+                continue
+            if value is UNKNOWN:
+                self.unknown_defaults.append(key)
+            else:
+                self._defaults[key] = value
 
     @property
     def entries(self) -> list[Entry]:
@@ -129,9 +142,14 @@ class Draft:
         return (key in self._values or key in self._defaults) and key not in self._entries
 
     def mapped(self, key: str, to: str, value: Any, note: str = "") -> None:
-        """Set the recipe's `to` to `value`; `key` is unsupported if another key has set `to` to something else."""
+        """Set the recipe's `to` to `value`; `key` is unsupported if another key has set `to` to something else.
+
+        What the source writes comes before the framework's defaults, and a default that is also Fivefold's is left out.
+        """
         if not self.is_open(key):
             return None
+        if key not in self._values:
+            return self._map_default(key, to, value, note)
         caveat = self._caveats.get(key, "")
         if caveat and self._values[key] in (None, ""):
             self.unsupported(key, caveat)
@@ -139,9 +157,22 @@ class Draft:
         if "${" in str(value):
             return self.unsupported(key, LEADS_NOWHERE)
         if self.recipe.setdefault(to, value) != value:
-            other = next((entry.key for entry in self._setting(to)), "another key")
-            return self.unsupported(key, f"{other} sets {to} to {self.recipe[to]!r}")
+            others = self._setting(to)
+            if not others or not all(entry.is_default for entry in others):
+                other = others[0].key if others else "another key"
+                return self.unsupported(key, f"{other} sets {to} to {self.recipe[to]!r}")
+            self.recipe[to] = value
+            for entry in others:
+                self._settle(entry.key, "implied", "", f"{key} sets {to}")
         return self._settle(key, "mapped", to, "; ".join(filter(None, (note, caveat))))
+
+    def _map_default(self, key: str, to: str, value: Any, note: str) -> None:
+        if to not in self.recipe and value == own_default(to):
+            self.implied(key, "it is Fivefold's default too")
+        elif self.recipe.setdefault(to, value) == value:
+            self._settle(key, "mapped", to, note)
+        else:
+            self.implied(key, f"another key sets {to}")
 
     def implied(self, key: str, reason: str) -> None:
         """Say that `key` holds in Fivefold anyway, or has no effect."""

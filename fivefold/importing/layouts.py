@@ -5,22 +5,18 @@ The data-parallel degree `d` follows from the devices: their number over that of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.families.read import find_shape
-from fivefold.families.shape import ModelShape
 from fivefold.importing.draft import Degree, Draft, Role, RolePlan
+from fivefold.importing.models import is_moe, known_shape
 from fivefold.importing.reasons import NO_REFERENCE, WHOLE_WEIGHTS
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.devices import device_text, parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 
-MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
-"""Names of mixture-of-experts models, for models whose shape is not known."""
 DEFAULT_GPUS_PER_NODE = 8
 ANY_ROLLOUT = "transformers:d*"
 
@@ -115,7 +111,7 @@ def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
 
     Other frameworks allow unequal stages; Fivefold does not.
     """
-    shape = _shape(draft)
+    shape = known_shape(_model(draft))
     stages = plan.get("pp") * plan.get("vpp")
     if plan.backend != "megatron" or shape is None or shape.n_layers % stages == 0:
         return
@@ -180,22 +176,14 @@ def _expert_tensor_degree(draft: Draft, plan: RolePlan) -> int:
     """
     if plan.backend != "megatron":
         return 1
-    shape = _shape(draft)
-    if shape is None:
-        is_moe = plan.get("ep") > 1 or bool(MOE_NAME.search(str(draft.recipe.get("actor.path", ""))))
-    else:
-        is_moe = shape.is_moe
-    if not is_moe:
+    model = _model(draft)
+    if not (is_moe(model) or (plan.get("ep") > 1 and known_shape(model) is None)):
         return 1
     return plan.degrees.get("etp", plan.get("tp") if plan.etp_follows_tp else 1)
 
 
-def _shape(draft: Draft) -> ModelShape | None:
-    """Return the model's shape; None if neither its name nor its folder tells it."""
-    try:
-        return find_shape(str(draft.recipe.get("actor.path", "")))
-    except ValueError:
-        return None
+def _model(draft: Draft) -> str:
+    return str(draft.recipe.get("actor.path", ""))
 
 
 # Lists of devices

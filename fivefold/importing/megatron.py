@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from fivefold.importing import reasons
+from fivefold.importing.defaults import UNKNOWN
 from fivefold.importing.draft import Degree, Draft, Role, Rule
-from fivefold.importing.rules import implied, off, only, to, unknown, unsupported
+from fivefold.importing.models import is_moe
+from fivefold.importing.rules import Mapped, implied, off, only, to, unknown, unsupported
 from fivefold.importing.values import flag, number, one_of
 
 DEGREES: Mapping[str, Degree] = {
@@ -27,13 +31,26 @@ LAYER_BY_LAYER = "whole layers are recomputed one by one"
 DISTRIBUTED_OPTIMIZER = "the optimizer is always distributed"
 GROUPED_EXPERTS = "experts are always computed as one grouped multiplication"
 
+
+@dataclass(frozen=True)
+class RouterLoss(Mapped):
+    """Maps the weight of the router's auxiliary loss, which has no effect without load balancing."""
+
+    def __call__(self, draft: Draft, source: str) -> None:
+        section, _, _ = source.rpartition(".")
+        balancing = f"{section}.moe_router_load_balancing_type"
+        if draft.get(balancing) == "none":
+            draft.implied(source, f"{balancing} is none, so that there is no auxiliary loss")
+        super().__call__(draft, source)
+
+
 TRANSFORMER: Mapping[str, Rule] = {
     # Mixture of experts
     "moe_router_dtype": to("actor.megatron.router_dtype", one_of(fp32="fp32", float32="fp32")),
     "moe_token_dispatcher_type": to(
         "actor.megatron.token_dispatcher", one_of(alltoall="alltoall", allgather="allgather")
     ),
-    "moe_aux_loss_coeff": to("actor.megatron.transformer.moe_aux_loss_coeff", number),
+    "moe_aux_loss_coeff": RouterLoss("actor.megatron.transformer.moe_aux_loss_coeff", number),
     "moe_z_loss_coeff": to("actor.megatron.transformer.moe_z_loss_coeff", number),
     "moe_router_load_balancing_type": only(
         "aux_loss",
@@ -139,6 +156,20 @@ def checkpoint_layers(draft: Draft, switch: str, is_on: bool) -> None:
     if is_on:
         draft.mapped(switch, "actor.megatron.recompute", "full", "whole layers are recomputed, as there")
     draft.implied(switch, "it is off, as by default")
+
+
+def router_defaults(draft: Draft, prefix: str, model: str, known: Mapping[str, Any]) -> None:
+    """Take the framework's defaults of what changes how the router of a mixture of experts is trained.
+
+    Args:
+        draft: takes the defaults of keys that the source does not write.
+        prefix: what stands before Megatron-Core's names.
+        model: name or folder of the model; a dense one has no router.
+        known: the framework's defaults, as far as they are known.
+    """
+    if is_moe(model):
+        unknown = dict.fromkeys(("moe_router_dtype", "moe_aux_loss_coeff"), UNKNOWN)
+        draft.assume({prefix + name: value for name, value in {**unknown, **known}.items()})
 
 
 def ignore(draft: Draft, section: str) -> None:

@@ -143,6 +143,10 @@ def convert(
     dialect.after_layout(draft)
     draft.finish(f"not a key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
+    if unknown := draft.unknown_defaults:
+        draft.notes.append(
+            f"{dialect.title}'s defaults are not known here, and Fivefold's hold, of {', '.join(unknown)}"
+        )
     draft.problems[:0] = source.problems
     to_give = _complete(draft, documents)
     recipe = _check(draft, to_give)

@@ -13,32 +13,44 @@ A table maps patterns of keys to rules; a rule says what becomes of a key that n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.values import Convert, whole
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """Maps the source's key to the recipe's `key`. The framework's default of the source's key is in its table."""
+
+    key: str
+    convert: Convert
+    note: str = ""
+
+    def __call__(self, draft: Draft, source: str) -> None:
+        draft.mapped(source, self.key, self.convert(draft.get(source)), self.note)
+
+
+@dataclass(frozen=True)
+class MappedSteps(Mapped):
+    """Maps a number of steps, where 0 and negative numbers mean never."""
+
+    def __call__(self, draft: Draft, source: str) -> None:
+        if self.convert(draft.get(source)) > 0:
+            super().__call__(draft, source)
+        else:
+            draft.implied(source, "it is switched off, as by default")
+
+
 def to(key: str, convert: Convert, note: str = "") -> Rule:
     """Map the source's key to the recipe's `key`, its value converted."""
-
-    def rule(draft: Draft, source: str) -> None:
-        draft.mapped(source, key, convert(draft.get(source)), note)
-
-    return rule
+    return Mapped(key, convert, note)
 
 
 def every_steps(key: str) -> Rule:
     """Map a number of steps to the recipe's `key`; 0 and negative numbers mean never."""
-
-    def rule(draft: Draft, source: str) -> None:
-        steps = whole(draft.get(source))
-        if steps > 0:
-            draft.mapped(source, key, steps)
-        else:
-            draft.implied(source, "it is switched off, as by default")
-
-    return rule
+    return MappedSteps(key, whole)
 
 
 def implied(reason: str) -> Rule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.importing import reasons
+from fivefold.importing.defaults import own_default
 from fivefold.importing.draft import Draft, RolePlan, Rule
 from fivefold.importing.values import ROLLOUT_ENGINE, Unfit, number, whole
 
@@ -57,7 +58,8 @@ def betas(draft: Draft, key: str) -> None:
     if not isinstance(value, list) or len(value) != 2:
         raise Unfit(f"{value!r} is not a list of two numbers")
     beta1, beta2 = map(number, value)
-    draft.recipe.setdefault("actor.optimizer.beta2", beta2)
+    if draft.writes(key) or beta2 != own_default("actor.optimizer.beta2"):
+        draft.recipe.setdefault("actor.optimizer.beta2", beta2)
     draft.mapped(key, "actor.optimizer.beta1", beta1, "and actor.optimizer.beta2")
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.areal.defaults import ENGINES, NORMALISATION, RUN
 from fivefold.importing.areal.rules import RULES
+from fivefold.importing.defaults import own_default
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
+from fivefold.importing.rules import under
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold.importing.values import flag, number, positive, whole
 
@@ -19,19 +21,6 @@ TRAINER = re.compile(rf"\b(?:{'|'.join(TRAINERS)})\b")
 NO_BACKEND = re.compile(r"(?:[dtpce]\d+)+")
 """Degrees without a backend in front of them, such as `d4t2`."""
 
-DEFAULTS: Mapping[str, Any] = {
-    "actor.optimizer.lr": 1e-3,
-    "actor.optimizer.warmup_steps_proportion": 0.001,
-    "actor.ppo_n_minibatches": 4,
-    "actor.recompute_logprob": False,
-    "actor.reward_clip": 20.0,
-    "gconfig.n_samples": 1,
-    "gconfig.max_new_tokens": 16384,
-    "train_dataset.batch_size": 1,
-    "cluster.n_nodes": 32,
-    "cluster.n_gpus_per_node": 8,
-}
-
 
 def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
@@ -40,6 +29,7 @@ def convert(draft: Draft) -> None:
     _kl(draft)
     _unused(draft, trainers)
     _recompute(draft, trainers)
+    _router(draft, trainers)
     _decoupled(draft)
     _repeated(draft)
     _engines(draft)
@@ -49,6 +39,11 @@ def convert(draft: Draft) -> None:
         draft.notes.append(
             "AReaL chooses columns by the data set's name; set prompt_key and answer_key of train_dataset and "
             "valid_dataset, unless the data have the columns prompt and reward_model"
+        )
+    if not draft.writes("train_dataset.max_length"):
+        most = own_default("train_dataset.max_length")
+        draft.notes.append(
+            f"AReaL trains on prompts of any length; prompts of more than {most} tokens are dropped here"
         )
 
 
@@ -144,7 +139,9 @@ def _advantages(draft: Draft) -> None:
     Without a critic, advantages are normalised rewards, so there is one normalisation.
     """
     rewards, own = "actor.reward_norm.", "actor.adv_norm."
-    section, other = (rewards, own) if draft.keys(rewards + "*_level") else (own, rewards)
+    section, other = (rewards, own) if draft.keys(rewards + "*") else (own, rewards)
+    if draft.keys(section + "*"):
+        draft.assume(under(section, NORMALISATION))
     n_samples = draft.read("gconfig.n_samples", positive)
     for name, target in (("mean_level", MEAN_LEVEL), ("std_level", STD_LEVEL)):
         level = draft.get(section + name)
@@ -153,7 +150,9 @@ def _advantages(draft: Draft) -> None:
         draft.mapped(section + name, target, draft.recipe[target], note)
     for key in draft.keys(other + "*"):
         draft.unsupported(key, f"rewards are normalised once, as {section}* says")
-    if draft.get(section + "eps") is not None:
+    if draft.recipe[STD_LEVEL] == "none":
+        draft.implied(section + "eps", "no standard deviation divides")
+    elif draft.get(section + "eps") is not None:
         draft.mapped(section + "eps", "actor.reward_norm.eps", draft.read(section + "eps", number))
     for key in (section + "group_size", "actor.group_size"):
         if draft.get(key) == n_samples:
@@ -223,6 +222,14 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
             draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)
 
 
+def _router(draft: Draft, trainers: set[str]) -> None:
+    """Take the defaults of a router that is trained with Megatron-Core: the bridge sets its auxiliary loss."""
+    if "megatron" in trainers:
+        weight = 1e-3 if draft.get("actor.megatron.bridge_type") == "megatron-bridge" else 0.0
+        known = {"moe_aux_loss_coeff": weight}
+        megatron.router_defaults(draft, "actor.megatron.", str(draft.get("actor.path", "")), known)
+
+
 def _decoupled(draft: Draft) -> None:
     """Convert the old log-probabilities of the decoupled objective, and the keys that only it reads."""
     key, recompute = "actor.use_decoupled_loss", "actor.recompute_logprob"
@@ -260,8 +267,10 @@ def _repeated(draft: Draft) -> None:
 def _engines(draft: Draft) -> None:
     """Make the options of engines that do not generate implied."""
     backends = f"{draft.recipe.get('allocation_mode', '')} {draft.recipe.get('rollout.backend', '')}"
-    for engine in ("sglang", "vllm"):
-        if engine not in backends:
+    for engine, table in ENGINES.items():
+        if engine in backends:
+            draft.assume(table)
+        else:
             for key in draft.keys(f"{engine}.*"):
                 draft.implied(key, f"the rollout does not run {engine}")
 
@@ -283,4 +292,4 @@ def _evaluation(draft: Draft) -> None:
         draft.recipe["valid_dataset.split"] = "test"
 
 
-DIALECT = Dialect("AReaL", convert, DEFAULTS)
+DIALECT = Dialect("AReaL", convert, RUN)

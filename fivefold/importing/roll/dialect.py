@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.defaults import UNKNOWN
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft, Role, RolePlan
+from fivefold.importing.models import router_aux_loss
+from fivefold.importing.roll.defaults import BATCH, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
 from fivefold.importing.roll.rules import CONFIG, INFER, REF, RULES, TRAIN
 from fivefold.importing.settings import (
     MEAN_LEVEL,
@@ -30,24 +32,12 @@ HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "st
 ANSWERS = "ground_truth"
 """The column that holds the answer in ROLL's rows."""
 
-DEFAULTS: Mapping[str, Any] = {
-    "adv_estimator": "gae",
-    "rollout_batch_size": 128,
-    "num_return_sequences_in_group": 1,
-    "prompt_length": 1024,
-    "max_steps": 500,
-    "save_steps": 50,
-    "eval_steps": 10,
-    "seed": 42,
-    "loss_agg_mode": "seq-mean-token-mean",
-    "num_gpus_per_node": 8,
-    NO_CHECKPOINTING: False,
-}
-
 
 def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
+    _sections(draft)
     _lay_out(draft)
+    _router(draft)
     _lengths(draft)
     _advantages(draft)
     _kl(draft)
@@ -62,7 +52,36 @@ def convert(draft: Draft) -> None:
         draft.notes.append(f"train_dataset.answer_key={ANSWERS}, the column that holds the answer in ROLL's rows")
 
 
+def _sections(draft: Draft) -> None:
+    """Take the defaults of the sections that the source has."""
+    for section, table in (
+        (TRAIN, BATCH),
+        (INFER + "generating_args.", TRAINING_SAMPLES),
+        ("validation.generating_args.", HELD_OUT_SAMPLES),
+    ):
+        if draft.keys(section + "*"):
+            draft.assume(table)
+
+
 # Layout
+
+
+def _router(draft: Draft) -> None:
+    """Take the defaults of a router that is trained with Megatron-Core.
+
+    The weight of its auxiliary loss is Megatron-Core's option, else that of `model_args`, else the model's own.
+    """
+    plan, own, option = draft.plans.get("actor"), TRAIN + "model_args.moe_aux_loss_coef", "moe_aux_loss_coeff"
+    if plan is None or plan.shards_weights:
+        return
+    model = str(draft.get("pretrain", draft.get(TRAIN + "model_args.model_name_or_path", "")))
+    weight = router_aux_loss(model)
+    known = {"moe_token_dispatcher_type": "allgather", option: UNKNOWN if weight is None else weight}
+    if draft.writes(TRAIN + CONFIG + option):
+        draft.implied(own, f"{TRAIN}{CONFIG}{option} overrides it")
+    elif draft.writes(own):
+        known[option] = None
+    megatron.router_defaults(draft, TRAIN + CONFIG, model, known)
 
 
 def _lay_out(draft: Draft) -> None:
@@ -169,8 +188,7 @@ def count_updates(draft: Draft) -> None:
     In ROLL, an update takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica, and
     the number of replicas is known only after the layout.
     """
-    steps, plan = draft.get(ACCUMULATION), draft.plans.get("actor")
-    per_device = draft.get(PER_DEVICE, 1)
+    steps, plan, per_device = draft.get(ACCUMULATION), draft.plans.get("actor"), draft.get(PER_DEVICE)
     updates = None
     if plan is not None and plan.n_devices is not None and isinstance(steps, int) and isinstance(per_device, int):
         replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
@@ -307,4 +325,4 @@ def _rewards(draft: Draft) -> None:
             draft.unsupported(worker, "there is one reward function: write one that chooses by data_source")
 
 
-DIALECT = Dialect("ROLL", convert, DEFAULTS, after_layout=count_updates)
+DIALECT = Dialect("ROLL", convert, RUN, after_layout=count_updates)

@@ -233,7 +233,7 @@ RULES: Mapping[str, Rule] = {
     **under(INFER + CONFIG, ENGINE_OPTIONS),
     **for_each((INFER, REF), under("model_args.", MODEL_AS_ACTOR)),
     **under(TRAIN + "model_args.", MODEL_ARGS),
-    **under(TRAIN + CONFIG, megatron.TRANSFORMER),
+    **for_each((TRAIN + CONFIG, TRAIN + CONFIG + "additional_configs."), megatron.TRANSFORMER),
     **under(REF + CONFIG, {"*": implied(megatron.AS_ACTOR)}),
     **under(TRAIN + "training_args.", TRAINING_ARGS),
     **under(TRAIN + "data_args.", DATA_ARGS),

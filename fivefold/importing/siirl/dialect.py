@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
+from fivefold.importing.siirl.defaults import DECAY, TREE, WARMUP_STYLE
 from fivefold.importing.siirl.rules import RULES
 from fivefold.importing.verl import tree as verl_tree
-from fivefold.importing.verl.actor_rules import ACTOR, MODEL
-from fivefold.importing.verl.rules import ROLLOUT
-
-DECAY, WARMUP_STYLE = ACTOR + "optim.lr_decay_style", ACTOR + "optim.warmup_style"
-
-DEFAULTS: Mapping[str, Any] = {
-    "algorithm.adv_estimator": "gae",
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    ACTOR + "ppo_mini_batch_size": 256,
-    ACTOR + "ppo_micro_batch_size_per_gpu": 1,
-    ACTOR + "clip_ratio_c": 3.0,
-    DECAY: "linear",
-    MODEL + "enable_gradient_checkpointing": True,
-    ROLLOUT + "n": 1,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8,
-    "trainer.total_epochs": 30,
-    "trainer.project_name": "siirl_examples",
-    "trainer.experiment_name": "gsm8k",
-}
+from fivefold.importing.verl.actor_rules import ACTOR
 
 
 def convert(draft: Draft) -> None:
@@ -44,4 +21,4 @@ def convert(draft: Draft) -> None:
     draft.apply(RULES)
 
 
-DIALECT = Dialect("siiRL", convert, DEFAULTS)
+DIALECT = Dialect("siiRL", convert, TREE)

@@ -7,7 +7,7 @@ by their later names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,28 +16,14 @@ from fivefold.importing.dialect import Dialect, merged
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
 from fivefold.importing.source import INTERPOLATION, Document
+from fivefold.importing.trinity.defaults import ENGINE, RUN, TASKS
 from fivefold.importing.trinity.rules import OLD_NAMES, RULES, TREE
 from fivefold.importing.values import KL_ESTIMATOR, number, positive, whole
 from fivefold.importing.verl import tree as verl_tree
-from fivefold.importing.verl.actor_rules import ACTOR, MODEL
+from fivefold.importing.verl.actor_rules import ACTOR
 
-ENGINE = "explorer.rollout_model."
-TASKS = "buffer.explorer_input.taskset."
 TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
-DEFAULTS: Mapping[str, Any] = {
-    "algorithm.algorithm_type": "ppo",
-    "algorithm.optimizer.min_lr_ratio": 0.01,
-    "algorithm.policy_loss_fn_args.clip_ratio_c": 3.0,
-    "algorithm.kl_loss_fn_args.kl_coef": 0.001,
-    TREE + MODEL + "enable_gradient_checkpointing": True,
-    "buffer.batch_size": 1,
-    "explorer.eval_interval": 100,
-    ENGINE + "engine_num": 1,
-    ENGINE + "tensor_parallel_size": 1,
-    "project": "Trinity-RFT",
-    "name": "rft",
-}
 GROUP_SIZES = {"ppo": 1, "dapo": 16}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
 
@@ -176,6 +162,7 @@ def _lay_out(draft: Draft) -> None:
     verl_tree.lay_out_trainers(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
     _lay_out_trainer(draft)
     verl_tree.recompute(draft, TREE)
+    verl_tree.router(draft, TREE, "model.model_path")
     nodes, per_node = draft.get("cluster.node_num"), draft.get("cluster.gpu_per_node")
     is_one = draft.get("mode") == "colocate" or (nodes, per_node) == (1, 1)
     draft.is_shared = is_one
@@ -298,4 +285,4 @@ def _files(draft: Draft) -> None:
     draft.unsupported(key, "that file was not read: give it after this one")
 
 
-DIALECT = Dialect("Trinity-RFT", convert, DEFAULTS, merge=merge)
+DIALECT = Dialect("Trinity-RFT", convert, RUN, merge=merge)

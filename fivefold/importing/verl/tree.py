@@ -32,6 +32,7 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     _advantages(draft, at)
     lay_out_trainers(draft, tree)
     recompute(draft, at)
+    router(draft, at, at + MODEL + "path")
     _lay_out_rollout(draft, at)
     _mini_batches(draft, at)
     micro_batches(draft, at, sequence_length(draft, at))
@@ -101,6 +102,12 @@ def recompute(draft: Draft, at: str) -> None:
         megatron.recompute(draft, at + ACTOR + OVERRIDE, switch, is_on=True)
 
 
+def router(draft: Draft, at: str, model_key: str) -> None:
+    """Take the defaults of a router that is trained with Megatron-Core."""
+    if not draft.plans["actor"].shards_weights:
+        megatron.router_defaults(draft, at + ACTOR + OVERRIDE, str(draft.get(model_key, "")), {})
+
+
 def _degrees(draft: Draft, role: Role, section: str) -> None:
     if not draft.plans["actor"].shards_weights:
         megatron.degrees(draft, role, section + "megatron.")
@@ -143,6 +150,7 @@ def _lay_out_rollout(draft: Draft, at: str) -> None:
     tensor, pipeline = at + ROLLOUT + "tensor_model_parallel_size", at + ROLLOUT + "pipeline_model_parallel_size"
     if plan.backend == "transformers":
         draft.implied(tensor, "each replica of the embedded engine is one process")
+        draft.implied(at + ROLLOUT + "max_num_seqs", "only vLLM and SGLang read this")
         return
     draft.lay_out(tensor, "rollout", "tp")
     draft.lay_out(pipeline, "rollout", "pp")

@@ -53,6 +53,7 @@ def test_command_lines_for_a_mixture_of_experts_convert_without_anything_unsuppo
             "actor.kl_estimator": "k1",
             "actor.reward_norm.mean_level": "none",
             "actor.reward_norm.std_level": "none",
+            "rollout.memory_fraction": 0.9,  # AReaL's default
             "gconfig.n_samples": 4,
             "gconfig.max_new_tokens": 256,
             "train_dataset.path": "data/train.parquet",
@@ -165,6 +166,7 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "actor.recompute_logprob": True,
         "actor.reward_norm.mean_level": "group",
         "actor.reward_norm.std_level": "group",
+        "actor.reward_norm.eps": 1e-5,  # AReaL's default
         "actor.reward_scaling": 8.0,
         "actor.reward_bias": -0.5,
         "actor.reward_clip": 20.0,  # AReaL's default
@@ -204,7 +206,7 @@ def test_ppo_with_a_critic_and_lora() -> None:
         "cluster.n_gpus_per_node": 4,
         "actor.path": "Qwen/Qwen2.5-0.5B",
         "actor.backend": "megatron:d2",
-        "actor.optimizer.lr": 1e-3,  # this and the next three are AReaL's defaults
+        "actor.optimizer.lr": 1e-3,  # this, the next three and the share of the memory are AReaL's defaults
         "actor.optimizer.warmup_steps_proportion": 0.001,
         "actor.ppo_n_minibatches": 4,
         "actor.reward_clip": 20.0,
@@ -213,6 +215,7 @@ def test_ppo_with_a_critic_and_lora() -> None:
         "actor.reward_norm.std_level": "none",
         "actor.reward_scaling": 4 / 3,
         "rollout.backend": "vllm:d2",
+        "rollout.memory_fraction": 0.9,
         "gconfig.n_samples": 4,
         "gconfig.max_new_tokens": 128,
         "train_dataset.path": "data/train.parquet",

@@ -22,7 +22,7 @@ def test_blocks_of_a_manual_are_laid_out_and_leave_the_rest_to_the_user() -> Non
         "experiment_name": "roll_megatron",  # the file's name
         "seed": 42,
         "cluster.n_nodes": 4,
-        "cluster.n_gpus_per_node": 8,
+        "scheduler.timeout_s": 3600.0,  # this and other values that the manual leaves out are ROLL's defaults
         "total_train_steps": 500,
         "saver.freq_steps": 50,
         "actor.path": "???",
@@ -33,15 +33,16 @@ def test_blocks_of_a_manual_are_laid_out_and_leave_the_rest_to_the_user() -> Non
         "actor.megatron.recompute": "selective",
         "actor.optimizer.lr": 1e-6,
         "actor.optimizer.weight_decay": 0.0,
+        "actor.optimizer.lr_scheduler_type": "linear",
         "actor.loss_aggregation": "sequence_mean",
         "actor.reward_norm.mean_level": "batch",  # one response has no group to be compared with
         "actor.reward_norm.std_level": "batch",
         "rollout.backend": "transformers:d*",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 128,
         "gconfig.n_samples": 1,
         "train_dataset.path": "???",
         "train_dataset.batch_size": 128,
-        "train_dataset.max_length": 1024,
     }
     assert conversion.report.to_give == ("actor.path", "train_dataset.path")
     training = TRAIN + "training_args."
@@ -61,6 +62,7 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "cluster.n_nodes": 4,
         "cluster.n_gpus_per_node": 8,
         "cluster.fileroot": "./out",
+        "scheduler.timeout_s": 3600.0,  # ROLL's default, as the two marked below
         "total_train_steps": 200,
         "stats.tensorboard": True,
         "saver.freq_steps": 50,
@@ -70,8 +72,10 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "actor.mb_spec.max_tokens_per_mb": 1024 + 3072,
         "actor.megatron.token_dispatcher": "alltoall",
         "actor.megatron.recompute": "full",
+        "actor.megatron.transformer.moe_aux_loss_coeff": 0.001,  # the model's own config.json has it
         "actor.optimizer.lr": 3e-6,
         "actor.optimizer.weight_decay": 0.1,
+        "actor.optimizer.lr_scheduler_type": "linear",  # ROLL's default
         "actor.optimizer.warmup_steps_proportion": 8 / (200 * 4),
         "actor.ppo_epochs": 1,
         "actor.ppo_n_minibatches": 64 * 8 // (1 * 64 * 2),
@@ -87,6 +91,7 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "ref.backend": "megatron:d16e4",
         "rollout.backend": "vllm:d8t2",
         "rollout.colocate": False,
+        "rollout.max_batch_size": 128,  # ROLL's default
         "rollout.memory_fraction": 0.6,
         "gconfig.n_samples": 8,
         "gconfig.max_new_tokens": 3072,
@@ -122,7 +127,7 @@ def test_ppo_with_a_critic_on_deepspeed_becomes_grpo_on_megatron() -> None:
         "experiment_name": "ppo",
         "seed": 42,
         "cluster.n_nodes": 1,
-        "cluster.n_gpus_per_node": 8,
+        "scheduler.timeout_s": 3600.0,
         "total_train_steps": 100,
         "saver.freq_steps": 50,
         "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -130,6 +135,8 @@ def test_ppo_with_a_critic_on_deepspeed_becomes_grpo_on_megatron() -> None:
         "actor.mb_spec.max_tokens_per_mb": 2 * 1536,
         "actor.megatron.recompute": "full",  # ROLL's default
         "actor.optimizer.lr": 1e-6,
+        "actor.optimizer.weight_decay": 0.0,  # this and the next are ROLL's defaults
+        "actor.optimizer.lr_scheduler_type": "linear",
         "actor.loss_aggregation": "sequence_mean",
         "actor.kl_in": "reward",
         "actor.kl_ctl": 0.1,
@@ -137,6 +144,7 @@ def test_ppo_with_a_critic_on_deepspeed_becomes_grpo_on_megatron() -> None:
         "actor.reward_norm.mean_level": "batch",
         "actor.reward_norm.std_level": "batch",
         "rollout.backend": "transformers:d2",
+        "rollout.max_batch_size": 128,
         "actor.device_mapping": "0-3",
         "rollout.device_mapping": "0-1",  # both take turns on the first two devices
         "gconfig.n_samples": 1,

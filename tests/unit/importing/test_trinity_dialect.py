@@ -35,9 +35,11 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "actor.reward_norm.std_level": "group",
         "rollout.backend": "vllm:d2t2",
         "rollout.dtype": "bfloat16",
+        "rollout.memory_fraction": 0.9,  # Trinity-RFT's default, as the fewest tokens of a response
         "rollout.colocate": False,
         "gconfig.n_samples": 6,
         "gconfig.max_new_tokens": 768,
+        "gconfig.min_new_tokens": 1,
         "gconfig.temperature": 0.9,
         "train_dataset.path": "openai/gsm8k:main",
         "train_dataset.split": "train",
@@ -77,9 +79,11 @@ def test_ppo_with_a_critic_on_megatron() -> None:
         "actor.kl_ctl": 0.001,  # Trinity-RFT's default, as is the estimator
         "actor.kl_estimator": "k2",
         "rollout.backend": "vllm:d4",
+        "rollout.memory_fraction": 0.9,
         "rollout.colocate": False,
         "gconfig.n_samples": 4,
         "gconfig.max_new_tokens": 1024,
+        "gconfig.min_new_tokens": 1,
         "train_dataset.path": "./data/train.jsonl",
         "train_dataset.batch_size": 64,
         "train_dataset.max_length": 256,

@@ -38,6 +38,7 @@ def test_a_dense_model_on_megatron() -> None:
         "ref.backend": "megatron:d2t4",
         "rollout.backend": "sglang:d2t4",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
         "gconfig.n_samples": 5,
         "gconfig.max_new_tokens": 1024,
         "train_dataset.path": "/home/someone/data/sums/train.parquet",
@@ -79,6 +80,7 @@ def test_a_mixture_of_experts_on_megatron() -> None:
         "actor.reward_norm.std_level": "group",
         "rollout.backend": "vllm:d16t4",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
         "gconfig.n_samples": 16,
         "gconfig.max_new_tokens": 6 * 1024,
         "train_dataset.path": "/data/train.parquet",
@@ -115,6 +117,7 @@ def test_ppo_with_a_critic_on_fsdp_becomes_grpo_on_megatron() -> None:
         "actor.reward_norm.std_level": "batch",
         "rollout.backend": "vllm:d2t4",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
         "gconfig.n_samples": 1,
         "gconfig.max_new_tokens": 512,
         "train_dataset.path": "/data/train.parquet",
@@ -152,6 +155,7 @@ def test_a_trainers_yaml() -> None:
         "actor.reward_norm.std_level": "batch",
         "rollout.backend": "vllm:d8",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
         "gconfig.n_samples": 4,
         "gconfig.max_new_tokens": 1536,
         "gconfig.temperature": 0.8,
@@ -186,10 +190,12 @@ def test_siirls_script_with_escaped_variables_in_an_array() -> None:
         "actor.optimizer.gradient_clipping": 0.5,
         "actor.ppo_n_minibatches": 96 // 24,
         "actor.c_clip": 3.0,  # siiRL's default
+        "actor.recompute_logprob": True,  # siiRL's default
         "actor.reward_norm.mean_level": "group",
         "actor.reward_norm.std_level": "group",
         "rollout.backend": "vllm:d4t2",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # siiRL's default
         "gconfig.n_samples": 6,
         "gconfig.max_new_tokens": 2048,
         "train_dataset.path": "/home/someone/data/sums/train.parquet",
@@ -215,11 +221,13 @@ def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
         "actor.optimizer.lr_scheduler_type": "linear",
         "actor.ppo_n_minibatches": 64 // 16,
         "actor.c_clip": 3.0,
+        "actor.recompute_logprob": True,  # siiRL's default
         "actor.reward_norm.mean_level": "group",
         "actor.reward_norm.std_level": "none",
         "actor.reward_scaling": 5 / 4,  # the mean leaves one of 5 out
         "rollout.backend": "vllm:d4t4",
         "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # siiRL's default
         "gconfig.n_samples": 5,
         "gconfig.max_new_tokens": 1024,
         "train_dataset.path": "/data/train.parquet",

@@ -1,0 +1,34 @@
+"""What is known of the model that a source trains: by its name, if it ships, or from its folder."""
+
+from __future__ import annotations
+
+import re
+
+from fivefold.families.read import find_config, find_shape
+from fivefold.families.shape import ModelShape
+
+MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
+"""Names of mixture-of-experts models, for models whose shape is not known."""
+
+
+def known_shape(model: str) -> ModelShape | None:
+    """Return the model's shape; None if neither its name nor its folder tells it."""
+    try:
+        return find_shape(model)
+    except ValueError:
+        return None
+
+
+def is_moe(model: str) -> bool:
+    """Return whether the model is a mixture of experts, by its shape or else by its name."""
+    shape = known_shape(model)
+    return shape.is_moe if shape is not None else bool(MOE_NAME.search(model))
+
+
+def router_aux_loss(model: str) -> float | None:
+    """Return the weight of the router's auxiliary loss that the model's config.json has; None if it is not known."""
+    try:
+        weight = find_config(model).get("router_aux_loss_coef")
+    except ValueError:
+        return None
+    return float(weight) if isinstance(weight, int | float) else None
