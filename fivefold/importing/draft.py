@@ -92,6 +92,8 @@ class Draft:
         """Keys whose entries depend on the layout: `Dialect.after_layout` gives them their entries."""
         self.notes: list[str] = []
         """Notes that belong to no single key."""
+        self.other_loss = ""
+        """The source's `key=value` that asks for another loss than PPO's; empty if it trains with PPO's."""
         self.unknown_defaults: list[str] = []
         """Keys that the source does not write, and whose default in its framework is not known here."""
         self.problems: list[str] = []

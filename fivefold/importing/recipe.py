@@ -19,6 +19,7 @@ from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
+from fivefold.importing.algorithms import take_back_clip_range
 from fivefold.importing.checks import problems_of_recipe
 from fivefold.importing.draft import Draft
 from fivefold.importing.framework import Framework, dialect_of
@@ -141,6 +142,7 @@ def convert(
     dialect.convert(draft)
     lay_out(draft)
     dialect.after_layout(draft)
+    take_back_clip_range(draft)
     draft.finish(f"not a key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
     if unknown := draft.unknown_defaults:

@@ -128,8 +128,10 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
             note = f"leave-one-out: with {STD_LEVEL}=none and rewards times n / (n - 1)"
             draft.mapped(key, MEAN_LEVEL, "group", note)
         case "reinforce_plus_plus" | "reinforceplusplus":
-            draft.recipe.setdefault(STD_LEVEL, "batch")
-            draft.mapped(key, MEAN_LEVEL, "batch", f"with {STD_LEVEL}=batch; each sequence counts once, not its tokens")
+            for level in (MEAN_LEVEL, STD_LEVEL):
+                draft.recipe.setdefault(level, "batch")
+            nearest = f"{MEAN_LEVEL}=batch and {STD_LEVEL}=batch, where each sequence counts once"
+            draft.unsupported(key, f"REINFORCE++ normalises over tokens; the nearest is set, {nearest}")
         case "gae" | "ppo":
             draft.unsupported(key, f"{reasons.NO_CRITIC}; the recipe trains with GRPO instead")
         case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import for_each, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.values import (
@@ -169,7 +170,7 @@ ACTOR: Mapping[str, Rule] = {
     "optimizer.*loss_scale*": implied("bfloat16 and float32 need no loss scale"),
     "optimizer.hysteresis": implied("bfloat16 and float32 need no loss scale"),
     "optimizer.offload": off(reasons.NO_OFFLOAD),
-    "m2_threshold": unsupported("tokens are not masked by their second moment"),
+    "m2_threshold": clipped_loss_only(name="m2po"),
     "overlong_reward_penalty": off(reasons.OWN_REWARD),
     "overlong_*": implied("only overlong_reward_penalty reads this"),
     "dynamic_sampling": off("groups without signal keep their place in the batch; their advantage is 0"),
@@ -177,13 +178,13 @@ ACTOR: Mapping[str, Rule] = {
     "mask_too_long": off(reasons.TRUNCATED_TRAINED),
     "discount": implied(reasons.SAME_ADVANTAGE),
     "gae_lambda": implied(reasons.SAME_ADVANTAGE),
-    "use_sapo_loss": off(reasons.CLIPPED_LOSS),
-    "sapo_*": implied("only use_sapo_loss reads this"),
+    "use_sapo_loss": clipped_loss_only(False, name="sapo"),
+    "sapo_*": option_of_loss("actor.use_sapo_loss", False),
     "use_decoupled_loss": off("old log-probabilities are those of one policy: the trainer's before the step"),
     "behav*_imp_weight_*": unsupported(reasons.NO_CORRECTION),
     "rejection_sampling.*": unsupported(reasons.NO_CORRECTION),
     "prox_logp_method": only("recompute", holds="old log-probabilities are computed by the trainer"),
-    "importance_sampling_level": only("token", holds=reasons.TOKEN_RATIOS),
+    "importance_sampling_level": clipped_loss_only("token"),
     "colocated": only(True, False, holds="the layout says which roles share devices", otherwise=reasons.SYNCHRONOUS),
     "colocated_weight_path": implied(reasons.WEIGHTS_IN_BUCKETS),
     "*icepop*": unsupported(reasons.NO_CORRECTION),

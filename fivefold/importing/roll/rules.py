@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
 from fivefold.importing.draft import Rule
 from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import one_path, trackers
@@ -164,7 +165,12 @@ TOP: Mapping[str, Rule] = {
     "gamma": implied(reasons.NO_CRITIC),
     "critic_warmup": implied(reasons.NO_CRITIC),
     "advantage_clip": unsupported("advantages are not clipped: the loss is"),
-    "importance_sampling": only("token", holds=reasons.TOKEN_RATIOS),
+    "importance_sampling": clipped_loss_only("token"),
+    "use_policy_loss_type": clipped_loss_only("PPO"),
+    "use_topr_loss": clipped_loss_only(False, name="topr"),
+    "use_topr_neg_loss_coef": off("samples are weighted equally"),
+    "postive_loss_coef": off("good samples are not trained a second time"),
+    "rl_loss_coef": only(1, holds="the loss has the weight 1"),
     "max_len_mask": off(reasons.TRUNCATED_TRAINED),
     "difficulty_mask": off("prompts are not masked by difficulty: a group of equal rewards has advantage 0"),
     "difficulty_*_threshold": implied("only difficulty_mask reads this"),
@@ -230,6 +236,8 @@ MODEL_AS_ACTOR: Mapping[str, Rule] = {
 RULES: Mapping[str, Rule] = {
     **TOP,
     **for_each((TRAIN, INFER, REF), WORKER),
+    TRAIN + "pg_variant": clipped_loss_only("ppo"),
+    TRAIN + "topr_*_weight": option_of_loss(TRAIN + "pg_variant", "ppo"),
     **under(INFER + CONFIG, ENGINE_OPTIONS),
     **for_each((INFER, REF), under("model_args.", MODEL_AS_ACTOR)),
     **under(TRAIN + "model_args.", MODEL_ARGS),

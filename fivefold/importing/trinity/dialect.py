@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.algorithms import other_loss
 from fivefold.importing.dialect import Dialect, merged
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
@@ -24,6 +25,8 @@ from fivefold.importing.verl.actor_rules import ACTOR
 
 TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
+CLIPPED = ("ppo", "grpo", "dapo", "rloo", "reinforceplusplus", "remax")
+"""Algorithms that differ in their advantages only, and have PPO's clipped loss unless another is written."""
 GROUP_SIZES = {"ppo": 1, "dapo": 16}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
 
@@ -88,6 +91,8 @@ def _group_size(draft: Draft) -> int:
 
 
 def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
+    if algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
+        other_loss(draft, "algorithm.algorithm_type", algorithm)
     key = "algorithm.advantage_fn"
     estimator = str(draft.get(key, {"dapo": "grpo", "gspo": "grpo"}.get(algorithm, algorithm)))
     written = key if draft.writes(key) else "algorithm.algorithm_type"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.algorithms import clipped_loss_only
 from fivefold.importing.draft import Rule
 from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas, trackers
@@ -80,7 +81,7 @@ OLD_NAMES: Mapping[str, str] = {
 """Keys of the first releases, each with the name that later releases give it."""
 
 ALGORITHM: Mapping[str, Rule] = {
-    "policy_loss_fn": only("ppo", holds=reasons.CLIPPED_LOSS),
+    "policy_loss_fn": clipped_loss_only("ppo"),
     "policy_loss_fn_args.clip_ratio_c": to("actor.c_clip", number),
     "policy_loss_fn_args.loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
     "policy_loss_fn_args.enable_sequence_masking": off("sequences are not masked by their KL divergence"),
@@ -235,6 +236,7 @@ TREE_RULES: Mapping[str, Rule] = {
     **under(ACTOR, dict.fromkeys(("use_kl_loss", "kl_loss_*", "clip_ratio*"), implied("`algorithm` overrides it"))),
     **under(ACTOR, dict.fromkeys(("alg_type", "tau", "opmd_baseline", "use_uid"), implied("only OPMD reads this"))),
     ACTOR + "clip_ratio_c": to("actor.c_clip", number),
+    **under(ACTOR, dict.fromkeys(("policy_loss.*", "policy_drift_coeff"), implied("`algorithm` overrides it"))),
     **under(REF, REFERENCE_RULES),
     "actor_rollout_ref.rollout.*": implied(EXPLORER_GENERATES),
     "actor_rollout_ref.hybrid_engine": implied(EXPLORER_GENERATES),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
 from fivefold.importing.draft import Rule
 from fivefold.importing.rules import implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
@@ -119,14 +120,12 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "shuffle": only(True, holds="mini-batches are always drawn at random, by the seed"),
     "data_loader_seed": implied(reasons.ONE_SEED),
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),
-    "policy_loss.loss_mode": only("vanilla", holds=reasons.CLIPPED_LOSS),
-    "policy_loss.*": implied("only another loss_mode reads this"),
+    "policy_loss.loss_mode": clipped_loss_only("vanilla"),
     "tis_imp_ratio_cap": off(reasons.NO_CORRECTION),
     "checkpoint.async_save": off(reasons.BETWEEN_STEPS),
     "checkpoint.*": unsupported("weights are saved in the Hugging Face format; optimizer states are not"),
     "recompute_old_log_prob": to("actor.recompute_logprob", flag),
-    "use_cpgd_loss": off(reasons.CLIPPED_LOSS),
-    "policy_drift_coeff": implied("only the CPGD loss reads this"),
+    "use_cpgd_loss": clipped_loss_only(False, name="cpgd"),
     "calculate_entropy": implied("the entropy is in every step's metrics"),
     "rollout_n": implied("it follows from rollout.n"),
     "use_prefix_grouper": off("responses of a prompt do not share its computation in training"),
@@ -134,6 +133,22 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "use_rollout_log_probs": off("old log-probabilities are the trainer's"),
     "calculate_sum_pi_squared": off("only an optimal baseline reads this"),
 }
+
+LOSS_OPTIONS: Mapping[str, str] = {"policy_loss.*": "policy_loss.loss_mode", "policy_drift_coeff": "use_cpgd_loss"}
+"""Options of other losses than PPO's, each with the key that chooses the loss."""
+
+
+def loss_options(section: str) -> dict[str, Rule]:
+    """Return the rules for the options of other losses, which have no effect while PPO's is chosen.
+
+    Args:
+        section: where the actor's keys stand.
+    """
+    return {
+        section + option: option_of_loss(section + switch, "vanilla" if switch.endswith("mode") else False)
+        for option, switch in LOSS_OPTIONS.items()
+    }
+
 
 REFERENCE_RULES: Mapping[str, Rule] = {
     **ENGINE,

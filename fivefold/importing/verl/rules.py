@@ -12,7 +12,15 @@ from fivefold.importing.draft import Rule
 from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import one_path, trackers
 from fivefold.importing.values import DTYPE, flag, number, run_name, text, top_k, whole
-from fivefold.importing.verl.actor_rules import ACTOR, ACTOR_RULES, MODEL, MODEL_RULES, REF, REFERENCE_RULES
+from fivefold.importing.verl.actor_rules import (
+    ACTOR,
+    ACTOR_RULES,
+    MODEL,
+    MODEL_RULES,
+    REF,
+    REFERENCE_RULES,
+    loss_options,
+)
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -179,6 +187,7 @@ RULES: Mapping[str, Rule] = {
     **under("data.", DATA_RULES),
     **under(MODEL, MODEL_RULES),
     **under(ACTOR, ACTOR_RULES),
+    **loss_options(ACTOR),
     **under(REF, REFERENCE_RULES),
     **under(ROLLOUT, ROLLOUT_RULES),
     "actor_rollout_ref.hybrid_engine": only(

@@ -168,6 +168,8 @@ def _advantages(draft: Draft, at: str) -> None:
         draft.mapped(std, STD_LEVEL, "group" if divides else "none")
     draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
     if estimator in ("gae", "ppo"):
+        for name in ("gamma", "lam"):
+            draft.unsupported(f"{at}algorithm.{name}", f"{key}={estimator} reads this, and {reasons.NO_CRITIC}")
         return
     for other in draft.keys(at + "critic.*"):
         draft.implied(other, f"{estimator} has no critic")
