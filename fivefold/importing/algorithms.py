@@ -1,4 +1,4 @@
-"""Losses that Fivefold does not have: the keys that name them, and the clip range, which means another thing in them."""
+"""Losses that Fivefold does not have: the keys that name them, and the clip range, which they read in another way."""
 
 from __future__ import annotations
 

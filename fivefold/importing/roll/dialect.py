@@ -315,7 +315,10 @@ def _rewards(draft: Draft) -> None:
     names = {key.split(".")[1] for key in draft.keys("rewards.*")}
     for name in sorted(names):
         worker = f"rewards.{name}.worker_cls"
-        if "MathRule" not in str(draft.get(worker, "")):
+        if _judges_with_a_model(draft, name):
+            for key in draft.keys(f"rewards.{name}.*"):
+                draft.unsupported(key, f"{reasons.NO_REWARD_MODEL}: ask a judge in your own reward.fn=module:function")
+        elif "MathRule" not in str(draft.get(worker, "")):
             for key in draft.keys(f"rewards.{name}.*"):
                 if not key.startswith(tuple(f"rewards.{name}.{part}" for part in HOSTING)):
                     draft.unsupported(key, "write this reward as reward.fn=module:function")
@@ -323,6 +326,14 @@ def _rewards(draft: Draft) -> None:
             draft.mapped(worker, "reward.fn", "math")
         else:
             draft.unsupported(worker, "there is one reward function: write one that chooses by data_source")
+
+
+def _judges_with_a_model(draft: Draft, name: str) -> bool:
+    """Return whether a reward comes from a model: one that judges, or one that has devices."""
+    own = f"rewards.{name}."
+    signs = ("judge_*", "strategy_args*", "generating_args*")
+    is_placed = draft.writes(own + "device_mapping")
+    return is_placed or "Judge" in str(draft.get(own + "worker_cls", "")) or any(draft.keys(own + s) for s in signs)
 
 
 DIALECT = Dialect("ROLL", convert, RUN, after_layout=count_updates)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import reasons
-from fivefold.importing.draft import Rule
+from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import one_path, trackers
 from fivefold.importing.values import DTYPE, flag, number, run_name, text, top_k, whole
@@ -126,15 +126,28 @@ ALGORITHM_RULES: Mapping[str, Rule] = {
     "*": unknown("the algorithm"),
 }
 
+
+def option_of_reward_model(switch: str) -> Rule:
+    """Make an option of the reward model implied, unless the key `switch` asks for one."""
+
+    def rule(draft: Draft, source: str) -> None:
+        if draft.get(switch) is True:
+            draft.unsupported(source, reasons.NO_REWARD_MODEL)
+        else:
+            draft.implied(source, "only a reward model reads this")
+
+    return rule
+
+
 REWARD_RULES: Mapping[str, Rule] = {
     "reward_model.enable": off(reasons.NO_REWARD_MODEL),
     "reward_model.reward_manager": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),
     "reward_model.launch_reward_fn_async": implied(reasons.REWARDS_TOGETHER),
     "reward_model.reward_kwargs.*": off(REWARD_KWARGS),
     "reward_model.overlong_buffer.*": off(REWARD_KWARGS),
-    "reward_model.*": implied("only a reward model reads this"),
+    "reward_model.*": option_of_reward_model("reward_model.enable"),
     "reward.reward_model.enable": off(reasons.NO_REWARD_MODEL),
-    "reward.reward_model.*": implied("only a reward model reads this"),
+    "reward.reward_model.*": option_of_reward_model("reward.reward_model.enable"),
     "reward.reward_manager.name": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),
     "reward.num_workers": implied(reasons.REWARDS_TOGETHER),
     "reward.reward_kwargs.*": off(REWARD_KWARGS),

@@ -259,6 +259,31 @@ def test_rewards_of_several_domains_are_left_to_the_user(tmp_path: Path) -> None
     assert conversion.unsupported() == {"rewards.sums.worker_cls", "rewards.code.worker_cls", "rewards.code.use_local"}
 
 
+def test_a_reward_from_a_model_is_unsupported_with_all_its_keys(tmp_path: Path) -> None:
+    judge = """
+      judge:
+        worker_cls: roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker
+        judge_prompt: p
+        judge_model_type: inference
+        tag_included: [RLHF]
+        model_args: {model_name_or_path: some/judge, dtype: bf16}
+        generating_args: {max_new_tokens: 100}
+        data_args: {template: qwen3}
+        strategy_args: {strategy_name: hf_infer}
+        device_mapping: list(range(8,16))
+        infer_batch_size: 4
+    """
+    conversion = convert_text("roll", tmp_path, f"pretrain: some/model\nrewards:{judge}")
+    keys = {entry.key for entry in conversion.report.entries if entry.key.startswith("rewards.judge.")}
+    assert len(keys) == 11
+    assert keys <= conversion.unsupported()
+    assert "functions, not models" in conversion["rewards.judge.model_args.model_name_or_path"].note
+    # A classifier on devices of its own is a model as well.
+    placed = "rewards: {score: {worker_cls: my.Worker, world_size: 2, device_mapping: '0-1'}}\n"
+    conversion = convert_text("roll", tmp_path, placed)
+    assert {"rewards.score.world_size", "rewards.score.device_mapping"} <= conversion.unsupported()
+
+
 def test_normalisation_of_rewards_and_advantages() -> None:
     mean, std = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
     group = ["adv_estimator=reinforce", "num_return_sequences_in_group=4"]

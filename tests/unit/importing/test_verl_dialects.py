@@ -328,6 +328,14 @@ def test_what_cannot_be_converted_says_why() -> None:
     assert "actor.eps_clip" not in convert_words("verl", f"{ACTOR}clip_ratio=0.3").recipe
 
 
+def test_a_reward_model_is_unsupported_with_all_its_keys() -> None:
+    for section in ("reward_model.", "reward.reward_model."):
+        path = f"{section}model.path=some/judge"
+        assert convert_words("verl", path).unsupported() == set()
+        conversion = convert_words("verl", path, f"{section}enable=True")
+        assert conversion.unsupported() == {f"{section}model.path", f"{section}enable"}
+
+
 def test_each_side_of_the_clip_range_has_its_own_default() -> None:
     cases: list[tuple[str, float, float | None]] = [
         ("clip_ratio=0.2", 0.2, None),
