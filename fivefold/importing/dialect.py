@@ -8,6 +8,7 @@ from typing import Any
 
 from fivefold.importing.draft import Draft
 from fivefold.importing.source import Document
+from fivefold.importing.tasks import Sign
 
 
 def merged(documents: Sequence[Document]) -> Document:
@@ -32,6 +33,8 @@ class Dialect:
     """Gives each key that it knows an entry in the draft, or a place in a role's plan."""
     defaults: Mapping[str, Any]
     """The framework's table of defaults: one for each key that its rules map."""
+    signs: Sequence[Sign] = ()
+    """Keys that tell that a source is not for reinforcement learning."""
     after_layout: Callable[[Draft], None] = nothing_after_layout
     """Gives the keys in `Draft.awaiting` their entries, once the devices of the role plans are known."""
     merge: Callable[[Sequence[Document]], Document] = merged

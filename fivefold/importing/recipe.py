@@ -29,6 +29,7 @@ from fivefold.importing.report import Report
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold.importing.shell.commands import OVERRIDE
 from fivefold.importing.source import Document, read_document, read_overrides, resolve
+from fivefold.importing.tasks import refuse_other_tasks
 from fivefold.importing.values import run_name
 from fivefold.layout.placement import place
 
@@ -131,14 +132,17 @@ def convert(
     """Return the recipe as nested keys, with `???` for values that the user has to give, and the report.
 
     Raises:
-        ValueError: a file cannot be read, or a value that other keys depend on cannot be converted.
+        ValueError: a file cannot be read or is not for reinforcement learning, or a value that other keys depend on
+            cannot be converted.
     """
     if not files and not overrides:
         raise ValueError("there is nothing to import; give YAML files, launch scripts or overrides as a.b=c")
     dialect = dialect_of(framework)
     documents = [read_document(file, environment) for file in files]
     source = dialect.merge([*documents, read_overrides(overrides)])
-    draft = Draft(resolve(source.values, environment), dialect.defaults, source.caveats)
+    values = resolve(source.values, environment)
+    refuse_other_tasks(framework, dialect.signs, values, source.program)
+    draft = Draft(values, dialect.defaults, source.caveats)
     dialect.convert(draft)
     lay_out(draft)
     dialect.after_layout(draft)

@@ -13,6 +13,7 @@ from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
 from fivefold.importing.rules import under
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
+from fivefold.importing.tasks import DISTILLATION, PREFERENCES, REWARD_MODEL, SFT, Sign
 from fivefold.importing.values import flag, number, positive, whole
 
 TRAINERS = ("fsdp", "megatron", "archon")
@@ -20,6 +21,18 @@ TRAINERS = ("fsdp", "megatron", "archon")
 TRAINER = re.compile(rf"\b(?:{'|'.join(TRAINERS)})\b")
 NO_BACKEND = re.compile(r"(?:[dtpce]\d+)+")
 """Degrees without a backend in front of them, such as `d4t2`."""
+
+
+SIGNS = (
+    Sign("train_dataset.type", SFT, ("sft",)),
+    Sign("train_dataset.type", PREFERENCES, ("dpo",)),
+    Sign("train_dataset.type", REWARD_MODEL, ("rw",)),
+    Sign("actor.is_critic", REWARD_MODEL),
+    Sign("model.path", SFT),
+    Sign("actor.self_distillation.*", DISTILLATION),
+    Sign("teacher.rl_loss_weight", DISTILLATION, ("0", "0.0")),
+)
+"""Keys of AReaL's other trainers; the first releases' fine-tuning has `model` in the place of `actor`."""
 
 
 def convert(draft: Draft) -> None:
@@ -292,4 +305,4 @@ def _evaluation(draft: Draft) -> None:
         draft.recipe["valid_dataset.split"] = "test"
 
 
-DIALECT = Dialect("AReaL", convert, RUN)
+DIALECT = Dialect("AReaL", convert, RUN, SIGNS)

@@ -20,6 +20,7 @@ from fivefold.importing.settings import (
     token_budget,
     warmup,
 )
+from fivefold.importing.tasks import DISTILLATION, PREFERENCES, SFT, Sign
 from fivefold.importing.values import KL_ESTIMATOR, flag, number, positive, whole
 
 STRATEGY = "strategy_args.strategy_name"
@@ -31,6 +32,18 @@ HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "st
 """The keys of a reward that say where it runs."""
 ANSWERS = "ground_truth"
 """The column that holds the answer in ROLL's rows."""
+
+
+SIGNS = (
+    Sign("sft_train.*", SFT),
+    *(Sign(key, PREFERENCES) for key in ("chosen_key", "rejected_key", "ipo")),
+    *(Sign(key, DISTILLATION) for key in ("student*", "teacher*", "distill_*", "opsd_mode", "is_pure_opd")),
+    *(
+        Sign("pipeline*", task, (name,))
+        for name, task in (("sft", SFT), ("dpo", PREFERENCES), ("distill", DISTILLATION))
+    ),
+)
+"""Keys of ROLL's other pipelines."""
 
 
 def convert(draft: Draft) -> None:
@@ -336,4 +349,4 @@ def _judges_with_a_model(draft: Draft, name: str) -> bool:
     return is_placed or "Judge" in str(draft.get(own + "worker_cls", "")) or any(draft.keys(own + s) for s in signs)
 
 
-DIALECT = Dialect("ROLL", convert, RUN, after_layout=count_updates)
+DIALECT = Dialect("ROLL", convert, RUN, SIGNS, after_layout=count_updates)

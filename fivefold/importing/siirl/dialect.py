@@ -8,6 +8,7 @@ from fivefold.importing.siirl.defaults import DECAY, TREE, WARMUP_STYLE
 from fivefold.importing.siirl.rules import RULES
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import ACTOR
+from fivefold.importing.verl.dialect import SIGNS
 
 
 def convert(draft: Draft) -> None:
@@ -21,4 +22,4 @@ def convert(draft: Draft) -> None:
     draft.apply(RULES)
 
 
-DIALECT = Dialect("siiRL", convert, TREE)
+DIALECT = Dialect("siiRL", convert, TREE, SIGNS)

@@ -17,6 +17,7 @@ from fivefold.importing.dialect import Dialect, merged
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
 from fivefold.importing.source import INTERPOLATION, Document
+from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, SFT, Sign
 from fivefold.importing.trinity.defaults import ENGINE, RUN, TASKS
 from fivefold.importing.trinity.rules import OLD_NAMES, RULES, TREE
 from fivefold.importing.values import KL_ESTIMATOR, number, positive, whole
@@ -29,6 +30,16 @@ CLIPPED = ("ppo", "grpo", "dapo", "rloo", "reinforceplusplus", "remax")
 """Algorithms that differ in their advantages only, and have PPO's clipped loss unless another is written."""
 GROUP_SIZES = {"ppo": 1, "dapo": 16}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
+
+
+SIGNS = (
+    Sign("algorithm.algorithm_type", SFT, ("sft",)),
+    Sign("algorithm.algorithm_type", PREFERENCES, ("dpo",)),
+    Sign("algorithm.algorithm_type", DISTILLATION, ("on_policy_distill",)),
+    Sign("algorithm.advantage_fn", DISTILLATION, ("on_policy_distill",)),
+    Sign("mode", EVALUATION, ("bench",)),
+)
+"""Algorithms and modes in which Trinity-RFT does other things than reinforcement learning."""
 
 
 def merge(documents: Sequence[Document]) -> Document:
@@ -290,4 +301,4 @@ def _files(draft: Draft) -> None:
     draft.unsupported(key, "that file was not read: give it after this one")
 
 
-DIALECT = Dialect("Trinity-RFT", convert, RUN, merge=merge)
+DIALECT = Dialect("Trinity-RFT", convert, RUN, SIGNS, merge=merge)
