@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from fivefold.config.limits import LARGEST
+
 T = TypeVar("T", int, str)
 
 DEFAULTS: Mapping[str, Any] = {
@@ -28,6 +30,10 @@ DEFAULTS: Mapping[str, Any] = {
     "use_sliding_window": False,
 }
 """Values that hold for every family, unless the family has its own."""
+
+
+MOST_LAYERS = 10_000
+"""Most layers of a model; a shape lists them."""
 
 
 class HFConfig:
@@ -75,10 +81,13 @@ class HFConfig:
         """Return `value`, which the file gives `key` somewhere inside, if it is a whole number of at least `least`.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: it is anything else, or larger than that of any model.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(f"config.json has {key}={value!r}; it must be a whole number of at least {least}")
+        most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
+        if value > most:
+            raise self.error(f"config.json has {key}={value}; it must be at most {most:,}")
         return value
 
     def number(self, key: str) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.paths import PACKAGE_PREFIX, resolve_model_path, user_path
+from fivefold.config.text_files import read_text
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.registry import find_family, trained_family
 from fivefold.families.shape import ModelShape
@@ -97,9 +98,10 @@ def _shipped(model: str) -> Path:
 
 
 def _parse(file: Path) -> dict[str, Any]:
+    text = read_text(file, str(file))
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a file that is not JSON, or lists within lists without end
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}; a model's configuration is an object")

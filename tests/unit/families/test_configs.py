@@ -190,6 +190,8 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("qwen3_moe", num_local_experts=8), "num_experts=6 and num_local_experts=8"),
         (raw("llama", num_hidden_layers="4"), "num_hidden_layers='4'"),
         (raw("llama", num_hidden_layers=0), "num_hidden_layers=0"),
+        (raw("llama", num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be at most 10,000"),
+        (raw("llama", hidden_size=10**30), "it must be at most 1,000,000,000"),
         (raw("llama", rms_norm_eps="tiny"), "rms_norm_eps='tiny'"),
         (raw("llama", tie_word_embeddings=1), "tie_word_embeddings=1"),
         (raw("qwen3_moe", mlp_only_layers=[[1]]), "it must be a list of whole numbers"),

@@ -90,7 +90,14 @@ def test_engines_refuse_a_family_that_can_only_be_planned(tmp_path: Path) -> Non
 def test_folders_without_a_usable_file_are_an_error(read: Callable[[Path], ModelShape], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         read(tmp_path)
-    for text, problem in (("{", "is not JSON"), ("[]", "holds a list"), (json.dumps({}), "model_type is None")):
-        (tmp_path / "config.json").write_text(text)
+    for text, problem in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth"),
+        (f'{{"a": {"1" * 5000}}}', "is not JSON: Exceeds the limit"),
+        ("\udcff", "is not a text in UTF-8"),
+        ("[]", "holds a list"),
+        (json.dumps({}), "model_type is None"),
+    ):
+        (tmp_path / "config.json").write_text(text, errors="surrogateescape")
         with pytest.raises(ValueError, match=problem):
             read(tmp_path)
