@@ -62,6 +62,26 @@ def test_strict_prints_the_report_and_writes_nothing(config: str, tmp_path: Path
     assert "- trainer.brand_new: " in message
 
 
+def test_a_problem_is_told_and_fails_only_with_strict(tmp_path: Path) -> None:
+    source, output = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    source.write_text(
+        "cluster: {n_nodes: 1, n_gpus_per_node: 8}\nrollout: {backend: 'sglang:d4'}\n"
+        "actor: {path: Qwen/Qwen3-8B, backend: 'megatron:d16', optimizer: {lr: 1e-6}}\ntrain_dataset: {path: a.jsonl}\n"
+    )
+    command = ["import", "--from", "areal", str(source), "-o", str(output)]
+    runner = CliRunner(env={"COLUMNS": "200"})
+    result = runner.invoke(app, [*command, "--json"])
+    assert (result.exit_code, output.exists()) == (0, True)
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert f"Problem: {problem}" in result.stderr
+    planned = runner.invoke(app, ["plan", str(output)])
+    assert problem in planned.stderr
+    output.unlink()
+    result = runner.invoke(app, [*command, "--strict"])
+    assert (result.exit_code, output.exists()) == (2, False)
+    assert f"- {problem}" in result.stderr
+
+
 def test_a_recipe_is_replaced_only_with_overwrite(config: str, tmp_path: Path) -> None:
     output = tmp_path / "recipe.yaml"
     output.write_text("mine\n")

@@ -89,6 +89,37 @@ def test_command_lines_override_a_recipe_as_they_stand(tmp_path: Path) -> None:
         assert (actor.dp, actor.pp, actor.tp, actor.cp, actor.ep, actor.etp) == (1, 4, 2, 2, 4, 1)
 
 
+def test_a_recipe_takes_four_of_areals_options_of_megatron(tmp_path: Path) -> None:
+    base = tmp_path / "recipe.yaml"
+    base.write_text("experiment_name: b\nactor: {path: m}\ntrain_dataset: {path: d.parquet}\n", encoding="utf-8")
+    taken = {
+        "use_deterministic_algorithms=true",
+        "virtual_pipeline_parallel_size=2",
+        "ddp.bucket_size=1000",
+        "ddp.overlap_grad_reduce=true",
+    }
+    others = {
+        *(f"{name}=true" for name in ("wrap_with_ddp", "async_save", "use_precision_aware_optimizer")),
+        *(f"ddp.{name}=true" for name in ("grad_reduce_in_fp32", "overlap_param_gather", "use_distributed_optimizer")),
+        *(f"{name}=float32" for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
+        *(
+            "recompute_granularity=full",
+            "recompute_method=uniform",
+            "recompute_num_layers=1",
+            "recompute_modules=[mlp]",
+        ),
+        *("moe_router_dtype=fp32", "moe_token_dispatcher_type=alltoall", "moe_permute_fusion=true"),
+        *("moe_shared_expert_overlap=true", "moe_enable_deepep=true", "bridge_type=mbridge"),
+    }
+    for option in taken | others:
+        try:
+            load_recipe(base, [f"actor.megatron.{option}"], TrainRecipe)
+        except RecipeError:
+            assert option in others
+        else:
+            assert option in taken
+
+
 def test_a_recipe_refuses_the_bridges_of_other_frameworks(tmp_path: Path) -> None:
     base = tmp_path / "recipe.yaml"
     base.write_text("experiment_name: b\nactor: {path: m}\ntrain_dataset: {path: d.parquet}\n", encoding="utf-8")
