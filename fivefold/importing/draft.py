@@ -169,7 +169,7 @@ class Draft:
         return self._settle(key, "mapped", to, "; ".join(filter(None, (note, caveat))))
 
     def _map_default(self, key: str, to: str, value: Any, note: str) -> None:
-        if to not in self.recipe and value == own_default(to):
+        if value == own_default(to):
             self.implied(key, "it is Fivefold's default too")
         elif self.recipe.setdefault(to, value) == value:
             self._settle(key, "mapped", to, note)

@@ -151,7 +151,7 @@ def convert(
     draft.notes[:0] = source.notes
     if unknown := draft.unknown_defaults:
         draft.notes.append(
-            f"{dialect.title}'s defaults are not known here, and Fivefold's hold, of {', '.join(unknown)}"
+            f"{dialect.title}'s defaults are not known here, so that Fivefold's hold: {', '.join(unknown)}"
         )
     draft.problems[:0] = source.problems
     to_give = _complete(draft, documents)
