@@ -1,7 +1,8 @@
 """The table of frameworks whose configurations can be imported.
 
-A framework is a word in `Framework` and a folder of that name with two modules: `dialect`, which offers a `DIALECT`
-(the framework's defaults, and the keys that need other keys to be converted), and `rules`, a table for all other keys.
+A framework is a word in `Framework` and a folder of that name with three modules: `dialect`, which offers a `DIALECT`
+(the keys that need other keys to be converted, and the signs of other tasks), `rules`, a table for all other keys, and
+`defaults`, a table of the framework's own defaults for the keys that are mapped.
 
 The command line reads this table for its help, so nothing else is imported until a dialect is asked for.
 """

@@ -24,6 +24,7 @@ from fivefold.importing.shell.commands import (
     program,
 )
 from fivefold.importing.shell.conditions import holds
+from fivefold.importing.shell.cursor import Cursor
 from fivefold.importing.shell.expand import Expander, Text, Variables
 from fivefold.importing.shell.words import REDIRECTIONS, Token, Word, tokenize
 
@@ -75,20 +76,19 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
     return reader.script
 
 
-class _Reader:
+class _Reader(Cursor):
     """Reads the statements once, in order.
 
     Statements in branches that are not taken are parsed with `live=False`, so that they have no effect.
     """
 
     def __init__(self, variables: Variables, script: Script) -> None:
+        super().__init__()
         self._variables = variables
         self._expander = Expander(variables)
         self.script = script
         self.exported: list[str] = []
         self._functions: dict[str, tuple[list[Token], int]] = {}
-        self._tokens: list[Token] = []
-        self._at = 0
         self._depth = 0
         self._n_commands = 0
 
@@ -112,31 +112,6 @@ class _Reader:
         return status
 
     # Statements
-
-    def _peek(self) -> Token | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
-
-    def _is_operator(self, *texts: str) -> bool:
-        token = self._peek()
-        return token is not None and token.kind == "operator" and token.text in texts
-
-    def _skip(self, *operators: str) -> None:
-        while (token := self._peek()) is not None and (token.kind == "newline" or self._is_operator(*operators)):
-            self._at += 1
-
-    def _keyword(self) -> str | None:
-        token = self._peek()
-        return None if token is None else token.bare
-
-    def _expect(self, *keywords: str, opened: Token) -> str:
-        self._skip(";")
-        found = self._keyword()
-        if found not in keywords:
-            expected = " or ".join(f"`{keyword}`" for keyword in keywords)
-            line = self._tokens[min(self._at, len(self._tokens) - 1)].line
-            raise ValueError(f"line {line}: {expected} is expected for the `{opened.bare}` of line {opened.line}")
-        self._at += 1
-        return found
 
     def _statements(self, *, live: bool, until: frozenset[str]) -> Status:
         status: Status = True
