@@ -72,7 +72,10 @@ class Verdict:
 
 def base_recipes(folder: Path) -> dict[str, Tree]:
     """Return the recipes that are changed, by name; those of other frameworks are imported into `folder`."""
-    trees = {path.stem: read_yaml(path.read_text(encoding="utf-8"), path.name) for path in (ROOT / "recipes").iterdir()}
+    trees = {
+        path.stem: read_yaml(path.read_text(encoding="utf-8"), path.name)
+        for path in sorted((ROOT / "recipes").iterdir())
+    }
     set_value(trees["smollm2-addition"], ["actor", "path"], "package:tiny-moe")
     for framework, file in IMPORTED.items():
         output = folder / f"{framework}.yaml"
