@@ -9,6 +9,7 @@ from importlib.resources.abc import Traversable
 from itertools import islice
 from pathlib import Path
 
+from fivefold.config.paths import user_path
 from fivefold.config.schema import RowsConfig
 from fivefold.data.files import READERS, Row, read_file
 
@@ -70,7 +71,7 @@ def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
 
 
 def _iterate(config: RowsConfig) -> Iterator[Row]:
-    local = Path(config.path).expanduser()
+    local = user_path(config.path)
     if config.path.startswith(_PACKAGE):
         with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
             yield from read_file(file)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import TrainRecipe
 from fivefold.families.check import replica_problems, server_problems
@@ -41,6 +40,6 @@ def _shape(model: str) -> ModelShape | None:
     try:
         return find_shape(model)
     except ValueError:
-        if Path(model).expanduser().exists():
+        if user_path(model).exists():
             raise
         return None

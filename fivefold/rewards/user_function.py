@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fivefold.config.paths import user_path
 from fivefold.rewards.failure import explaining
 
 _NO_NUMBER: Mapping[str, Callable[[object], bool]] = {
@@ -82,7 +83,7 @@ def _load_module(name: str, module_name: str) -> ModuleType:
 
 
 def _load_file(name: str, path: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
+    file = user_path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(
             f"reward.fn={name!r}: there is no Python file {file}: give the path of a file that ends in .py"
