@@ -77,5 +77,5 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_place(
 
 
 def test_a_home_folder_that_does_not_exist_is_told() -> None:
-    with pytest.raises(ValueError, match="~no-such-user/rows.jsonl: there is no home folder"):
+    with pytest.raises(ValueError, match=r"~no-such-user/rows\.jsonl: there is no home folder"):
         load_rows(DatasetConfig(path="~no-such-user/rows.jsonl"))
