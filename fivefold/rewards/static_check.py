@@ -118,12 +118,12 @@ def _find(module: str) -> ModuleSpec | None:
     if not all(part.isidentifier() for part in (first, *rest)):
         return None
     spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, [str(Path.cwd())])
-    path = first
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        path = f"{path}.{part}"
-        spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
+        # By its last name alone: under its whole name, a folder without __init__.py looks for its parent among the
+        # modules that are imported already.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
 

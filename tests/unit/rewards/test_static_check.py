@@ -120,3 +120,10 @@ def test_no_code_of_the_user_is_run(write_module: Write) -> None:
     before = (set(sys.modules), list(sys.path))
     assert list(reward_problems(RewardConfig(fn="loud.inner:plain"))) == []
     assert (set(sys.modules), list(sys.path)) == before
+
+
+def test_modules_in_folders_without_init_files_are_found(write_module: Write) -> None:
+    write_module("outer/middle/inner.py", PLAIN)
+    assert not list(reward_problems(RewardConfig(fn="outer.middle.inner:plain")))
+    (problem,) = reward_problems(RewardConfig(fn="outer.middle.other:plain"))
+    assert "no module 'outer.middle.other'" in problem
