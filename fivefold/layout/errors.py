@@ -35,7 +35,7 @@ class AllocationError(ValueError):
 
     def __init__(self, rule: str, fix: str, text: str, position: int) -> None:
         line = "".join(character if character.isprintable() else " " for character in text)
-        # Of a text that is too long for a line, a part around the fault is shown.
+        # A text that is too long for a line is cut to the part around the fault.
         start = max(0, position - WIDTH // 2) if len(line) > WIDTH else 0
         before, after = "... " * (start > 0), " ..." * (start + WIDTH < len(line))
         shown = f"{before}{line[start : start + WIDTH]}{after}"

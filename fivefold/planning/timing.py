@@ -117,7 +117,7 @@ def step_time(
     slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)
     data_parallel = sum(item.seconds(gpu) for item in traffic if item.dimension in ("dp", "edp"))
-    # Of each parameter, 4 bytes of gradient and `element_bytes` of weight travel. The gradients are reduced while the
+    # Each parameter sends 4 bytes of gradient and `element_bytes` of weight. The gradients are reduced while the
     # backward pass of the last micro-batch runs.
     gradients = data_parallel * 4 / (4 + work.element_bytes)
     hidden = min(gradients, slowest.layers * 2 / 3)

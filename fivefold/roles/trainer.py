@@ -20,6 +20,7 @@ from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import WorkerGroup
 from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.engine.contract import TrainingEngine
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
@@ -115,7 +116,7 @@ class TrainerWorker:
             torch.cuda.set_device(0)  # the only device that this process sees
             backend = "nccl"
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
-        self._engine = MegatronEngine(
+        self._engine: TrainingEngine = MegatronEngine(
             spec.model,
             spec.layout,
             seed=spec.seed,
@@ -124,7 +125,7 @@ class TrainerWorker:
             timeout_s=spec.timeout_s,
         )
         self._tokenizer = spec.tokenizer
-        self._reference = (
+        self._reference: TrainingEngine | None = (
             MegatronEngine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
         )
 
