@@ -1,11 +1,12 @@
 """How one Megatron parameter and its Hugging Face tensors turn into each other.
 
-    Hugging Face file ──fill: this rank's slices──> parameter (a shard)
+    Hugging Face tensors <──pieces: rectangles of this rank──> parameter (a shard)
     Hugging Face tensors <──merge── [n, *local shape] <──all-gather── parameter (a shard)
 
 A mapping knows names, shapes and slices; it never communicates. `domain` says over which ranks the shards of a
 parameter are spread: `replicated` (one shard), `tensor` (n = tp, in rank order), or `expert` (n = ep * etp, ep
-outermost). Whatever has a parameter's shape can be merged: weights, gradients, an optimizer's moments.
+outermost). Whatever has a parameter's shape has its pieces and can be merged: weights, gradients, an optimizer's
+moments.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import ClassVar, Literal, Protocol
 from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.pieces import Piece
 
 Shape = tuple[int, ...]
 Domain = Literal["replicated", "tensor", "expert"]
@@ -65,9 +67,15 @@ def _share(total: int, parts: int, what: str) -> int:
     return total // parts
 
 
-def _shard(total: int, rank: int, size: int) -> slice:
-    width = total // size
-    return slice(rank * width, (rank + 1) * width)
+def _rows(name: str, shape: Shape, first: int, count: int, start: int = 0) -> Piece:
+    """Return the piece that is `count` rows of a tensor, from row `first` on."""
+    return Piece(name, shape, (first, *(0 for _ in shape[1:])), (count, *shape[1:]), start)
+
+
+def _columns(name: str, shape: tuple[int, int], rank: int, size: int, start: int = 0) -> Piece:
+    """Return the piece that is the columns of rank `rank` of `size`."""
+    width = shape[1] // size
+    return Piece(name, shape, (0, rank * width), (shape[0], width), start)
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,28 @@ class WeightMapping(ABC):
         """
 
     @abstractmethod
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        """Yield the pieces of this rank's shard in the order in which they lie in it; padding is in none of them."""
+
+    def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        """Yield the pieces that this rank stores. Those of all ranks that shard a parameter tile its tensors once."""
+        yield from self.pieces(groups)
+
     def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        """Copy this rank's slices into `parameter` ([local_shape]), converting to its dtype."""
+        """Copy this rank's pieces into `parameter` ([local_shape]), converting to its dtype; padding becomes zero."""
+        by_name: dict[str, list[Piece]] = {}
+        covered = 0
+        for piece in self.pieces(groups):
+            by_name.setdefault(piece.name, []).append(piece)
+            parameter.view(-1)[covered : piece.start].zero_()
+            covered = piece.end
+        parameter.view(-1)[covered:].zero_()
+        for name, pieces in by_name.items():
+            # One read for all pieces of a tensor, because random weights draw the whole tensor at each read.
+            first, last = pieces[0].offsets[0], pieces[-1].offsets[0] + pieces[-1].sizes[0]
+            rows = reader.read(name, slice(first, last), *pieces[0].index[1:])
+            for piece in pieces:
+                piece.view(parameter).copy_(rows[piece.offsets[0] - first :][: piece.sizes[0]])
 
     @abstractmethod
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -126,8 +154,12 @@ class Replicated(WeightMapping):
     def local_shape(self, groups: ShardGroups) -> Shape:
         return self.shape
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        parameter.copy_(reader.read(self.hf))
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        yield _rows(self.hf, self.shape, 0, self.shape[0])
+
+    def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        if groups.tp_rank == 0:
+            yield from self.pieces(groups)
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards[0]
@@ -148,8 +180,8 @@ class Row(WeightMapping):
     def local_shape(self, groups: ShardGroups) -> Shape:
         return (self.shape[0], _share(self.shape[1], groups.tp_size, self.megatron))
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        parameter.copy_(reader.read(self.hf, slice(None), _shard(self.shape[1], groups.tp_rank, groups.tp_size)))
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        yield _columns(self.hf, self.shape, groups.tp_rank, groups.tp_size)
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards.movedim(0, 1).flatten(1)
@@ -170,13 +202,11 @@ class VocabParallel(WeightMapping):
     def local_shape(self, groups: ShardGroups) -> Shape:
         return (padded_vocab(self.shape[0], groups.tp_size) // groups.tp_size, self.shape[1])
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        width = parameter.shape[0]
-        start = min(groups.tp_rank * width, self.shape[0])
-        end = min(start + width, self.shape[0])
-        if end > start:
-            parameter[: end - start].copy_(reader.read(self.hf, slice(start, end)))
-        parameter[end - start :].zero_()
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        width, _ = self.local_shape(groups)
+        first = groups.tp_rank * width
+        if first < self.shape[0]:
+            yield _rows(self.hf, self.shape, first, min(width, self.shape[0] - first))
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards.flatten(0, 1)[: self.shape[0]]
@@ -194,6 +224,9 @@ class TiedOutput(VocabParallel):
 
     def sources(self) -> Collection[str]:
         return (self.hf,)
+
+    def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        yield from ()
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from ()
@@ -229,11 +262,15 @@ class QKV(WeightMapping):
         kv_heads = _share(self.n_kv_heads, groups.tp_size, f"{self.megatron}: key/value heads")
         return (kv_heads * (self._queries + 2) * self.head_dim, *self.features)
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        grouped = parameter.view(-1, self._queries + 2, self.head_dim, *self.features)
-        parts = (grouped[:, : self._queries], grouped[:, self._queries], grouped[:, self._queries + 1])
-        for (name, shape), part in zip(self.hf_shapes().items(), parts, strict=True):
-            part.copy_(reader.read(name, _shard(shape[0], groups.tp_rank, groups.tp_size)).view(part.shape))
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        kv_heads = self.n_kv_heads // groups.tp_size
+        start = 0
+        for group in range(groups.tp_rank * kv_heads, (groups.tp_rank + 1) * kv_heads):
+            for (name, shape), heads in zip(self.hf_shapes().items(), (self._queries, 1, 1), strict=True):
+                rows = heads * self.head_dim
+                piece = _rows(name, shape, group * rows, rows, start)
+                yield piece
+                start = piece.end
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         grouped = shards.reshape(self.n_kv_heads, self._queries + 2, self.head_dim, *self.features)
@@ -259,10 +296,10 @@ class GatedMLP(WeightMapping):
     def local_shape(self, groups: ShardGroups) -> Shape:
         return (2 * _share(self.shape[0], groups.tp_size, self.megatron), self.shape[1])
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        rows = _shard(self.shape[0], groups.tp_rank, groups.tp_size)
-        for name, half in zip((self.gate, self.up), parameter.chunk(2), strict=True):
-            half.copy_(reader.read(name, rows))
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        rows = self.shape[0] // groups.tp_size
+        for name, start in ((self.gate, 0), (self.up, rows * self.shape[1])):
+            yield _rows(name, self.shape, groups.tp_rank * rows, rows, start)
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         halves = shards.view(len(shards), 2, -1, self.shape[1])
@@ -294,12 +331,15 @@ class ExpertGatedMLP(WeightMapping):
         rows = _share(self.shape[0], groups.etp_size, f"{self.megatron}: expert ffn hidden")
         return (experts, 2 * rows, self.shape[1])
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        rows = _shard(self.shape[0], groups.etp_rank, groups.etp_size)
-        first = groups.ep_rank * parameter.shape[0]
-        for expert, fused in enumerate(parameter, start=first):
-            for pattern, half in zip((self.gate, self.up), fused.chunk(2), strict=True):
-                half.copy_(reader.read(pattern.format(expert=expert), rows))
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        experts, rows = self.n_experts // groups.ep_size, self.shape[0] // groups.etp_size
+        start = 0
+        for expert in range(groups.ep_rank * experts, (groups.ep_rank + 1) * experts):
+            for pattern in (self.gate, self.up):
+                name = pattern.format(expert=expert)
+                piece = _rows(name, self.shape, groups.etp_rank * rows, rows, start)
+                yield piece
+                start = piece.end
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         for expert, fused in enumerate(_by_expert(shards, self.n_experts)):
@@ -327,11 +367,14 @@ class ExpertRow(WeightMapping):
         columns = _share(self.shape[1], groups.etp_size, f"{self.megatron}: expert ffn hidden")
         return (experts, self.shape[0], columns)
 
-    def fill(self, parameter: Tensor, reader: TensorReader, groups: ShardGroups) -> None:
-        columns = _shard(self.shape[1], groups.etp_rank, groups.etp_size)
-        first = groups.ep_rank * parameter.shape[0]
-        for expert, weight in enumerate(parameter, start=first):
-            weight.copy_(reader.read(self.down.format(expert=expert), slice(None), columns))
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        experts = self.n_experts // groups.ep_size
+        start = 0
+        for expert in range(groups.ep_rank * experts, (groups.ep_rank + 1) * experts):
+            name = self.down.format(expert=expert)
+            piece = _columns(name, self.shape, groups.etp_rank, groups.etp_size, start)
+            yield piece
+            start = piece.end
 
     def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         for expert, weight in enumerate(_by_expert(shards, self.n_experts)):
