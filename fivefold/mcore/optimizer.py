@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,33 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from fivefold.config.schema import OptimizerConfig
 from fivefold.types import StepResult
+
+StateKind = Literal["param", "exp_avg", "exp_avg_sq"]
+STATE_KINDS: tuple[StateKind, ...] = ("param", "exp_avg", "exp_avg_sq")
+"""Kinds of optimizer state: float32 master weights, and Adam's first and second moments."""
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """This rank's part of one parameter's optimizer state: elements `start` to `end` of the flattened parameter."""
+
+    name: str
+    """Name of the parameter, as in `MegatronEngine.parameters`."""
+    parameter: torch.nn.Parameter
+    """The whole parameter of this rank."""
+    start: int
+    """First element of the slice, in the flattened parameter."""
+    end: int
+    """Element behind the slice."""
+    stored: Mapping[StateKind, torch.Tensor]
+
+    def get(self, kind: StateKind) -> torch.Tensor:
+        """Return the state as float32 [end - start], which must not be changed in place."""
+        return self.stored[kind]
+
+    def set(self, kind: StateKind, values: torch.Tensor) -> None:
+        """Replace the state by `values`, floating [end - start]."""
+        self.stored[kind].copy_(values)
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -84,6 +113,39 @@ class Optimizer:
         self.updates += 1
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
+
+    def slices(self) -> Iterator[StateSlice]:
+        """Yield this rank's slice of every parameter of which it holds optimizer state.
+
+        After all slices were set, set `updates` and `steps`, then call `finish_loading`.
+        """
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        for part in self.megatron.chained_optimizers:
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][order]
+                state = part.optimizer.state[main]
+                if not state:
+                    state |= {
+                        "step": torch.zeros((), dtype=torch.float32, device=main.device),
+                        "exp_avg": torch.zeros_like(main.data),
+                        "exp_avg_sq": torch.zeros_like(main.data),
+                    }
+                where = part._get_model_param_range_map(parameter)["param"]
+                stored = {"param": main.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+                yield StateSlice(names[parameter], parameter, where.start, where.end, stored)
+
+    def finish_loading(self) -> None:
+        """Take over `updates`, and bring the weights of all ranks in line with the slices that were set.
+
+        All ranks of the model call it together.
+        """
+        for part in self.megatron.chained_optimizers:
+            for state in part.optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(self.updates)
+            part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync()
 
     def zero_grad(self) -> None:
         """Clear all accumulated gradients."""
