@@ -1,11 +1,17 @@
-"""Signals: the first Ctrl-C or SIGTERM ends the run in order, the second at once; SIGCHLD is not ignored."""
+"""Signals: the first Ctrl-C or SIGTERM ends the run in order, the second at once; SIGCHLD is not ignored.
+
+set-up          the first raises KeyboardInterrupt
+training loop   the first asks for the end, and the loop ends after the step in progress
+anywhere        the second kills this process and its children
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -31,6 +37,43 @@ def interruptible() -> Iterator[None]:
     # another import.
     import psutil  # noqa: F401
 
+    def end() -> None:
+        _tell("Interrupted: ending all processes. Once more ends them without waiting.")
+        raise KeyboardInterrupt
+
+    with _handling(end):
+        yield
+
+
+class EndRequest:
+    """Whether the run has been asked to end."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+
+@contextmanager
+def ending_after_a_step() -> Iterator[EndRequest]:
+    """Inside the block, the first SIGINT or SIGTERM makes the request; the next kills this process and its children.
+
+    Only the main thread can handle signals; in another thread the block changes nothing.
+    """
+    request = EndRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def ask() -> None:
+        request.made = True
+        _tell("Asked to end: the run saves and ends after this step. Once more ends it at once.")
+
+    with _handling(ask):
+        yield request
+
+
+@contextmanager
+def _handling(first: Callable[[], None]) -> Iterator[None]:
+    """Call `first` at the first SIGINT or SIGTERM inside the block; the next kills this process and its children."""
     count = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -38,9 +81,7 @@ def interruptible() -> Iterator[None]:
         count += 1
         if count > 1:
             _end_at_once()
-        # print is not reentrant, and the signal may come in the middle of one.
-        os.write(sys.stderr.fileno(), b"\nInterrupted: ending all processes. Once more ends them without waiting.\n")
-        raise KeyboardInterrupt
+        first()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -48,6 +89,11 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _tell(words: str) -> None:
+    # print is not reentrant, and the signal may come in the middle of one.
+    os.write(sys.stderr.fileno(), f"\n{words}\n".encode())
 
 
 def _end_at_once() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult
+from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult, WriteFailed
 from fivefold.sync.offer import WeightOffer
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import WrittenPart
 
 
 class Actor:
@@ -37,6 +41,27 @@ class Actor:
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
         self._trainer.group.call_first(TrainerWorker.save, folder)
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+        return sum(self._trainer.group.call(TrainerWorker.snapshot, folder))
+
+    def write_snapshot(self) -> list[WrittenPart]:
+        """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
+
+        Raises:
+            OSError: some rank could not write.
+        """
+        results = self._trainer.group.control(TrainerWorker.write_snapshot)
+        failures = [result for result in results if isinstance(result, WriteFailed)]
+        if failures:
+            first = failures[0]
+            raise OSError(f"{first.reason} (actor rank {first.rank} on {first.host})")
+        return [result for result in results if not isinstance(result, WriteFailed)]
+
+    def load_state(self, folder: Path) -> None:
+        """Load the training state that was written below `folder`, on this layout or any other."""
+        self._trainer.group.call(TrainerWorker.load_state, folder)
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""

@@ -6,11 +6,12 @@ rank     TrainerWorker: a training engine, and the reference model beside it whe
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.remote_batch import Piece, RemoteBatch, ShareOrder, assemble
 from fivefold.sync.buckets import Bucket, pack
 from fivefold.types import Columns
+
+if TYPE_CHECKING:
+    from fivefold.engine.contract import Snapshot
+    from fivefold.engine.state_store import WrittenPart
 
 BUCKET_BYTES = 128 * 2**20
 """Most bytes of a bucket in which weights travel to the rollout engines."""
@@ -63,6 +68,15 @@ class UpdateResult:
     """Whether no weight was changed, because the gradient was not finite."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient was not finite, if the step was skipped."""
+
+
+@dataclass(frozen=True)
+class WriteFailed:
+    """A rank could not write its part of a snapshot."""
+
+    rank: int
+    host: str
+    reason: str
 
 
 class Trainer:
@@ -125,6 +139,7 @@ class TrainerWorker:
             timeout_s=spec.timeout_s,
         )
         self._tokenizer = spec.tokenizer
+        self._snapshot: Snapshot | None = None
         self._reference: TrainingEngine | None = (
             MegatronEngine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
         )
@@ -181,6 +196,34 @@ class TrainerWorker:
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
         self._engine.save_hf(folder, self._tokenizer)
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy this rank's training state to host memory, for `write_snapshot` to write it below `folder`.
+
+        Returns:
+            The number of its bytes.
+        """
+        self._snapshot = self._engine.snapshot(folder)
+        return self._snapshot.n_bytes
+
+    def write_snapshot(self) -> WrittenPart | WriteFailed:
+        """Write the files of the last snapshot; it runs beside other methods, and may be repeated after a failure.
+
+        A failure of the file system is a result, because an exception would end the run at once.
+
+        Raises:
+            ValueError: there is no snapshot.
+        """
+        if self._snapshot is None:
+            raise ValueError("there is nothing to write: take a snapshot first")
+        try:
+            return self._snapshot.write()
+        except OSError as error:
+            return WriteFailed(dist.get_rank(), socket.gethostname(), str(error))
+
+    def load_state(self, folder: Path) -> None:
+        """Load the training state below `folder`, in place of the model's weights."""
+        self._engine.load(folder)
 
     def release_cache(self) -> None:
         """Release cached device memory, for the role that shares the device."""
