@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from fivefold.config.limits import LARGEST
 from fivefold.config.problems import section_of
-from fivefold.config.schema import RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema import Duration, RunConfig, SFTRecipe, TrainRecipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 INTRODUCTION = f"""\
@@ -75,6 +75,8 @@ def _values(field: FieldInfo) -> str:
 def _kind(annotation: Any) -> tuple[str, list[str]]:
     """Return a type in words, and the bounds that its annotation holds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation == Duration:
+        return "seconds or a text such as `3h55m`", ["> 0"]
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments), []
     if origin in (Union, types.UnionType):

@@ -6,10 +6,11 @@ model's shape or the layout are in `fivefold.families.check`. `docs/recipe.md` i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fivefold.config.duration import parse_duration
 from fivefold.config.limits import LARGEST, LARGEST_SEED, MOST_DEVICES, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\s][^\x00-\x1f\x7f]*$"
@@ -25,6 +26,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 PathText = Annotated[str, Field(pattern=ONE_LINE)]
 DeviceList = str | list[NonNegative]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=MOST_SECONDS)]
+"""A time in seconds; a recipe may write it as a text such as `3h55m`."""
 
 
 class Section(BaseModel):
@@ -362,10 +365,18 @@ class RewardConfig(Section):
 
 
 class PeriodicConfig(Section):
-    """An action that is done every so many steps, and always after the last one."""
+    """An action that is done now and then, and always after the last step.
+
+    The frequencies do not exclude each other: the action is due as soon as one of them says so.
+    """
 
     freq_steps: Positive | None = None
-    """Number of steps from one time to the next; null: only after the last step."""
+    """Number of steps from one time to the next; null: steps are not counted."""
+    freq_epochs: Passes | None = None
+    """Number of passes over the data set from one time to the next; null: passes are not counted."""
+    freq_secs: Duration | None = None
+    """Time since the start or the last time, in seconds or as `15m`, after which the end of a step is the next time;
+    null: time is not measured."""
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether to do it after step `step`, counted from 1, of `total_steps`."""
@@ -397,7 +408,46 @@ class EvaluatorConfig(PeriodicConfig):
 
 
 class SaverConfig(PeriodicConfig):
-    """When the weights are saved. Each time replaces the one before, so an interrupted run leaves the last weights."""
+    """When the weights are saved as a Hugging Face folder, besides after the last step."""
+
+    max_to_keep: Positive | None = 1
+    """1: each time replaces `weights/`. Otherwise, each time has a folder of its own, such as `weights/step-000010/`,
+    of which this many of the newest are kept; null: all are."""
+
+
+class RecoverConfig(PeriodicConfig):
+    """Checkpoints of the whole run, from which the same command goes on after an interruption (docs/recovery.md).
+
+    A checkpoint is written after the last step too, and when the run is interrupted by Ctrl-C or SIGTERM.
+    """
+
+    mode: PathText = "auto"
+    """`auto`: go on from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
+    and read none. Otherwise: the folder of a checkpoint, or of a run whose newest checkpoint is meant, to start from.
+    """
+    freq_secs: Duration | None = 900.0
+    """Time since the start or the last checkpoint, in seconds or as `15m`, after which the end of a step is the next
+    time; null: time is not measured."""
+    max_to_keep: Positive = 2
+    """Number of the newest checkpoints that are kept; older ones are deleted once a newer one is complete."""
+    keep_best: Annotated[str, Field(pattern=ONE_LINE)] | None = None
+    """Name of a metric, such as `eval/accuracy`: the checkpoint with its largest value is kept as well; null: only the
+    newest are kept."""
+    verify: bool = True
+    """Compare the checksum of every file before a run goes on from a checkpoint; false: compare only the sizes."""
+    write_attempts: Annotated[int, Field(ge=1, le=100)] = 2
+    """Number of attempts at writing a checkpoint, after which a run that cannot write one ends with an error."""
+    save_before: Duration | None = None
+    """Time since the start of the command, such as `3h55m`, before which the run writes a checkpoint and exits with
+    code 130, for queues with a time limit; null: there is no limit."""
+    accept_changes: list[Annotated[str, Field(pattern=ONE_LINE)]] = []
+    """Keys or sections of the recipe that may differ from the checkpoint's although they decide what the run is, such
+    as `[train_dataset, seed]`."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.mode != "disabled"
 
 
 class StatsConfig(Section):
@@ -436,6 +486,27 @@ class RunConfig(Section):
     """Number of training steps; null: as many as `total_train_epochs` take."""
     stats: StatsConfig = StatsConfig()
     saver: SaverConfig = SaverConfig()
+    recover: RecoverConfig = RecoverConfig()
+
+    @model_validator(mode="after")
+    def _check_accepted_changes(self) -> RunConfig:
+        for key in self.recover.accept_changes:
+            if not _is_key(type(self), key):
+                raise ValueError(
+                    f"recover.accept_changes has {key!r}, which is no key of this recipe: name a key such as "
+                    "train_dataset.path, or a section such as train_dataset"
+                )
+        return self
+
+
+def _is_key(schema: type[BaseModel], key: str) -> bool:
+    """Return whether a dotted key is a section or a value of `schema`."""
+    name, _, inner = key.partition(".")
+    field = schema.model_fields.get(name)
+    if field is None or not inner:
+        return field is not None
+    sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+    return any(issubclass(kind, BaseModel) and _is_key(kind, inner) for kind in sections)
 
 
 class TrainRecipe(RunConfig):
@@ -468,6 +539,12 @@ class TrainRecipe(RunConfig):
         if self.valid_dataset is None and self.evaluator != EvaluatorConfig():
             raise ValueError(
                 "the evaluator section has no effect without held-out prompts: set valid_dataset.path, or drop it"
+            )
+        best = self.recover.keep_best
+        if self.valid_dataset is None and best is not None and best.startswith("eval/"):
+            raise ValueError(
+                f"recover.keep_best={best} is measured on held-out prompts: set valid_dataset.path, or name a metric "
+                "of the training steps, such as reward/mean"
             )
         return self
 
