@@ -1,20 +1,30 @@
-"""Writes a stream of tensors as a Hugging Face model folder, whole or not at all."""
+"""Writes a stream of tensors as a Hugging Face model folder, whole or not at all.
+
+    plan ──> folder beside the target, with empty weight files ──> weights ──> configs, tokenizer ──> target
+
+`HFFolder` is everything but the weights; `hf_saver` fills the weight files from several ranks.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from fivefold.bridge import folder_swap
+from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.bridge.weight_files import INDEX_FILE, SINGLE_FILE
+from fivefold.bridge.shard_files import ShardFiles
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
+from fivefold.families.read import load_shape
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -34,83 +44,165 @@ def save_hf(
     weights: Iterable[tuple[str, Tensor]],
     config_source: str | Path,
     *,
+    tensors: Mapping[str, TensorSpec] | None = None,
     tokenizer_source: str | Path | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `weights` as safetensors shards, with a config and a tokenizer.
 
     The config's dtype becomes that of the weights (of most elements, if they differ). Everything is written to a
-    folder beside `folder`, which takes its place at the end; an earlier `folder` is replaced.
+    folder beside `folder`, which takes its place at the end; an earlier `folder` is replaced. The bytes do not depend
+    on the order of `weights`, of which one tensor is held at a time.
 
     Args:
         folder: the model folder to write.
-        weights: names and full tensors, consumed one shard at a time.
+        weights: names and full tensors.
         config_source: folder or hub name of the model whose config is written.
+        tensors: dtypes and shapes of all weights, in the order in which they lie in the files; None for those of the
+            model that the config describes, in the dtype of the first tensor.
         tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
         max_shard_bytes: most bytes of a file, unless a single tensor is larger.
 
     Raises:
-        ValueError: no weights, or a source that is no model folder.
+        ValueError: weights that are not those of `tensors`, a source that is no model folder, or a `folder` that is a
+            file.
+        OSError: the disk is full, or the file system refuses to write.
     """
-    target = Path(folder).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
-        dtypes = _write_shards(partial, weights, max_shard_bytes)
-        source = resolve_model_folder(config_source)
-        _copy_configs(partial, source, dtypes.most_common(1)[0][0])
-        _copy_tokenizer(partial, source if tokenizer_source is None else resolve_model_folder(tokenizer_source))
-        _swap(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    source = resolve_model_folder(config_source)
+    if tensors is None:
+        tensors, weights = _described(source, weights)
+    new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), source, tokenizer_source)
+    with new.begun(), ShardFiles(new.partial, new.plan) as files:
+        for name, tensor in _once_each(weights, tensors):
+            files.write(name, tensor)
+        files.sync()
+        new.finish()
 
 
-def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Counter[torch.dtype]:
-    """Write the weight files and their index, and return the number of elements of each dtype."""
-    shards: list[list[str]] = []
-    elements: Counter[torch.dtype] = Counter()
-    total_bytes = 0
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
+class HFFolder:
+    """A model folder that is written beside its final place, by one process but for the weights."""
 
-    def flush() -> None:
-        nonlocal shard, shard_bytes
-        save_file(shard, folder / _numbered(len(shards) + 1), metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard, shard_bytes = {}, 0
+    def __init__(
+        self, folder: str | Path, plan: ShardPlan, config_source: Path, tokenizer_source: str | Path | None
+    ) -> None:
+        """Describe the folder; nothing is written.
 
-    for name, tensor in weights:
-        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-        # A copy: safetensors refuses tensors that share storage, and a view would keep a whole buffer alive.
-        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        shard_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-        elements[tensor.dtype] += tensor.numel()
-    if not shard:
+        Args:
+            folder: where it is to be in the end. If that is a symbolic link, what it points to is replaced.
+            plan: the weight files.
+            config_source: folder of the model whose config is written.
+            tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
+        """
+        self.plan = plan
+        self.target = Path(os.path.realpath(folder))
+        self._source = config_source
+        self._tokenizer_source = config_source if tokenizer_source is None else tokenizer_source
+
+    @property
+    def partial(self) -> Path:
+        """The folder while it is written."""
+        return folder_swap.partial_of(self.target)
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Inside the block, the partial folder is there, with weight files that have headers and no data yet.
+
+        If the block does not get to `finish`, the partial folder is removed, and an earlier folder stays as it is.
+
+        Raises:
+            ValueError: something that is no folder stands at the target, or the source has no config.
+            OSError: there is too little room, or the folder cannot be written.
+        """
+        self.begin()
+        try:
+            yield
+        finally:
+            self.discard()
+
+    def begin(self) -> None:
+        """Make the partial folder and the weight files, which have headers and no data yet; see `begun`."""
+        if self.target.exists() and not self.target.is_dir():
+            raise ValueError(f"{self.target} is a file, and a model is a folder: give another path, or remove the file")
+        if not (self._source / "config.json").is_file():
+            raise ValueError(f"{self._source} holds no config.json; config_source must be a Hugging Face model folder")
+        resolve_model_folder(self._tokenizer_source)  # a tokenizer that is not there is an error before any writing
+        folder_swap.begin(self.target)
+        try:
+            _require_room(self.partial, self.plan.file_bytes)
+            with ShardFiles(self.partial, self.plan) as files:
+                files.create()
+                files.sync()
+        except BaseException:
+            self.discard()
+            raise
+
+    def finish(self) -> None:
+        """Add the other files, and put the folder in its place. All weights must be on the disk."""
+        if (index := self.plan.index()) is not None:
+            name, text = index
+            (self.partial / name).write_text(text)
+        _copy_configs(self.partial, self._source, self.plan.main_dtype)
+        _copy_tokenizer(self.partial, resolve_model_folder(self._tokenizer_source))
+        weight_files = {file.name for file in self.plan.files}
+        for file in self.partial.iterdir():
+            if file.name not in weight_files:
+                folder_swap.sync(file)
+        folder_swap.commit(self.target)
+
+    def discard(self) -> None:
+        """Remove the partial folder, if it is still there."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _described(
+    source: Path, weights: Iterable[tuple[str, Tensor]]
+) -> tuple[dict[str, TensorSpec], Iterable[tuple[str, Tensor]]]:
+    """Return the tensors of the model that a config describes, in the dtype of the first weight, and the weights."""
+    weights = iter(weights)
+    first = next(weights, None)
+    if first is None:
         raise ValueError("save_hf got no weights: the iterator was empty, perhaps because it had been consumed before")
-    flush()
-    _name_shards(folder, shards, total_bytes)
-    return elements
+    tensors = {name: TensorSpec(first[1].dtype, shape) for name, shape in expected_tensors(load_shape(source)).items()}
+    return tensors, chain([first], weights)
 
 
-def _numbered(number: int, count: int | None = None) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors" if count else f"model-{number:05d}.safetensors"
+def _once_each(
+    weights: Iterable[tuple[str, Tensor]], tensors: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `weights`.
+
+    Raises:
+        ValueError: one has another shape or dtype than planned, is unknown or comes twice, or some never come.
+    """
+    missing = dict.fromkeys(tensors)
+    for name, tensor in weights:
+        if name not in missing:
+            problem = "comes a second time" if name in tensors else "is not a tensor of the model"
+            raise ValueError(f"{name} {problem}: a model folder holds each of its {len(tensors)} tensors once")
+        if TensorSpec.of(tensor) != tensors[name]:
+            raise ValueError(f"{name} is {TensorSpec.of(tensor)}, and the model has {tensors[name]}")
+        del missing[name]
+        yield name, tensor
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(tensors)} tensors of the model are missing, among them {next(iter(missing))}: "
+            "the weights ended early, perhaps because the iterator had been consumed before"
+        )
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Give the files their final names, which hold their number, and write the index."""
-    if len(shards) == 1:
-        (folder / _numbered(1)).rename(folder / SINGLE_FILE)
-        return
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        file = _numbered(number, len(shards))
-        (folder / _numbered(number)).rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+def _require_room(folder: Path, n_bytes: int) -> None:
+    """Check that a file system has room; one that gives its size as 0 does not say.
+
+    Raises:
+        OSError: it has less than `n_bytes`.
+    """
+    usage = shutil.disk_usage(folder)
+    if usage.total > 0 and usage.free < n_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"the model needs {n_bytes:,} bytes, and {usage.free:,} are free: free some, or write it elsewhere",
+            str(folder.parent),
+        )
 
 
 def _copy_tokenizer(folder: Path, source: Path) -> None:
@@ -119,8 +211,6 @@ def _copy_tokenizer(folder: Path, source: Path) -> None:
 
 
 def _copy_configs(folder: Path, source: Path, dtype: torch.dtype) -> None:
-    if not (source / "config.json").is_file():
-        raise ValueError(f"{source} holds no config.json; config_source must be a Hugging Face model folder")
     if (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
@@ -128,13 +218,3 @@ def _copy_configs(folder: Path, source: Path, dtype: torch.dtype) -> None:
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _swap(partial: Path, target: Path) -> None:
-    if not target.exists():
-        partial.rename(target)
-        return
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old)

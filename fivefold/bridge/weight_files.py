@@ -22,7 +22,7 @@ SINGLE_FILE = "model.safetensors"
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""
 _GIT_LFS_POINTER = b"version https://git-lfs"
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 """Bytes of the length of the header, a little-endian number at the start of the file."""
 _LONGEST_HEADER = 100_000_000
 """Most bytes of a header that safetensors reads."""
@@ -182,14 +182,14 @@ def _damage(file: Path, error: SafetensorError) -> str:
 def _described_bytes(file: Path) -> int | None:
     """Return the bytes that a file should have (at least, if it ends in its header); None for a broken header."""
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         if length > _LONGEST_HEADER:
             return None
         header = opened.read(length)
     if len(header) < length:
-        return _LENGTH_BYTES + length
+        return LENGTH_BYTES + length
     try:
         tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        return _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+        return LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError):  # any JSON may stand there
         return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.shard_plan import TensorSpec
 
 TENSORS = {f"layer.{i}": torch.randn(10, 10, generator=torch.Generator().manual_seed(i)) for i in range(5)}
 """400 bytes each."""
@@ -37,13 +39,22 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
+def save(folder: Path, tensors: Mapping[str, Tensor], source: Path, **options: Any) -> None:
+    """Write a folder of `tensors`, which are not those of the model that the config describes."""
+    save_hf(folder, tensors.items(), source, tensors=specs(tensors), **options)
+
+
+def specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
 def contents(folder: Path) -> dict[str, Tensor]:
     with HFWeights(folder) as weights:
         return {name: weights.read(name) for name in weights.names}
 
 
 def test_shards_stay_below_their_size_and_the_index_finds_all(source: Path, tmp_path: Path) -> None:
-    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
+    save(tmp_path / "out", TENSORS, source, max_shard_bytes=1000)
     files = sorted(tmp_path.glob("out/*.safetensors"))
     assert [file.name for file in files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files] == [800, 800, 400]
@@ -57,7 +68,7 @@ def test_the_tokenizer_may_come_from_another_model(source: Path, tmp_path: Path)
     other.mkdir()
     for name in ("config.json", "tokenizer.json", "vocab.txt"):
         (other / name).write_text("{}")
-    save_hf(tmp_path / "out", TENSORS.items(), source, tokenizer_source=other)
+    save(tmp_path / "out", TENSORS, source, tokenizer_source=other)
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "vocab.txt", "model.safetensors"}
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
@@ -65,25 +76,25 @@ def test_the_tokenizer_may_come_from_another_model(source: Path, tmp_path: Path)
 
 
 def test_one_shard_needs_no_index(source: Path, tmp_path: Path) -> None:
-    save_hf(tmp_path / "out", TENSORS.items(), source)
+    save(tmp_path / "out", TENSORS, source)
     assert [file.name for file in tmp_path.glob("out/model*")] == ["model.safetensors"]
     assert contents(tmp_path / "out").keys() == TENSORS.keys()
 
 
 def test_a_tensor_larger_than_a_shard_gets_its_own(source: Path, tmp_path: Path) -> None:
-    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=100)
+    save(tmp_path / "out", TENSORS, source, max_shard_bytes=100)
     assert len(list(tmp_path.glob("out/*.safetensors"))) == 5
 
 
 def test_views_of_one_buffer_are_written(source: Path, tmp_path: Path) -> None:
     buffer = torch.arange(12.0).view(3, 4)
-    save_hf(tmp_path / "out", {"rows": buffer[:2], "columns": buffer[:, 1:3], "all": buffer}.items(), source)
+    save(tmp_path / "out", {"rows": buffer[:2], "columns": buffer[:, 1:3], "all": buffer}, source)
     assert contents(tmp_path / "out")["columns"].equal(buffer[:, 1:3])
 
 
 def test_the_tokenizer_is_copied_and_the_config_states_the_dtype(source: Path, tmp_path: Path) -> None:
     half = {name: tensor.bfloat16() for name, tensor in TENSORS.items()}
-    save_hf(tmp_path / "out", {**half, "router": torch.zeros(2)}.items(), source)
+    save(tmp_path / "out", {**half, "router": torch.zeros(2)}, source)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
     copied = {file.name for file in (tmp_path / "out").iterdir()} - {"config.json", "model.safetensors"}
     assert copied == {file.name for file in source.iterdir()} - {
@@ -100,31 +111,31 @@ def test_the_older_name_of_the_dtype_is_kept(
     source: Path, tmp_path: Path, old: dict[str, str], new: dict[str, str]
 ) -> None:
     (source / "config.json").write_text(json.dumps(old))
-    save_hf(tmp_path / "out", TENSORS.items(), source)
+    save(tmp_path / "out", TENSORS, source)
     assert json.loads((tmp_path / "out/config.json").read_text()) == new
 
 
 def test_an_interrupted_save_leaves_the_earlier_model(source: Path, tmp_path: Path) -> None:
     def interrupted() -> Iterator[tuple[str, Tensor]]:
-        yield "layer.0", torch.zeros(10)
+        yield "layer.0", torch.zeros(10, 10)
         raise KeyboardInterrupt
 
-    save_hf(tmp_path / "out", TENSORS.items(), source)
+    save(tmp_path / "out", TENSORS, source)
     with pytest.raises(KeyboardInterrupt):
-        save_hf(tmp_path / "out", interrupted(), source)
+        save_hf(tmp_path / "out", interrupted(), source, tensors=specs(TENSORS))
     assert contents(tmp_path / "out")["layer.0"].equal(TENSORS["layer.0"])
     assert {folder.name for folder in tmp_path.iterdir()} == {"source", "out"}
 
 
 def test_a_save_leaves_nothing_of_the_earlier_model(source: Path, tmp_path: Path) -> None:
-    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
-    save_hf(tmp_path / "out", {"layer.0": torch.zeros(3)}.items(), source)
+    save(tmp_path / "out", TENSORS, source, max_shard_bytes=1000)
+    save(tmp_path / "out", {"layer.0": torch.zeros(3)}, source)
     assert contents(tmp_path / "out").keys() == {"layer.0"}
     assert {folder.name for folder in tmp_path.iterdir()} == {"source", "out"}
 
 
 def test_a_model_may_be_saved_over_its_own_source(source: Path) -> None:
-    save_hf(source, TENSORS.items(), source)
+    save(source, TENSORS, source)
     assert contents(source).keys() == TENSORS.keys()
     assert (source / "tokenizer.json").read_text() == "tokenizer.json"
 
@@ -135,7 +146,7 @@ def test_saving_nothing_is_an_error(source: Path, tmp_path: Path) -> None:
 
 
 def test_slices_are_those_of_the_tensor(source: Path, tmp_path: Path) -> None:
-    save_hf(tmp_path / "out", TENSORS.items(), source)
+    save(tmp_path / "out", TENSORS, source)
     whole = TENSORS["layer.3"]
     with HFWeights(tmp_path / "out") as weights:
         assert weights.shape("layer.3") == (10, 10)
@@ -160,7 +171,7 @@ def test_a_folder_without_safetensors_is_an_error(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_download_is_an_error(source: Path, tmp_path: Path) -> None:
-    save_hf(tmp_path / "out", TENSORS.items(), source, max_shard_bytes=1000)
+    save(tmp_path / "out", TENSORS, source, max_shard_bytes=1000)
     (tmp_path / "out/model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match="model-00002-of-00003"):
         HFWeights(tmp_path / "out")

@@ -1,0 +1,171 @@
+"""Writes a Hugging Face model folder from all ranks of a model, each its own pieces.
+
+    rank 0: folder, headers ──> every rank: its pieces, to their places ──> rank 0: configs, replaces the target
+                             ^                                           ^
+                             └── all meet, and fail if one has failed ───┘
+
+Nothing is gathered: a rank has a block of one piece in host memory at a time. Ranks that hold the same pieces share the
+writing of them. All ranks must see the folder, so several nodes need storage that they share.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.hf_writer import HFFolder
+from fivefold.bridge.mapping import Domain, WeightMapping
+from fivefold.bridge.pieces import Piece
+from fivefold.bridge.shard_files import BLOCK_BYTES, ShardFiles
+
+Result = TypeVar("Result")
+
+_REPORTED = 3
+"""Most failures of ranks in a message."""
+
+
+def save_shards(new: HFFolder, shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups) -> None:
+    """Write a model folder from the shards of all ranks. The bytes are the same for every layout.
+
+    All ranks of the default process group call this together.
+
+    Args:
+        new: the folder, described alike on every rank.
+        shards: this rank's shard of each parameter that it holds, contiguous, in the planned dtype.
+        groups: where this rank stands.
+
+    Raises:
+        OSError: on every rank, naming the rank and the file, if a disk is full or a rank cannot write; an earlier
+            folder is then as it was.
+        ValueError: on every rank, if the shards are not those of the planned model.
+    """
+    leads = dist.get_rank() == 0
+    turns = _turns(groups)
+    try:
+        _together(new.target, new.begin if leads else _nothing)
+        n_bytes = _together(new.target, lambda: _write_own(new, _own_blocks(shards, groups, turns)))
+        if sum(n_bytes) != new.plan.data_bytes:
+            raise ValueError(
+                f"the ranks hold {sum(n_bytes):,} bytes of weights, and the model has {new.plan.data_bytes:,}: the "
+                "pieces of the mappings do not tile its tensors"
+            )
+        _together(new.target, new.finish if leads else _nothing)
+    finally:
+        if leads:
+            new.discard()
+
+
+def _nothing() -> None:
+    """Do what other ranks than the first do where one is enough."""
+
+
+def _write_own(new: HFFolder, blocks: Iterable[tuple[Piece, Tensor]]) -> int:
+    """Write this rank's blocks, each given with its shard, and wait until they are on the disk. Returns their bytes."""
+    n_bytes = 0
+    try:
+        with ShardFiles(new.partial, new.plan) as files:
+            for block, shard in blocks:
+                n_bytes += files.write(block.name, block.view(shard), *block.offsets)
+            files.sync()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            error.errno,
+            "rank 0 has made this file, and it is not there for this rank: nodes that write one model need storage "
+            "that they share",
+            error.filename,
+        ) from error
+    return n_bytes
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The place of a rank among those that hold the same shards, which take turns at writing blocks."""
+
+    own: int
+    n_ranks: int
+
+
+def _turns(groups: ShardGroups) -> dict[Domain, _Turn]:
+    """Return this rank's turn in each domain. All ranks call this together."""
+    tensor, expert = (groups.pp_rank, groups.tp_rank), (groups.pp_rank, groups.ep_rank, groups.etp_rank)
+    # Replicated parameters are stored by the first tensor-parallel rank, so their turns are those of the others.
+    places: dict[Domain, tuple[int, ...]] = {"replicated": tensor, "tensor": tensor, "expert": expert}
+    everywhere: list[dict[Domain, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, places)
+    turns = {}
+    for domain, place in places.items():
+        same = [rank for rank, others in enumerate(everywhere) if others[domain] == place]
+        turns[domain] = _Turn(same.index(dist.get_rank()), len(same))
+    return turns
+
+
+def _own_blocks(
+    shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups, turns: Mapping[Domain, _Turn]
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield the blocks that this rank writes, each with the shard in which it lies."""
+    counts: Counter[Domain] = Counter()
+    for mapping, shard in shards:
+        turn = turns[mapping.domain]
+        for piece in mapping.stored_pieces(groups):
+            for block in _blocks(piece, shard.element_size()):
+                if counts[mapping.domain] % turn.n_ranks == turn.own:
+                    yield block, shard.detach()
+                counts[mapping.domain] += 1
+
+
+def _blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
+    """Yield a piece in parts of whole rows, of at most `BLOCK_BYTES` unless one row is larger."""
+    row = prod(piece.sizes[1:])
+    step = max(1, BLOCK_BYTES // (row * itemsize)) * row
+    for begin in range(piece.start, piece.end, step):
+        yield from piece.within(begin, begin + step)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank did."""
+
+    node: str
+    value: Any
+    error: OSError | ValueError | None
+
+
+def _together(target: Path, action: Callable[[], Result]) -> list[Result]:
+    """Call `action` on every rank, wait for all, and return all results, by rank. Errors name the `target`.
+
+    Raises:
+        OSError: on every rank, if it raised one on some rank.
+        ValueError: likewise.
+    """
+    error: OSError | ValueError | None = None
+    value: Result | None = None
+    try:
+        value = action()
+    except (OSError, ValueError) as raised:
+        error = raised
+    outcomes: list[_Outcome | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, _Outcome(socket.gethostname(), value, error))
+    known = [outcome for outcome in outcomes if outcome is not None]
+    failed = {rank: outcome for rank, outcome in enumerate(known) if outcome.error is not None}
+    if failed:
+        raise _failure(target, failed) from error
+    return [outcome.value for outcome in known]
+
+
+def _failure(target: Path, failed: dict[int, _Outcome]) -> OSError | ValueError:
+    """Return the error that tells every rank what failed on which."""
+    told = [f"rank {rank} on {outcome.node}: {outcome.error}" for rank, outcome in failed.items()]
+    more = f", and {len(told) - _REPORTED} more ranks" if len(told) > _REPORTED else ""
+    message = f"the model was not written to {target}: {'; '.join(told[:_REPORTED])}{more}"
+    system = [outcome.error.errno for outcome in failed.values() if isinstance(outcome.error, OSError)]
+    return OSError(system[0] or errno.EIO, message) if system else ValueError(message)
