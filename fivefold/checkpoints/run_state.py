@@ -1,0 +1,101 @@
+"""The driver's part of a checkpoint, `run.json`: everything that a run needs to go on besides the ranks' own states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fivefold.checkpoints.durable import write_file
+from fivefold.checkpoints.fingerprints import Fingerprints
+from fivefold.checkpoints.manifest import DamagedCheckpointError
+from fivefold.data.sampler import SamplerState
+
+FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class MetricHistory:
+    """Values of the metric of `recover.keep_best`, by the step whose metrics had it."""
+
+    name: str
+    values: Mapping[int, float]
+
+    def with_value(self, step: int, value: float) -> MetricHistory:
+        """Return a copy with the value of one more step."""
+        return MetricHistory(self.name, {**self.values, step: value})
+
+    def best(self, steps: Collection[int]) -> int | None:
+        """Return the step of the largest value among `steps`, the later one of equals; None if none has a value."""
+        known = {step: value for step, value in self.values.items() if step in steps}
+        return max(known, key=lambda step: (known[step], step), default=None)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run after `step` training steps."""
+
+    step: int
+    total_steps: int
+    sampler: SamplerState
+    """Position in the training data behind the prompts of `step`."""
+    weight_version: int
+    """Version of the weights, as the rollout engines count it."""
+    skips_in_a_row: int
+    """Number of optimizer steps, up to this one, that were skipped one after the other."""
+    seconds: float
+    """Time that the run has taken, over all its starts, in seconds."""
+    began: str
+    """Time of the first start, ISO 8601 in UTC."""
+    versions: Mapping[str, str]
+    """Versions of Fivefold, Python and the main libraries by name."""
+    backend: str
+    """Backend and layout of the actor."""
+    world_size: int
+    """Number of the actor's processes."""
+    fingerprints: Fingerprints
+    evaluation_before: Mapping[str, Any] | None = None
+    """Evaluation before the first step; None if there was none."""
+    evaluation_last: Mapping[str, Any] | None = None
+    """The last evaluation up to this step; None if there was none."""
+    kept_metric: MetricHistory | None = None
+    """History of the metric of `recover.keep_best`; None if the recipe names none."""
+    started_from: str | None = None
+    """Folder of another run's checkpoint, from which this run started; None if it started anew."""
+
+    def write(self, folder: Path) -> Path:
+        """Write `run.json` into the checkpoint's folder. Returns its path.
+
+        Raises:
+            OSError: it cannot be written; the error names the file.
+        """
+        file = folder / FILE
+        write_file(file, (json.dumps(asdict(self), indent=1, ensure_ascii=True) + "\n").encode())
+        return file
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read `run.json` from the checkpoint's folder.
+
+        Raises:
+            DamagedCheckpointError: it is missing, or its content is not a run's state.
+        """
+        file = folder / FILE
+        try:
+            values = json.loads(file.read_bytes())
+            history = values["kept_metric"]
+            return cls(
+                **values
+                | {
+                    "fingerprints": Fingerprints(**values["fingerprints"]),
+                    "kept_metric": None
+                    if history is None
+                    else MetricHistory(history["name"], {int(step): x for step, x in history["values"].items()}),
+                }
+            )
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{file} is missing") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedCheckpointError(f"{file} is damaged, or another version wrote it: {error!r}") from error
