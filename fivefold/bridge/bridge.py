@@ -15,7 +15,7 @@ from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
 from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mappings
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, TensorReader
+from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.families.shape import ModelShape
 
 _COMPARED_ROWS = 8192
@@ -57,7 +57,7 @@ class Bridge:
         check_model(self._mappings, over_stages(shapes, groups), groups)
         check_files(self._shape, source)
         if self._shape.tied_embeddings:
-            _check_stored_output(source)
+            check_tied_output(source)
         suspects: dict[str, torch.dtype] = {}
         for name, parameter in parameters.items():
             mapping = self._mappings[name]
@@ -90,6 +90,11 @@ class Bridge:
                 for name, tensor in item.mapping.merge(shards):
                     yield name, tensor.contiguous()
 
+    def mapped(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[WeightMapping, Tensor]]:
+        """Yield this rank's `parameters`, or anything of their names and shapes, each with its mapping."""
+        for name, parameter in parameters.items():
+            yield self._mappings[name], parameter
+
     def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
         """Return what is sent in which order, the same on every rank."""
         specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
@@ -118,7 +123,7 @@ def _not_finite(suspects: Mapping[str, torch.dtype], source: TensorReader) -> Va
     )
 
 
-def _check_stored_output(source: TensorReader) -> None:
+def check_tied_output(source: TensorReader) -> None:
     """Check that a tied output weight, which a file may store a second time, is the embedding.
 
     Raises:

@@ -47,7 +47,13 @@ class TrainingEngine(Protocol):
         """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
 
     def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
-        """Write the model as a Hugging Face folder that transformers loads."""
+        """Write the model as a Hugging Face folder that transformers loads, from all ranks, which must all see it.
+
+        The files are the same for every layout. An earlier folder is replaced when the new one is whole.
+
+        Raises:
+            OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
+        """
 
     def save(self, folder: str | Path) -> None:
         """Write master weights, Adam's moments and the step count, for `load` on this layout or any other."""

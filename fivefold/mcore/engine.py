@@ -22,7 +22,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.hf_saver import save_shards
+from fivefold.bridge.hf_writer import HFFolder
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema import EngineConfig, OptimizerConfig, SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead
@@ -174,20 +176,29 @@ class MegatronEngine:
         """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
         return self._bridge.export(self.parameters, self._shards)
 
-    def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
-        """Write the model as a Hugging Face folder that transformers loads. Rank 0 writes, all ranks take part.
+    def save_hf(
+        self,
+        folder: str | Path,
+        tokenizer_source: str | Path | None = None,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write the model as a Hugging Face folder that transformers loads. Every rank writes its own pieces.
+
+        The files are the same for every layout. An earlier folder is replaced when the new one is whole.
 
         Args:
-            folder: the folder to write.
+            folder: the folder to write, which all ranks must see.
             tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
+            max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
+
+        Raises:
+            OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
         """
-        weights = self.export_weights()
-        if dist.get_rank() == 0:
-            save_hf(Path(folder), weights, self._folder, tokenizer_source=tokenizer_source)
-        else:
-            for _ in weights:
-                pass
-        dist.barrier()
+        dtype = getattr(torch, self.config.dtype)
+        tensors = {name: TensorSpec(dtype, shape) for name, shape in self._bridge.expected_names().items()}
+        new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), self._folder, tokenizer_source)
+        save_shards(new, self._bridge.mapped(self.parameters), self._shards)
 
     def save(self, folder: str | Path) -> None:
         """Write master weights, Adam's moments and the step count, for `load` on this layout or any other."""

@@ -1,0 +1,137 @@
+"""Every layout saves a model as the same bytes, from all ranks, and a rank that cannot write harms nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+from megatron_cases import Case
+from safetensors.torch import load_file
+from worker_pool import Workers
+
+from fivefold.bridge import hf_saver
+from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.config.schema import OptimizerConfig
+from fivefold.families.read import load_shape
+
+SHARD_BYTES = 30_000
+"""Bytes of a weight file, so that the tiny models fill several."""
+BLOCK_BYTES = 1000
+"""Bytes of a block, so that most pieces have several, and replicas take turns within them."""
+
+LAYOUTS = {
+    "qwen2": ("megatron:d1", "megatron:t2", "megatron:p2", "megatron:d2t2", "megatron:p2t2"),
+    "qwen3_moe_mixed": ("megatron:(attn:d2|ffn:e2)", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"),
+    "qwen2_moe": ("megatron:d1", "megatron:(attn:t2|ffn:t2)", "megatron:(attn:c2t2|ffn:e2d2)"),
+    "mixtral": ("megatron:(attn:d2t2|ffn:t2e2)",),
+}
+FILES = {"float32": "", "bfloat16": "-bf16"}
+CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
+
+
+def save(case: Case, model: Path, out: Path, file_limit_of_last: int | None = None) -> str:
+    """In a worker: save a model in small blocks. The last rank may have a limit on the size of files.
+
+    Returns:
+        The error of this rank, which is empty if there is none.
+    """
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    # With an optimizer, DDP moves the parameters into buffers of its own.
+    engine = case.engine(model, OptimizerConfig())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with patch.object(hf_saver, "BLOCK_BYTES", BLOCK_BYTES):
+        try:
+            if is_last and file_limit_of_last is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_of_last, limits[1]))
+            engine.save_hf(out, max_shard_bytes=SHARD_BYTES)
+        except OSError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return a digest of every file."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def streamed(model: Path, out: Path) -> dict[str, str]:
+    """Write the model from the tensors that transformers has saved; return the digests of the files."""
+    weights = load_file(model / "model.safetensors")
+    order = expected_tensors(load_shape(model))
+    tensors = {name: TensorSpec.of(weights[name]) for name in order}
+    save_hf(out, [(name, weights[name]) for name in order], model, tensors=tensors, max_shard_bytes=SHARD_BYTES)
+    return digests(out)
+
+
+@pytest.mark.parametrize("dtype", FILES)
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_every_layout_writes_the_bytes_of_a_stream(
+    workers: Workers, models: Path, tmp_path: Path, name: str, layout: str, dtype: str
+) -> None:
+    case, model = Case(layout, dtype=dtype), models / f"{name}{FILES[dtype]}"
+    assert workers(case.world_size).run(save, case, model, tmp_path / "saved") == [""] * case.world_size
+    saved = digests(tmp_path / "saved")
+    assert len([file for file in saved if file.endswith(".safetensors")]) > 1
+    assert saved == streamed(model, tmp_path / "streamed")
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "streamed"}
+
+
+def test_all_ranks_report_the_rank_that_cannot_write_and_the_earlier_model_stays(
+    workers: Workers, models: Path, tmp_path: Path
+) -> None:
+    case, model, out = Case("megatron:(attn:d2t2|ffn:t2e2)"), models / "qwen3_moe_mixed", tmp_path / "saved"
+    earlier = streamed(models / "qwen2", out)
+    errors = workers(4).run(save, case, model, out, 20_000)
+    for error in errors:
+        assert f"the model was not written to {out}: rank 3 on " in error
+        assert "File too large" in error
+        assert ".safetensors" in error
+    assert digests(out) == earlier
+    assert list(tmp_path.iterdir()) == [out]
+    assert workers(4).run(save, case, model, out) == [""] * 4
+
+
+def save_elsewhere(case: Case, model: Path, out: Path) -> str:
+    """In a worker: save to a folder that only rank 0 sees, as on nodes without shared storage."""
+    engine = case.engine(model)
+    rank = torch.distributed.get_rank()
+    with pytest.raises(OSError, match="not written") as raised:
+        engine.save_hf(out / f"disk of rank {rank}" / "saved")
+    return str(raised.value)
+
+
+def test_storage_that_is_not_shared_is_an_error(workers: Workers, models: Path, tmp_path: Path) -> None:
+    errors = workers(2).run(save_elsewhere, Case("megatron:t2"), models / "qwen2", tmp_path)
+    assert all("rank 1 on " in error and "need storage that they share" in error for error in errors)
+
+
+def peak_growth(case: Case, model: Path, out: Path) -> int:
+    """In a worker: return the bytes by which this process grows at most while it saves."""
+    engine = case.engine(model)
+    engine.save_hf(out)  # imports modules, and makes buffers for the collectives
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak in the status starts anew
+    engine.save_hf(out)
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 - before
+
+
+def test_no_rank_holds_the_experts_of_a_layer_of_others(workers: Workers, models: Path, tmp_path: Path) -> None:
+    config = json.loads((models / "qwen3_moe" / "config.json").read_text())
+    config |= {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
+    bytes_of_layer = 8 * 3 * 512 * 1024 * 4
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large/config.json").write_text(json.dumps(config))
+    case = Case("megatron:d2e2", init_from_scratch=True)
+    growths = workers(2).run(peak_growth, case, tmp_path / "large", tmp_path / "saved")
+    assert max(growths) < bytes_of_layer / 4
