@@ -56,11 +56,11 @@ def check_model(
         for name, shape in stage.items()
         if name in expected and shape != mappings[name].local_shape(groups)
     ]
-    _raise_if_any(
+    raise_if_any(
         "the model does not fit its family's mapping",
-        _strays("Megatron parameters that no mapping knows", present - expected, expected - present),
-        _strays("mapped Megatron parameters that no pipeline stage has", expected - present, present - expected),
-        _listed("Megatron parameters of the wrong shape", len(shapes), shapes),
+        strays("Megatron parameters that no mapping knows", present - expected, expected - present),
+        strays("mapped Megatron parameters that no pipeline stage has", expected - present, present - expected),
+        listed("Megatron parameters of the wrong shape", len(shapes), shapes),
     )
 
 
@@ -84,9 +84,9 @@ def check_weights(folder: Path, shape: ModelShape | None) -> None:
         shape is not None and files.names
     ):  # without any header, every tensor would be missing for a reason named already
         misfits = _misfits(shape, files, files.unread) + _quantized(shape, files)
-    _raise_if_any(
+    raise_if_any(
         f"{folder} does not hold the weights of the model that its config.json describes",
-        _listed("Problems of the weight files", len(files.problems), files.problems),
+        listed("Problems of the weight files", len(files.problems), files.problems),
         misfits,
     )
 
@@ -97,7 +97,7 @@ def check_files(shape: ModelShape, source: StoredTensors) -> None:
     Raises:
         WeightMismatchError: tensors that are missing or unused, or that have another shape.
     """
-    _raise_if_any(
+    raise_if_any(
         f"the weights in {source.folder} do not fit the model that its config.json describes", _misfits(shape, source)
     )
 
@@ -114,9 +114,9 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
     ]
     places = {name: f" in {source.file(name)}" for name in unused}
     lines = [
-        *_strays("Hugging Face tensors that no parameter uses", unused, missing, places),
-        *_strays("Hugging Face tensors that are missing", missing, unused),
-        *_listed("Hugging Face tensors of the wrong shape", len(shapes), shapes),
+        *strays("Hugging Face tensors that no parameter uses", unused, missing, places),
+        *strays("Hugging Face tensors that are missing", missing, unused),
+        *listed("Hugging Face tensors of the wrong shape", len(shapes), shapes),
     ]
     fix = "  config.json and weights must be those of one model: correct config.json, or fetch the weights again"
     return [*lines, fix] if lines else []
@@ -130,10 +130,10 @@ def _quantized(shape: ModelShape, files: WeightFiles) -> list[str]:
         if name in expected and tensor.dtype not in _FLOATING
     ]
     fix = "  quantized weights are not read: take the model in a floating-point format"
-    return [*_listed("Hugging Face tensors that are quantized", len(lines), lines), fix] if lines else []
+    return [*listed("Hugging Face tensors that are quantized", len(lines), lines), fix] if lines else []
 
 
-def _strays(
+def strays(
     title: str, names: Collection[str], others: Collection[str], places: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return the title and the names, each with the name that is nearest among the strays of the other side.
@@ -144,9 +144,9 @@ def _strays(
         others: the strays of the other side.
         places: what follows a name that has a place.
     """
-    listed = sorted(names)[:_LISTED]
-    lines = [name + (places or {}).get(name, "") + _nearest(name, others) for name in listed]
-    return _listed(title, len(names), lines)
+    shown = sorted(names)[:_LISTED]
+    lines = [name + (places or {}).get(name, "") + _nearest(name, others) for name in shown]
+    return listed(title, len(names), lines)
 
 
 def _nearest(name: str, others: Collection[str]) -> str:
@@ -161,7 +161,8 @@ def _shared_ends(first: str, second: str) -> int:
     return sum(sum(takewhile(bool, letters)) for letters in same)
 
 
-def _listed(title: str, count: int, lines: Sequence[str]) -> list[str]:
+def listed(title: str, count: int, lines: Sequence[str]) -> list[str]:
+    """Return the title with the count, and the first lines; none if there is nothing to list."""
     if not count:
         return []
     shown = list(lines[:_LISTED])
@@ -169,7 +170,12 @@ def _listed(title: str, count: int, lines: Sequence[str]) -> list[str]:
     return [f"  {title} ({count}):", *(f"    {line}" for line in shown), *more]
 
 
-def _raise_if_any(summary: str, *sections: list[str]) -> None:
+def raise_if_any(summary: str, *sections: list[str]) -> None:
+    """Raise an error of the summary and all lines of the sections, unless they have none.
+
+    Raises:
+        WeightMismatchError: there are lines.
+    """
     lines = [line for section in sections for line in section]
     if lines:
         raise WeightMismatchError("\n".join([summary, *lines]))

@@ -141,8 +141,8 @@ class HFFolder:
         if (index := self.plan.index()) is not None:
             name, text = index
             (self.partial / name).write_text(text)
-        _copy_configs(self.partial, self._source, self.plan.main_dtype)
-        _copy_tokenizer(self.partial, resolve_model_folder(self._tokenizer_source))
+        copy_configs(self.partial, self._source, self.plan.main_dtype)
+        copy_tokenizer(self.partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
         for file in self.partial.iterdir():
             if file.name not in weight_files:
@@ -205,12 +205,14 @@ def _require_room(folder: Path, n_bytes: int) -> None:
         )
 
 
-def _copy_tokenizer(folder: Path, source: Path) -> None:
+def copy_tokenizer(folder: Path, source: Path) -> None:
+    """Copy the files of the tokenizer in `source` to `folder`."""
     for file in sorted({file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}):
         shutil.copyfile(file, folder / file.name)
 
 
-def _copy_configs(folder: Path, source: Path, dtype: torch.dtype) -> None:
+def copy_configs(folder: Path, source: Path, dtype: torch.dtype) -> None:
+    """Copy the configs in `source` to `folder`, with `dtype` as that of the weights."""
     if (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())

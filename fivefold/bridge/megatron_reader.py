@@ -1,0 +1,195 @@
+"""Reads a Megatron-Core checkpoint (`torch_dist`) under Hugging Face names, slice by slice.
+
+Hugging Face tensor, rows a..b  ──mapping──>  rows of a parameter  ──spelling──>  rows of stored tensors
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fivefold.bridge.audit import listed, raise_if_any, strays
+from fivefold.bridge.dcp_folder import DCPFolder
+from fivefold.bridge.decoder import OUTPUT, mappings
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.mapping import Shape, VocabParallel, WeightMapping
+from fivefold.bridge.megatron_names import Part, Spelling, spellings
+from fivefold.families.shape import ModelShape
+from fivefold.families.torch_dist import find_torch_dist
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
+"""Keys of an optimizer's state, which is not read."""
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_ONE_PROCESS = ShardGroups()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive rows of a Hugging Face tensor that lie together in a stored tensor."""
+
+    first: int
+    """First row in the Hugging Face tensor."""
+    n_rows: int
+    part: Part
+    row: int
+    """First row in the stored tensor, behind its leading dimensions."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A Hugging Face tensor of the checkpoint."""
+
+    shape: Shape
+    runs: tuple[_Run, ...]
+
+
+class MegatronWeights:
+    """The weights of a Megatron-Core checkpoint, as a reader of Hugging Face tensors.
+
+    Each tensor's key, shape and file are checked at once; data is read when it is asked for. The optimizer's state, if
+    the checkpoint has one, is left alone. As a context manager it closes its files on exit.
+
+    Args:
+        path: the checkpoint, or Megatron-LM's folder of several, of which the newest is read.
+        shape: the model.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is not whole, or it holds another model; the message names the keys.
+    """
+
+    def __init__(self, path: str | Path, shape: ModelShape) -> None:
+        self.folder = find_torch_dist(path)
+        self._stored = DCPFolder(self.folder)
+        self._prefix = _common_prefix(self._stored.names)
+        self._entries = self._match(shape)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of all tensors."""
+        return frozenset(self._entries)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the checkpoint holds an optimizer's state too."""
+        return any(_OPTIMIZER.fullmatch(key) for key in self._stored.names)
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a Hugging Face tensor."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor is stored."""
+        return self._stored.dtype(self._prefix + self._entries[name].runs[0].part.key)
+
+    def file(self, name: str) -> str:
+        """Return the name of the file that holds a tensor; the first one where there are several."""
+        part = self._entries[name].runs[0].part
+        return self._stored.file(self._prefix + part.key, *part.lead)
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """Return the tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        entry = self._entries[name]
+        bounds = [part.indices(size) for part, size in zip(index, entry.shape, strict=False)]
+        asked = [slice(start, stop) for start, stop, _ in bounds]
+        asked += [slice(0, size) for size in entry.shape[len(asked) :]]
+        rows = [part for run in entry.runs if (part := self._read_run(run, asked)) is not None]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        self._stored.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_run(self, run: _Run, asked: list[slice]) -> Tensor | None:
+        """Return what is asked for of a run; None if it has none of it."""
+        start, stop = max(asked[0].start, run.first), min(asked[0].stop, run.first + run.n_rows)
+        if start >= stop:
+            return None
+        shift = run.row - run.first
+        lead = [slice(place, place + 1) for place in run.part.lead]
+        part = self._stored.read(self._prefix + run.part.key, *lead, slice(start + shift, stop + shift), *asked[1:])
+        return part.reshape(part.shape[len(lead) :])
+
+    def _match(self, shape: ModelShape) -> dict[str, _Entry]:
+        """Return all Hugging Face tensors, and where they lie."""
+        stored = {key.removeprefix(self._prefix) for key in self._stored.names if not _OPTIMIZER.fullmatch(key)}
+        found: dict[str, tuple[WeightMapping, Spelling]] = {}
+        missing: set[str] = set()
+        for mapping in _stored_mappings(shape, stored):
+            ways = list(spellings(mapping, shape.n_layers))
+            whole = [way for way in ways if way.keys <= stored]
+            if whole:
+                found[mapping.megatron] = mapping, whole[0]
+            else:
+                missing |= min(ways, key=lambda way: len(way.keys - stored)).keys - stored
+        used = {key for _, way in found.values() for key in way.keys}
+        misfits = [line for mapping, way in found.values() for line in self._misfits(mapping, way)]
+        unused = stored - used
+        lines = [
+            *strays("Tensors that no parameter uses", unused, missing),
+            *strays("Tensors that are missing", missing, unused),
+            *listed("Tensors of the wrong shape", len(set(misfits)), list(dict.fromkeys(misfits))),
+        ]
+        raise_if_any(
+            f"the checkpoint in {self.folder} does not hold the model that config.json describes",
+            lines,
+            ["  both must be of one model: give the other folder of the two"] if lines else [],
+        )
+        return {name: entry for mapping, way in found.values() for name, entry in _entries(mapping, way).items()}
+
+    def _misfits(self, mapping: WeightMapping, spelling: Spelling) -> Iterator[str]:
+        """Yield a line for each tensor that does not have its shape; vocabularies may be padded to more rows."""
+        for part in spelling.parts:
+            shape = self._stored.shape(self._prefix + part.key)
+            is_padded = isinstance(mapping, VocabParallel) and shape[1:] == part.shape[1:] and shape > part.shape
+            if shape != part.shape and not is_padded:
+                yield f"{part.key}: {list(shape)}, expected {list(part.shape)}"
+
+
+def _common_prefix(keys: frozenset[str]) -> str:
+    """Return what stands before every parameter's key: nothing, or a wrapper's name such as `module.`."""
+    ends = [key for key in keys if key.endswith(_EMBEDDING) and not _OPTIMIZER.fullmatch(key)]
+    return min(ends, key=len, default=_EMBEDDING).removesuffix(_EMBEDDING)
+
+
+def _stored_mappings(shape: ModelShape, stored: set[str]) -> Iterator[WeightMapping]:
+    """Yield the mappings of all parameters that one process has, and of a tied output layer that is stored too."""
+    yield from (mapping for mapping in mappings(shape) if mapping.exists(_ONE_PROCESS))
+    if shape.tied_embeddings and _OUTPUT in stored:
+        yield VocabParallel(_OUTPUT, OUTPUT, (shape.vocab, shape.hidden))
+
+
+def _entries(mapping: WeightMapping, spelling: Spelling) -> dict[str, _Entry]:
+    """Return the Hugging Face tensors of a parameter."""
+    firsts = [part.first for part in spelling.parts]
+    runs: dict[str, list[_Run]] = {}
+    for piece in mapping.pieces(_ONE_PROCESS):
+        width = prod(piece.sizes[1:])
+        row, end, hf_row = piece.start // width, piece.end // width, piece.offsets[0]
+        while row < end:
+            part = spelling.parts[bisect_right(firsts, row) - 1]
+            n_rows = min(end, part.first + part.sizes[0]) - row
+            runs.setdefault(piece.name, []).append(_Run(hf_row, n_rows, part, row - part.first))
+            row, hf_row = row + n_rows, hf_row + n_rows
+    return {name: _Entry(full, tuple(runs[name])) for name, full in mapping.hf_shapes().items()}

@@ -1,0 +1,281 @@
+"""Megatron-Core checkpoints (`torch_dist`) from Hugging Face folders, and back, in one process on the CPU.
+
+    Hugging Face folder ──fill: one parameter, or one expert of it──> chunk ──> checkpoint
+    checkpoint ──read: one Hugging Face tensor──> Hugging Face folder
+
+Either way every tensor of the source is used, every tensor of the model is written, and all of them are read back and
+compared bit for bit before the folder gets its name. Never more than a tensor or two is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.bridge import folder_swap
+from fivefold.bridge.audit import check_weights
+from fivefold.bridge.bridge import check_tied_output
+from fivefold.bridge.decoder import expected_tensors, mappings
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
+from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf
+from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Shape, TensorReader, WeightMapping
+from fivefold.bridge.megatron_names import Spec, layer_of, written_spelling
+from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.convert.megatron_files import CheckpointFiles
+from fivefold.convert.target import free_target, written_beside
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
+from fivefold.families.torch_dist import find_torch_dist
+
+Progress = Callable[[str, int, int], None]
+"""Is told of a conversion's progress: what is being done, elements done, elements in all."""
+
+_ONE_PROCESS = ShardGroups()
+_TE_STATES = ("self_attention.core_attention",)
+"""Modules without parameters for which TransformerEngine's spec has a state."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion has written."""
+
+    shape: ModelShape
+    n_tensors: int
+    """Number of Hugging Face tensors, all of which were compared."""
+    left_out: str | None = None
+    """What the source held besides the weights, and was not converted."""
+
+
+def convert_to_torch_dist(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    spec: Spec = "te",
+    stacked: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write a Hugging Face model as a Megatron-Core checkpoint, with the model's config and tokenizer beside it.
+
+    Args:
+        source: the model's folder, hub name, or `package:<name>`.
+        out: the folder to write. It appears when it is complete.
+        dtype: dtype of the weights; None: as they are.
+        spec: the layer spec of the models that will load the checkpoint, on which one name depends.
+        stacked: write a parameter of all layers as one tensor, where the layers are alike. Megatron-Core wants that
+            unless `moe_layer_freq` is a list or it was told that layers are not homogeneous.
+        overwrite: whether an earlier model folder at `out` may be replaced.
+        progress: is told how far the conversion is.
+
+    Raises:
+        ValueError: no such model, one whose weights are not whole or that no engine trains, or something at `out`.
+        OSError: the disk is full, or the file system refuses to write.
+    """
+    target, folder = free_target(out, overwrite=overwrite), resolve_model_folder(source)
+    shape = load_shape(folder)
+    check_weights(folder, shape)
+    is_alike = len(set(shape.moe_layers)) == 1
+    with HFWeights(folder) as weights, written_beside(target) as partial:
+        if shape.tied_embeddings:
+            check_tied_output(weights)
+        writer = _Writer(shape, weights, dtype, spec, stacked=stacked and is_alike)
+        writer.write(partial, progress)
+        copy_configs(partial, folder, writer.main_dtype)
+        copy_tokenizer(partial, folder)
+        for file in partial.iterdir():
+            folder_swap.sync(file)
+        with MegatronWeights(partial, shape) as written:
+            n_tensors = _compare(shape, weights, written, progress)
+    return Converted(shape, n_tensors)
+
+
+def convert_from_torch_dist(
+    source: str | Path,
+    out: str | Path,
+    *,
+    config: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write a Megatron-Core checkpoint as a Hugging Face folder.
+
+    Args:
+        source: the checkpoint, or Megatron-LM's folder of several, of which the newest is taken.
+        out: the folder to write. It appears when it is complete.
+        config: folder or hub name of the model whose config and tokenizer are those of the checkpoint; None: they are
+            in the checkpoint's folder, as `convert_to_torch_dist` leaves them.
+        dtype: dtype of the weights; None: as they are.
+        overwrite: whether an earlier model folder at `out` may be replaced.
+        progress: is told how far the conversion is.
+
+    Raises:
+        ValueError: no such checkpoint, one that is not whole or holds another model, no config, or something at `out`.
+        OSError: the disk is full, or the file system refuses to write.
+    """
+    target, checkpoint = free_target(out, overwrite=overwrite), find_torch_dist(source)
+    described = _config_folder(checkpoint, config)
+    shape = load_shape(described)
+    with MegatronWeights(checkpoint, shape) as weights, written_beside(target) as partial:
+        if shape.tied_embeddings:
+            check_tied_output(weights)
+        tensors = {
+            name: TensorSpec(dtype or weights.dtype(name), full) for name, full in expected_tensors(shape).items()
+        }
+        save_hf(partial, _streamed(weights, tensors, progress), described, tensors=tensors)
+        with HFWeights(partial) as written:
+            n_tensors = _compare(shape, weights, written, progress)
+    left_out = "the optimizer's state" if weights.has_optimizer else None
+    return Converted(shape, n_tensors, left_out)
+
+
+def _config_folder(checkpoint: Path, config: str | Path | None) -> Path:
+    if config is not None:
+        return resolve_model_folder(config)
+    if not (checkpoint / "config.json").is_file():
+        raise ValueError(
+            f"{checkpoint} has no config.json, so that it does not say which model it holds: name that model's "
+            "Hugging Face folder with --config"
+        )
+    return checkpoint
+
+
+class _Writer:
+    """Writes the weights of a model, one parameter or one expert at a time."""
+
+    def __init__(
+        self, shape: ModelShape, weights: HFWeights, dtype: torch.dtype | None, spec: Spec, *, stacked: bool
+    ) -> None:
+        self._shape, self._weights, self._spec = shape, weights, spec
+        self._parts = {
+            mapping: written_spelling(
+                mapping, shape.n_layers, stacked=stacked, spec=spec, is_moe=self._is_moe(mapping)
+            ).parts
+            for mapping in mappings(shape)
+            if mapping.exists(_ONE_PROCESS)
+        }
+        self._dtypes = self._dtypes_by_key(dtype)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Dtype of most elements."""
+        elements: dict[torch.dtype, int] = {}
+        for parts in self._parts.values():
+            for part in parts:
+                dtype = self._dtypes[part.key]
+                elements[dtype] = elements.get(dtype, 0) + prod(part.sizes)
+        return max(elements, key=lambda dtype: elements[dtype])
+
+    def write(self, folder: Path, progress: Progress | None) -> None:
+        """Write all tensors, and the objects that Megatron-Core wants beside them."""
+        total = sum(prod(part.sizes) for parts in self._parts.values() for part in parts)
+        done = 0
+        with CheckpointFiles(folder) as files:
+            for mapping, parts in self._parts.items():
+                for single, part in zip(_singles(mapping), parts, strict=True):
+                    chunk = torch.empty(part.sizes, dtype=self._dtypes[part.key])
+                    single.fill(chunk.view(single.local_shape(_ONE_PROCESS)), self._weights, _ONE_PROCESS)
+                    sizes = (1,) * len(part.lead) + part.sizes
+                    files.add(part.key, part.shape, (*part.lead, *(0,) * len(part.sizes)), chunk.view(sizes))
+                    done += chunk.numel()
+                    if progress is not None:
+                        progress("writing", done, total)
+            for key in self._state_keys():
+                files.add_empty_object(key)
+            files.finish()
+
+    def _is_moe(self, mapping: WeightMapping) -> bool:
+        layer = layer_of(mapping.megatron)
+        return layer is not None and self._shape.moe_layers[layer]
+
+    def _dtypes_by_key(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor: one that holds all that goes into it."""
+        dtypes: dict[str, set[torch.dtype]] = {}
+        for mapping, parts in self._parts.items():
+            found = {dtype} if dtype else {self._weights.read(name, slice(0, 1)).dtype for name in mapping.sources()}
+            for part in parts:
+                dtypes.setdefault(part.key, set()).update(found)
+        return {key: reduce(torch.promote_types, found) for key, found in dtypes.items()}
+
+    def _state_keys(self) -> Iterator[str]:
+        """Yield the keys of the objects that models of the spec have for the states of their modules."""
+        for parts in self._parts.values():
+            for part in parts:
+                module = part.key.rpartition(".")[0]
+                for name in _modules_with_state(module, part.key, self._spec):
+                    yield f"{name}._extra_state/shard_{_dotted(part.lead, 0)}_{_dotted(part.lead_sizes, 1)}"
+
+
+def _modules_with_state(module: str, key: str, spec: Spec) -> Iterator[str]:
+    """Yield the modules that Megatron-Core saves a state of where it saves the tensor `key` of `module`."""
+    name = module.rpartition(".")[2]
+    if name.startswith("linear_"):
+        yield module
+    if spec == "te" and key.endswith("norm.weight"):
+        yield module
+    if spec == "te" and name == "linear_proj":
+        yield module.removesuffix("linear_proj") + "core_attention"
+
+
+def _dotted(numbers: tuple[int, ...], otherwise: int) -> str:
+    return ".".join(map(str, numbers or (otherwise,)))
+
+
+def _singles(mapping: WeightMapping) -> Iterator[WeightMapping]:
+    """Yield the mappings of the single experts of a parameter; the mapping itself if it has none."""
+    match mapping:
+        case ExpertGatedMLP():
+            for expert in range(mapping.n_experts):
+                gate, up = mapping.gate.format(expert=expert), mapping.up.format(expert=expert)
+                yield replace(mapping, gate=gate, up=up, n_experts=1)
+        case ExpertRow():
+            for expert in range(mapping.n_experts):
+                yield replace(mapping, down=mapping.down.format(expert=expert), n_experts=1)
+        case _:
+            yield mapping
+
+
+def _streamed(
+    weights: MegatronWeights, tensors: Mapping[str, TensorSpec], progress: Progress | None
+) -> Iterator[tuple[str, Tensor]]:
+    done, total = 0, sum(spec.n_elements for spec in tensors.values())
+    for name, spec in tensors.items():
+        yield name, weights.read(name).to(spec.dtype)
+        done += spec.n_elements
+        if progress is not None:
+            progress("writing", done, total)
+
+
+def _compare(shape: ModelShape, source: TensorReader, written: TensorReader, progress: Progress | None) -> int:
+    """Read every tensor back, and return how many there are.
+
+    Raises:
+        ValueError: one is not, bit for bit, what was to be written.
+    """
+    tensors: dict[str, Shape] = expected_tensors(shape)
+    done, total = 0, sum(map(prod, tensors.values()))
+    for name, full in tensors.items():
+        stored = written.read(name)
+        # As integers, because NaN differs from itself.
+        if not torch.equal(*(_bits(tensor) for tensor in (source.read(name).to(stored.dtype), stored))):
+            raise ValueError(
+                f"{name} was read back from {written.folder / written.file(name)} with other values than were written: "
+                "memory or disk of this machine is not to be trusted, or another program writes there"
+            )
+        done += prod(full)
+        if progress is not None:
+            progress("verifying", done, total)
+    return len(tensors)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

@@ -1,0 +1,46 @@
+"""The folder that a conversion writes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fivefold.bridge import folder_swap
+from fivefold.config.paths import user_path
+
+
+def free_target(out: str | Path, *, overwrite: bool) -> Path:
+    """Return the path of the folder to write.
+
+    Args:
+        out: where the folder is to be.
+        overwrite: whether an earlier model folder there may be replaced.
+
+    Raises:
+        ValueError: there is something that may not be replaced.
+    """
+    target = user_path(out).absolute()
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return target
+    if not (target / "config.json").is_file():
+        raise ValueError(f"{target} exists and is not a model folder, so it is not replaced: give another place")
+    if not overwrite:
+        raise ValueError(f"{target} exists: pass --overwrite to replace it, or give another place")
+    return target
+
+
+@contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Give an empty folder, which takes the place of `target` when the block ends, and is removed if the block fails.
+
+    The block has to see to it that its files are on the disk.
+    """
+    folder_swap.begin(target)
+    partial = folder_swap.partial_of(target)
+    try:
+        yield partial
+        folder_swap.commit(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
