@@ -17,14 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from fivefold.checkpoints.durable import digest, write_file
+from fivefold.observe.durable import naming, write_file
 
 FILE = "manifest.json"
 FORMAT = 1
 """Version of the format of checkpoints; it is raised whenever an older Fivefold could not read a new checkpoint."""
 DIGEST = "xxh3_128"
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of a file that are read at one time to compute its digest."""
 READERS = 8
 """Files that are read at one time to compute their digests."""
 
@@ -146,6 +148,24 @@ def _problem(path: Path, entry: FileEntry, deep: bool, on_bytes: Callable[[int],
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     return None
+
+
+def digest(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    """Return the xxh3_128 digest of a file's content, in hexadecimal.
+
+    Args:
+        path: the file.
+        on_bytes: called with the number of bytes of each block that was read.
+
+    Raises:
+        OSError: it cannot be read; the error names `path`.
+    """
+    hasher = xxh3_128()
+    with naming(path), path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            hasher.update(block)
+            on_bytes(len(block))
+    return hasher.hexdigest()
 
 
 def _own_digest(values: Mapping[str, Any]) -> str:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fivefold.checkpoints.durable import write_file
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.data.sampler import SamplerState
+from fivefold.observe.durable import write_file
 
 FILE = "run.json"
 
@@ -71,9 +71,9 @@ class RunState:
         Raises:
             OSError: it cannot be written; the error names the file.
         """
-        file = folder / FILE
-        write_file(file, (json.dumps(asdict(self), indent=1, ensure_ascii=True) + "\n").encode())
-        return file
+        path = folder / FILE
+        write_file(path, (json.dumps(asdict(self), indent=1, ensure_ascii=True) + "\n").encode())
+        return path
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.checkpoints import manifest
-from fivefold.checkpoints.durable import PART, sync_folder
 from fivefold.checkpoints.manifest import Manifest
+from fivefold.observe.durable import PART, sync_folder
 
 _NAME = re.compile(r"step-(\d{6,})")
 

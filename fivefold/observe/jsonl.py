@@ -11,11 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from fivefold.observe.durable import naming, replacing, write_file
+
 
 class JsonLines:
     """A file with one JSON object per line, to which several threads may append."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         # Half a surrogate pair has no UTF-8 encoding. JSON writes it as a backslash and its code point.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         self._lock = threading.Lock()
@@ -23,9 +26,15 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`; floats that are not finite are written as null."""
         line = json.dumps(finite(record), ensure_ascii=False) + "\n"
-        with self._lock:
+        with self._lock, naming(self._path):
             self._file.write(line)
             self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk, where they survive the machine."""
+        with self._lock, naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -40,12 +49,30 @@ class JsonLines:
         self.close()
 
 
+def cut_back(path: Path, step: int) -> None:
+    """Delete, atomically, the lines of steps after `step`, and lines that are not whole; a missing file is left so."""
+    if not path.exists():
+        return
+    with replacing(path) as part, path.open("rb") as lines:
+        part.writelines(line for line in lines if (number := _step_of(line)) is not None and number <= step)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line; None if it is not whole or has none."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:  # half a line, or bytes that a machine that lost its power has left
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path` atomically: a reader sees the old file or the new one, never a part."""
-    part = path.with_name(path.name + ".part")
     text = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(part, path)
+    write_file(path, text.encode(errors="backslashreplace"))
 
 
 def finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,15 +23,18 @@ class MetricsLog:
     A value that is not finite is null in the file and NaN in TensorBoard. Several threads may write.
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None) -> None:
+    def __init__(self, path: Path, tensorboard: Path | None, *, first_step: int = 1) -> None:
         """Open the log.
 
         Args:
             path: the JSON lines file.
             tensorboard: folder of TensorBoard's event files; None: no TensorBoard.
+            first_step: the first step that will be written. TensorBoard then ignores what an earlier start of the run
+                has written for this step and later ones; the lines of the file are cut back with `jsonl.cut_back`.
         """
         self._lines = JsonLines(path)
-        self._board = None if tensorboard is None else _open_board(tensorboard)
+        self._tensorboard = tensorboard
+        self._board = None if tensorboard is None else _open_board(tensorboard, first_step)
         self._lock = threading.Lock()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -41,6 +45,16 @@ class MetricsLog:
                 for name, value in metrics.items():
                     self._board.add_scalar(name, value, step)
                 self._board.flush()
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk, where it survives the machine."""
+        self._lines.sync()
+        if self._board is not None and self._tensorboard is not None:
+            with self._lock:
+                self._board.flush()
+            for file in self._tensorboard.iterdir():
+                with file.open("rb") as events:
+                    os.fsync(events.fileno())
 
     def close(self) -> None:
         """Close the files."""
@@ -57,8 +71,8 @@ class MetricsLog:
         self.close()
 
 
-def _open_board(folder: Path) -> SummaryWriter:
+def _open_board(folder: Path, first_step: int) -> SummaryWriter:
     # Imported here, because it takes a second and imports torch; errors of the command line must not wait for that.
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(log_dir=str(folder))
+    return SummaryWriter(log_dir=str(folder), purge_step=first_step if first_step > 1 else None)

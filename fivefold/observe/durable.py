@@ -1,6 +1,6 @@
-"""Files that are on the disk, and not only in the machine's memory, when a function returns.
+"""Files that are on the disk, and not only in the machine's memory, once they are written.
 
-    write      part file ─> fsync ─> rename ─> fsync of the folder
+    replacing   part file ─> fsync ─> rename ─> fsync of the folder
 
 Python leaves the path out of errors such as a full disk; here every error names its file.
 """
@@ -8,20 +8,18 @@ Python leaves the path out of errors such as a full disk; here every error names
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from xxhash import xxh3_128
-
-BLOCK_BYTES = 4 * 2**20
-"""Bytes of a file that are read at one time to compute its digest."""
 PART = ".part"
 """Suffix of a file that is being written."""
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, in place of an earlier file: a reader sees the old file or the new one, never a part.
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` at the end of the block: a reader sees the old one or the new one.
 
     Raises:
         OSError: it cannot be written; the error names `path`, and an earlier file is as it was.
@@ -30,13 +28,23 @@ def write_file(path: Path, content: bytes) -> None:
     with naming(path):
         try:
             with part.open("wb") as file:
-                file.write(content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
         finally:
-            part.unlink(missing_ok=True)  # there is one only if the file could not be written
-    sync_folder(path.parent)
+            part.unlink(missing_ok=True)  # it is there only if the file could not be written
+        sync_folder(path.parent)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, in place of an earlier file.
+
+    Raises:
+        OSError: as `replacing`.
+    """
+    with replacing(path) as file:
+        file.write(content)
 
 
 def sync_folder(folder: Path) -> None:
@@ -51,24 +59,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def digest(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """Return the xxh3_128 digest of a file's content, in hexadecimal.
-
-    Args:
-        path: the file.
-        on_bytes: called with the number of bytes of each block that was read.
-
-    Raises:
-        OSError: it cannot be read; the error names `path`.
-    """
-    hasher = xxh3_128()
-    with naming(path), path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            hasher.update(block)
-            on_bytes(len(block))
-    return hasher.hexdigest()
 
 
 @contextmanager
