@@ -20,6 +20,7 @@ from fivefold.families.check import (
     server_problems,
 )
 from fivefold.families.shape import ModelShape
+from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.placement import place
 from fivefold.rewards.static_check import reward_problems
 
@@ -59,5 +60,10 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | N
             resolve_model_path(recipe.tokenizer_path)
         except ValueError as error:
             yield f"tokenizer_path: {error}"
+    if (checkpoint := recipe.actor.megatron.dist_checkpointing_path) is not None:
+        try:
+            find_torch_dist(checkpoint)
+        except ValueError as error:
+            yield f"actor.megatron.dist_checkpointing_path: {error}"
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)

@@ -20,6 +20,7 @@ from fivefold.planning.defaults import (
 from fivefold.planning.workload import Recompute
 
 if TYPE_CHECKING:
+    from fivefold.families.shape import ModelShape
     from fivefold.planning.plan import Plan
 
 OptionalRecipePath = Annotated[
@@ -158,6 +159,7 @@ def plan(
                  "--devices": devices or None}
             )  # fmt: skip
             answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
+            _check_checkpoint(recipe, overrides or [], answer.question.shape)
         elif recipe is None and model is not None and gpus is not None:
             per_node = DEFAULT_GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
             answer = plan_model(
@@ -171,6 +173,21 @@ def plan(
         _print_plan(answer, all_ranks=ranks, as_json=as_json)
         if not answer.fits:
             raise typer.Exit(FAILED)
+
+
+def _check_checkpoint(recipe: Path, overrides: list[str], shape: ModelShape) -> None:
+    """Check that the Megatron-Core checkpoint that a recipe starts from, if any, holds its model.
+
+    Raises:
+        ValueError: it does not.
+    """
+    from fivefold.config.load import load_any_recipe
+
+    checkpoint = load_any_recipe(recipe, overrides).actor.megatron.dist_checkpointing_path
+    if checkpoint is not None:
+        from fivefold.bridge.megatron_reader import MegatronWeights  # imports torch, which no other plan needs
+
+        MegatronWeights(checkpoint, shape).close()
 
 
 def _refuse_model_options(options: dict[str, object]) -> None:

@@ -168,6 +168,12 @@ class MegatronConfig(Section):
 
     bridge_type: Literal["fivefold"] = "fivefold"
     """The weight bridge between Hugging Face and Megatron-Core names."""
+    use_dist_checkpointing: bool = False
+    """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
+    config and a tokenizer."""
+    dist_checkpointing_path: PathText | None = None
+    """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
+    newest is read (docs/converting.md)."""
     use_deterministic_algorithms: bool = False
     """Use kernels whose results are the same bit for bit in every run; they are slower."""
     virtual_pipeline_parallel_size: Positive = 1
@@ -183,6 +189,20 @@ class MegatronConfig(Section):
     transformer: MegatronTransformerFields = MegatronTransformerFields()
     ddp: MegatronDDPFields = MegatronDDPFields()
     optimizer: MegatronOptimizerFields = MegatronOptimizerFields()
+
+    @model_validator(mode="after")
+    def _check_checkpoint(self) -> MegatronConfig:
+        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
+            raise ValueError(
+                "use_dist_checkpointing=true reads a checkpoint, but dist_checkpointing_path names none: set it to the "
+                "checkpoint's folder, or use_dist_checkpointing to false"
+            )
+        if self.dist_checkpointing_path is not None and not self.use_dist_checkpointing:
+            raise ValueError(
+                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read, because use_dist_checkpointing is "
+                "false: set that to true, or drop the path"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -203,6 +223,15 @@ class EngineConfig(Section):
     tokenizer."""
     mb_spec: MicroBatchConfig = MicroBatchConfig()
     megatron: MegatronConfig = MegatronConfig()
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> EngineConfig:
+        if self.init_from_scratch and self.megatron.use_dist_checkpointing:
+            raise ValueError(
+                "init_from_scratch=true starts from random weights, and megatron.use_dist_checkpointing=true from a "
+                "checkpoint's: set one of them to false"
+            )
+        return self
 
 
 class NormConfig(Section):

@@ -24,6 +24,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import save_shards
 from fivefold.bridge.hf_writer import HFFolder
+from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema import EngineConfig, OptimizerConfig, SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
@@ -124,7 +125,8 @@ class MegatronEngine:
             drawn = RandomWeights(self._bridge.expected_names(), self._folder, seed, self._device)
             self._bridge.load(self.parameters, drawn, self._shards)
             return
-        with HFWeights(self._folder) as weights:
+        checkpoint = self.config.megatron.dist_checkpointing_path
+        with HFWeights(self._folder) if checkpoint is None else MegatronWeights(checkpoint, self.shape) as weights:
             self._bridge.load(self.parameters, weights, self._shards)
 
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:

@@ -15,6 +15,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import EngineConfig, Recipe, TrainRecipe
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape
+from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
@@ -186,10 +187,21 @@ def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:
     """Return the config of the reference: the untrained actor, or the model of `ref.path`, always with its weights."""
     if recipe.ref.path is None:
         return model
-    return model.model_copy(update={"path": resolve_model_path(recipe.ref.path), "init_from_scratch": False})
+    own_weights = {"use_dist_checkpointing": False, "dist_checkpointing_path": None}
+    return model.model_copy(
+        update={
+            "path": resolve_model_path(recipe.ref.path),
+            "init_from_scratch": False,
+            "megatron": model.megatron.model_copy(update=own_weights),
+        }
+    )
 
 
 def engine_config(config: EngineConfig, path: str) -> EngineConfig:
     """Return the engine's options of an actor's section, with `path` as its model."""
     fields = {name: getattr(config, name) for name in EngineConfig.model_fields}
     return EngineConfig(**{**fields, "path": path})
+    if (checkpoint := config.megatron.dist_checkpointing_path) is not None:
+        # Resolved once: workers have other working folders, and a newer checkpoint may be written meanwhile.
+        place = {"dist_checkpointing_path": str(find_torch_dist(checkpoint).resolve())}
+        fields["megatron"] = config.megatron.model_copy(update=place)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import Recipe, TrainRecipe
@@ -75,7 +76,10 @@ def _reference_shape(recipe: Recipe) -> ModelShape | None:
 
 def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:
     """Check the weight files of each model that a process will read: the actor's, and a reference of its own."""
-    models = {} if recipe.actor.init_from_scratch else {folder: shape}
+    checkpoint = recipe.actor.megatron.dist_checkpointing_path
+    models = {} if recipe.actor.init_from_scratch or checkpoint is not None else {folder: shape}
+    if checkpoint is not None:
+        MegatronWeights(checkpoint, shape).close()
     if isinstance(recipe, TrainRecipe) and recipe.ref.path is not None and reference is not None:
         models[resolve_model_folder(recipe.ref.path)] = reference
     for model_folder, model_shape in models.items():
