@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.shard_files import ShardFiles
+from fivefold.bridge.shard_plan import TensorSpec, plan_shards
 
 TENSORS = {f"layer.{i}": torch.randn(10, 10, generator=torch.Generator().manual_seed(i)) for i in range(5)}
 """400 bytes each."""
@@ -140,9 +143,109 @@ def test_a_model_may_be_saved_over_its_own_source(source: Path) -> None:
     assert (source / "tokenizer.json").read_text() == "tokenizer.json"
 
 
-def test_saving_nothing_is_an_error(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no weights"):
-        save_hf(tmp_path / "out", iter(()), source)
+def test_bytes_do_not_depend_on_the_order_in_which_tensors_come(source: Path, tmp_path: Path) -> None:
+    for name, weights in (("one", [*TENSORS.items()]), ("other", [*TENSORS.items()][::-1])):
+        save_hf(tmp_path / name, weights, source, tensors=specs(TENSORS), max_shard_bytes=1000)
+    files = sorted(file.name for file in (tmp_path / "one").iterdir())
+    assert filecmp.cmpfiles(tmp_path / "one", tmp_path / "other", files, shallow=False) == (files, [], [])
+
+
+def test_tensors_of_several_dtypes_share_a_file_and_are_aligned(source: Path, tmp_path: Path) -> None:
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.float16, torch.bool, torch.float8_e4m3fn)
+    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(2.0), "cube": torch.randn(2, 3, 4), "empty": torch.zeros(0, 4)}
+    save(tmp_path / "out", tensors, source)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert stored.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert TensorSpec.of(stored[name]) == TensorSpec.of(tensor)
+        assert stored[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.ndim else stored[name] == tensor
+    plan = plan_shards(specs(tensors))
+    assert all(place.begin % place.spec.dtype.itemsize == 0 for place in plan.places.values())
+    assert (tmp_path / "out/model.safetensors").stat().st_size == plan.file_bytes
+
+
+def test_rectangles_of_a_tensor_may_be_written_in_any_order(tmp_path: Path) -> None:
+    whole = torch.randn(7, 10)
+    plan = plan_shards({"before": TensorSpec(torch.float32, (3,)), "whole": TensorSpec.of(whole)})
+    rectangles = [(0, 7, 6, 10), (3, 7, 0, 6), (0, 1, 0, 2), (1, 3, 0, 6), (0, 1, 2, 6)]
+    with ShardFiles(tmp_path, plan) as files:
+        files.create()
+        for top, bottom, left, right in rectangles:
+            n_bytes = files.write("whole", whole[top:bottom, left:right], top, left)
+            assert n_bytes == 4 * (bottom - top) * (right - left)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["whole"].equal(whole)
+    assert stored["before"].equal(torch.zeros(3)), "what is not written is zero"
+    with ShardFiles(tmp_path, plan) as files, pytest.raises(ValueError, match=r"\[2, 10\] at \[6, 0\] is no part"):
+        files.write("whole", whole[:2], 6)
+
+
+def test_blocks_cover_a_tensor_that_is_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.bridge.shard_files.BLOCK_BYTES", 70)
+    whole = torch.randn(9, 11)
+    plan = plan_shards({"whole": TensorSpec.of(whole)})
+    with ShardFiles(tmp_path, plan) as files:
+        files.create()
+        files.write("whole", whole[:, :4], 0, 0)
+        files.write("whole", whole[:, 4:], 0, 4)
+    assert load_file(tmp_path / "model.safetensors")["whole"].equal(whole)
+
+
+def test_a_link_to_a_folder_stays_one_and_a_file_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "model", target_is_directory=True)
+    for _ in range(2):
+        save(tmp_path / "link", TENSORS, source)
+        assert (tmp_path / "link").is_symlink()
+        assert contents(tmp_path / "large disk" / "model").keys() == TENSORS.keys()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a file"):
+        save(tmp_path / "file", TENSORS, source)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_weights_that_are_not_the_planned_ones_are_refused(source: Path, tmp_path: Path) -> None:
+    first, *others = TENSORS.items()
+    wrong: dict[str, list[tuple[str, Tensor]]] = {
+        "no weights": [],
+        "4 of 5 tensors of the model are missing, among them layer.1": [first],
+        "layer.0 comes a second time": [first, first, *others],
+        "layer.9 is not a tensor of the model": [*TENSORS.items(), ("layer.9", torch.zeros(1))],
+        r"layer.0 is .*\(10, 1\).*, and the model has .*\(10, 10\)": [("layer.0", torch.zeros(10, 1)), *others],
+        "layer.0 is .*bfloat16.*, and the model has .*float32": [("layer.0", first[1].bfloat16()), *others],
+    }
+    for message, weights in wrong.items():
+        tensors = specs(TENSORS) if weights else None
+        with pytest.raises(ValueError, match=message):
+            save_hf(tmp_path / "out", iter(weights), source, tensors=tensors)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"source"}
+
+
+def test_tensors_are_those_of_the_config_unless_they_are_given(hf_models: dict[str, Path], tmp_path: Path) -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(hf_models["llama"] / "model.safetensors").items()}
+    save_hf(tmp_path / "out", weights.items(), hf_models["llama"])
+    stored = contents(tmp_path / "out")
+    assert stored.keys() == weights.keys()
+    assert all(stored[name].equal(tensor) for name, tensor in weights.items())
+    weights.popitem()
+    with pytest.raises(ValueError, match="are missing"):
+        save_hf(tmp_path / "out", weights.items(), hf_models["llama"])
+
+
+def test_a_save_holds_one_tensor_at_a_time(source: Path, tmp_path: Path) -> None:
+    tensors = {f"layer.{i}": TensorSpec(torch.float32, (1024, 2048)) for i in range(16)}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for i, (name, spec) in enumerate(tensors.items()):
+            yield name, torch.full(spec.shape, float(i))
+
+    save_hf(tmp_path / "out", weights(), source, tensors=tensors)
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak in the status starts anew
+    save_hf(tmp_path / "out", weights(), source, tensors=tensors)
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    assert peak - before < 4 * 1024 * 2048 * 4, "the next tensor is made while the last one is let go"
 
 
 def test_slices_are_those_of_the_tensor(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""A saved model takes the place of an earlier one at once; what fails or is killed does not harm the earlier one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.bridge import folder_swap
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of a folder, on a file system that exchanges names and on one that does not."""
+    if request.param == "two renames":
+        monkeypatch.setattr(folder_swap, "_exchange", lambda one, other: False)
+    return tmp_path / "model"
+
+
+def put(target: Path, text: str) -> None:
+    folder_swap.begin(target)
+    (folder_swap.partial_of(target) / "file").write_text(text)
+    folder_swap.commit(target)
+
+
+def test_a_folder_takes_the_place_of_the_earlier_one(target: Path) -> None:
+    for text in ("first", "second", "third"):
+        put(target, text)
+        assert (target / "file").read_text() == text
+        assert list(target.parent.iterdir()) == [target]
+
+
+def test_this_file_system_exchanges_names_at_once(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert folder_swap._exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one/other").exists()
+    assert (tmp_path / "other/one").exists()
+    with pytest.raises(FileNotFoundError, match="none"):
+        folder_swap._exchange(tmp_path / "one", tmp_path / "none")
+
+
+def test_what_a_killed_save_has_written_is_removed(target: Path) -> None:
+    put(target, "first")
+    folder_swap.begin(target)
+    (folder_swap.partial_of(target) / "half").touch()
+    put(target, "second")  # the process above was killed
+    assert [file.name for file in target.iterdir()] == ["file"]
+    assert list(target.parent.iterdir()) == [target]
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing after it runs but what handles any exception."""
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model"
+    put(target, "first")
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_swap, "_exchange", lambda one, other: False)
+        rename = Path.rename
+
+        def killed_after(self: Path, to: Path) -> None:
+            rename(self, to)
+            raise KilledError
+
+        patched.setattr(Path, "rename", killed_after)
+        with pytest.raises(KilledError):
+            put(target, "second")
+        assert not target.exists()
+    folder_swap.begin(target)
+    assert (target / "file").read_text() == "first"
+
+
+def test_a_folder_that_cannot_be_moved_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_swap, "_exchange", lambda one, other: False)
+    target = tmp_path / "model"
+    put(target, "first")
+    folder_swap.begin(target)
+    folder_swap.partial_of(target).rmdir()
+    with pytest.raises(FileNotFoundError):
+        folder_swap._put(folder_swap.partial_of(target), target)
+    assert (target / "file").read_text() == "first"
