@@ -75,11 +75,12 @@ def _balance_load_without_tokens() -> None:
 def _accumulate_gradients_without_apex() -> None:
     """Symptom: `gradient_accumulation_fusion` raises and asks for Apex.
 
-    Cause: the parallel linear layers use Apex's kernel to add a weight's gradient to its float32 buffer within the
-    matrix product, though PyTorch has one. Remove when: Megatron-Core uses `torch.addmm(..., out_dtype=)`.
+    Cause: the parallel linear layers use Apex's kernels to add a weight's gradient to its buffer within the matrix
+    product, though PyTorch has one. Remove when: Megatron-Core uses `torch.addmm(..., out_dtype=)`.
     """
     kernel = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    vars(kernel)["wgrad_gemm_accum_fp32"] = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
+    for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
+        vars(kernel)[name] = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
     layers.fused_weight_gradient_mlp_cuda = kernel
     layers._grad_accum_fusion_available = True
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from fivefold.config.schema import OptimizerConfig
+from fivefold.mcore.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat, StateKind
 from fivefold.types import StepResult
-
-StateKind = Literal["param", "exp_avg", "exp_avg_sq"]
-STATE_KINDS: tuple[StateKind, ...] = ("param", "exp_avg", "exp_avg_sq")
-"""Kinds of optimizer state: float32 master weights, and Adam's first and second moments."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +29,16 @@ class StateSlice:
     """First element of the slice, in the flattened parameter."""
     end: int
     """Element behind the slice."""
-    stored: Mapping[StateKind, torch.Tensor]
+    _shard: Shard
+    _state: OptimizerState
 
     def get(self, kind: StateKind) -> torch.Tensor:
-        """Return the state as float32 [end - start], which must not be changed in place."""
-        return self.stored[kind]
+        """Return the state as float32 [end - start] on the parameter's device; it must not be changed in place."""
+        return self._state.get(self._shard, kind)
 
     def set(self, kind: StateKind, values: torch.Tensor) -> None:
-        """Replace the state by `values`, floating [end - start]."""
-        self.stored[kind].copy_(values)
+        """Replace the state by `values`, floating [end - start], on any device."""
+        self._state.set(self._shard, kind, values)
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -65,17 +61,32 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 
 class Optimizer:
-    """Megatron-Core's optimizer for the model's chunks, and the place in the learning-rate schedule."""
+    """Megatron-Core's distributed optimizer over state of our own, and the place in the learning-rate schedule.
+
+    Megatron-Core divides the parameters over data-parallel ranks, and sums gradients and their norm; it keeps no state.
+    """
 
     def __init__(
         self,
         config: OptimizerConfig,
         megatron_config: MegatronOptimizerConfig,
+        form: StateFormat,
         chunks: list[DistributedDataParallel],
         parameters: Mapping[str, torch.nn.Parameter],
         total_steps: int,
     ) -> None:
+        """Build the state of the parameters' present values.
+
+        Args:
+            config: hyper-parameters.
+            megatron_config: the same in Megatron-Core's form, as `settings.optimizer_config` makes it.
+            form: number formats of the state, and where it is kept.
+            chunks: the model's chunks.
+            parameters: this rank's parameters by name.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        """
         self._config = config
+        self._decoupled = megatron_config.decoupled_weight_decay
         self.chunks = chunks
         self._parameters = parameters
         self._total_steps = total_steps
@@ -92,8 +103,16 @@ class Optimizer:
         for group in self.megatron.param_groups:
             # Exempting norms and biases is left to Megatron-Core's own scheduler, which is not used here.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            # Megatron-Core builds torch's AdamW with its defaults, which launch a kernel for each operation of a step.
-            group["fused"], group["foreach"] = True, False
+        self._shards = list(self._find_shards())
+        self.state = OptimizerState(self._shards, form)
+
+    def _find_shards(self) -> Iterator[Shard]:
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        for part in self.megatron.chained_optimizers:
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                options = part.optimizer.param_groups[group]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield Shard(names[parameter], parameter, start, options["params"][order], options)
 
     def step(self) -> StepResult:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
@@ -102,15 +121,14 @@ class Optimizer:
             group["lr"] = rate
         self.steps += 1
         self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
+        norm = self._gradient_norm()
         if not math.isfinite(norm):
             names = self._non_finite()
             self.zero_grad()
             return StepResult(norm, rate, skipped=True, non_finite=names)
-        if self._config.gradient_clipping > 0:
-            self._clip(norm)
-        self.megatron.step_with_ready_grads()
         self.updates += 1
+        self.state.update(AdamStep(self.updates, self._clip_factor(norm), self._decoupled))
+        self._share_weights()
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
 
@@ -119,33 +137,13 @@ class Optimizer:
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
-        names = {parameter: name for name, parameter in self._parameters.items()}
-        for part in self.megatron.chained_optimizers:
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                main = part.optimizer.param_groups[group]["params"][order]
-                state = part.optimizer.state[main]
-                if not state:
-                    state |= {
-                        "step": torch.zeros((), dtype=torch.float32, device=main.device),
-                        "exp_avg": torch.zeros_like(main.data),
-                        "exp_avg_sq": torch.zeros_like(main.data),
-                    }
-                where = part._get_model_param_range_map(parameter)["param"]
-                stored = {"param": main.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-                yield StateSlice(names[parameter], parameter, where.start, where.end, stored)
+        for shard in self._shards:
+            end = shard.start + shard.weight_N.numel()
+            yield StateSlice(shard.name, shard.parameter, shard.start, end, shard, self.state)
 
     def finish_loading(self) -> None:
-        """Take over `updates`, and bring the weights of all ranks in line with the slices that were set.
-
-        All ranks of the model call it together.
-        """
-        for part in self.megatron.chained_optimizers:
-            for state in part.optimizer.state.values():
-                if "step" in state:
-                    state["step"].fill_(self.updates)
-            part._copy_main_params_to_model_params()
-        for chunk in self.chunks:
-            chunk.start_param_sync()
+        """Bring the weights of all ranks in line with the slices that were set. All ranks call it together."""
+        self._share_weights()
 
     def zero_grad(self) -> None:
         """Clear all accumulated gradients."""
@@ -153,11 +151,28 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def _clip(self, norm: float) -> None:
-        for optimizer in self.megatron.chained_optimizers:
-            parameters = optimizer.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self._config.gradient_clipping, total_norm=norm)
+    def _share_weights(self) -> None:
+        """Send the elements that this rank updated to the ranks that hold the same parameters."""
+        for chunk in self.chunks:
+            chunk.start_param_sync()
+
+    @torch.no_grad()
+    def _gradient_norm(self) -> float:
+        """Return the norm of the whole gradient, summed in float32 whatever its dtype.
+
+        Megatron-Core's own function rounds the norms of bfloat16 gradients, and waits for the device at each tensor.
+        """
+        grads = [grad for part in self.megatron.chained_optimizers for grad in part.get_main_grads_for_grad_norm()]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        device = torch.cuda.current_device()
+        square = torch.linalg.vector_norm(torch.stack(norms)) ** 2 if norms else torch.zeros((), device=device)
+        dist.all_reduce(square, group=self.megatron.get_grad_stats_parallel_group())
+        return math.sqrt(float(square))
+
+    def _clip_factor(self, norm: float) -> float:
+        """Return the factor of gradients of this norm; Megatron-Core, too, adds 1e-6 to the norm."""
+        limit = self._config.gradient_clipping
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
     def _non_finite(self, limit: int = 8) -> tuple[str, ...]:
         local = [

@@ -119,7 +119,7 @@ def _moe_fields(config: EngineConfig, layout: ParallelLayout, shape: ModelShape)
 
 
 def ddp_config(config: EngineConfig, layout: ParallelLayout) -> DistributedDataParallelConfig:
-    """Return the config of DDP, which sums gradients in float32.
+    """Return the config of DDP, which sums gradients.
 
     Unless the recipe decides, the reductions overlap with the backward pass if there are ranks to reduce over.
     """
@@ -128,7 +128,7 @@ def ddp_config(config: EngineConfig, layout: ParallelLayout) -> DistributedDataP
         overlap = torch.cuda.is_available() and max(layout.dp * layout.cp, layout.edp) > 1
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=own.grad_reduce_in_fp32,
         overlap_grad_reduce=overlap,
         bucket_size=own.bucket_size,
         average_in_collective=False,
@@ -138,9 +138,9 @@ def ddp_config(config: EngineConfig, layout: ParallelLayout) -> DistributedDataP
 
 
 def optimizer_config(config: EngineConfig, optimizer: OptimizerConfig) -> MegatronOptimizerConfig:
-    """Return the config of AdamW on float32 master weights, sharded over data-parallel ranks."""
+    """Return the config of AdamW, sharded over data-parallel ranks, whose state is left to `OptimizerState`."""
     dtype = getattr(torch, config.dtype)
-    return MegatronOptimizerConfig(
+    settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
@@ -155,3 +155,7 @@ def optimizer_config(config: EngineConfig, optimizer: OptimizerConfig) -> Megatr
         decoupled_weight_decay=config.megatron.optimizer.decoupled_weight_decay,
         apply_wd_to_qk_layernorm=config.megatron.optimizer.apply_wd_to_qk_layernorm,
     )
+    # Megatron-Core then makes no float32 copy of the weights and hands gradients over in whatever dtype they have. Its
+    # option of this effect, `use_precision_aware_optimizer`, refuses optimizers other than TransformerEngine's.
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return settings
