@@ -149,10 +149,13 @@ class MegatronDDPFields(Section):
     """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients during the backward pass; null: on GPUs, if there is data parallelism."""
+    grad_reduce_in_fp32: bool = True
+    """Keep and reduce gradients in float32; false: in the weights' dtype, so that in bfloat16 the sum of the
+    micro-batches is rounded after each of them."""
 
 
 class MegatronOptimizerFields(Section):
-    """Fields of Megatron-Core's `OptimizerConfig` that no other engine has, handed on under their own names.
+    """Fields of Megatron-Core's `OptimizerConfig` that no other engine has, under their own names, and `state_on`.
 
     The learning rate, the betas and the other hyper-parameters are in `actor.optimizer`.
     """
@@ -161,6 +164,16 @@ class MegatronOptimizerFields(Section):
     """true: AdamW; false: `actor.optimizer.weight_decay` is an L2 penalty inside Adam."""
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the query and key norms as well."""
+    exp_avg_dtype: Dtype = "float32"
+    """Dtype in which Adam's first moment is stored; bfloat16 is rounded stochastically, so that its mean is right."""
+    exp_avg_sq_dtype: Dtype = "float32"
+    """Dtype in which Adam's second moment is stored, like `exp_avg_dtype`."""
+    store_param_remainders: bool = False
+    """Store of each float32 master weight only the 16 bits that its bfloat16 weight lacks. It is exact; the weights are
+    then rounded to the nearest with ties away from zero, rather than to even."""
+    state_on: Literal["device", "host"] = "device"
+    """Where master weights and moments are: on the GPU, or in pinned host memory, from which each update streams them
+    through the GPU in buckets. The results are the same bit for bit."""
 
 
 class MegatronConfig(Section):
@@ -217,7 +230,8 @@ class EngineConfig(Section):
     """GPUs of the ranks, numbered from 0 over all nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
     list, or none has; roles whose lists overlap take turns. null: the layouts and `rollout.colocate` decide."""
     dtype: Dtype = "bfloat16"
-    """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32."""
+    """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32 unless
+    `actor.megatron` says otherwise."""
     init_from_scratch: bool = False
     """Start from random weights, drawn with `seed`, instead of the checkpoint's; `path` then needs only a config and a
     tokenizer."""

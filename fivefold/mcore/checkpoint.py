@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,9 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.mcore.optimizer import Optimizer
+from fivefold.mcore.optimizer import Optimizer, StateSlice
+from fivefold.mcore.optimizer_state import STATE_KINDS, StateKind
 
-KINDS = ("param", "exp_avg", "exp_avg_sq")
 _STATE = "state.json"
 
 
@@ -39,7 +38,7 @@ def save_state(
     """Write the training state. All ranks take part, rank 0 writes; accumulated gradients are lost."""
     if dist.get_rank() == 0:
         (folder / _STATE).unlink(missing_ok=True)
-    for kind in KINDS:
+    for kind in STATE_KINDS:
         _gather_slices(optimizer, kind)
         weights = bridge.export(_buffers(parameters), groups)
         if dist.get_rank() == 0:
@@ -75,13 +74,12 @@ def load_state(
     optimizer.steps, optimizer.updates = counts["steps"], counts["updates"]
     with HFWeights(folder / "param") as weights:
         bridge.load(parameters, weights, groups)
-    for kind in KINDS:
+    for kind in STATE_KINDS:
         with HFWeights(folder / kind) as weights:
             bridge.load(_buffers(parameters), weights, groups)
-        for state, buffer in _slices(optimizer):
-            state[kind].copy_(buffer)
-            if "step" in state:
-                state["step"].fill_(optimizer.updates)
+        for part in optimizer.slices():
+            part.set(kind, _buffer(part))
+    optimizer.finish_loading()
     optimizer.zero_grad()
 
 
@@ -90,27 +88,16 @@ def _buffers(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Te
     return {name: vars(parameter)["main_grad"] for name, parameter in parameters.items()}
 
 
-def _gather_slices(optimizer: Optimizer, kind: str) -> None:
+def _gather_slices(optimizer: Optimizer, kind: StateKind) -> None:
     """Fill the gradient buffers with one kind of state, whole on every rank."""
     optimizer.zero_grad()
-    for state, buffer in _slices(optimizer):
-        buffer.copy_(state[kind])
+    for part in optimizer.slices():
+        _buffer(part).copy_(part.get(kind))
     for chunk in optimizer.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             dist.all_reduce(buffer.grad_data, group=buffer.data_parallel_group)
 
 
-def _slices(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield this rank's slice of each parameter: its state by kind, created if missing, and its part of the buffer."""
-    for part in optimizer.megatron.chained_optimizers:
-        for parameter, (group, order) in part.model_param_group_index_map.items():
-            main = part.optimizer.param_groups[group]["params"][order]
-            state = part.optimizer.state[main]
-            if not state:
-                state |= {
-                    "step": torch.zeros((), dtype=torch.float32, device=main.device),
-                    "exp_avg": torch.zeros_like(main.data),
-                    "exp_avg_sq": torch.zeros_like(main.data),
-                }
-            where = part._get_model_param_range_map(parameter)["param"]
-            yield {**state, "param": main.data}, parameter.main_grad.view(-1)[where.start : where.end]
+def _buffer(part: StateSlice) -> torch.Tensor:
+    """Return the slice's part of the gradient buffer."""
+    return vars(part.parameter)["main_grad"].view(-1)[part.start : part.end]

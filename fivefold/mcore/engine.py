@@ -42,6 +42,7 @@ from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.checkpoint import load_state, save_state
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
+from fivefold.mcore.optimizer_state import StateFormat
 from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_groups
 from fivefold.mcore.random_weights import RandomWeights
 from fivefold.types import StepResult
@@ -108,7 +109,8 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
             megatron_optimizer = settings.optimizer_config(config, optimizer)
-            self.optimizer = Optimizer(optimizer, megatron_optimizer, self._chunks, self.parameters, total_steps)
+            form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
+            self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
         self.head: Head = LogprobHead(self.shape.vocab, config.megatron.logprob_chunk_size, self.groups.tp)
