@@ -128,7 +128,8 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     logs = Path(tempfile.mkdtemp(prefix="fivefold-evaluation-"))
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
         role = rollout_role(recipe, placement, path, load_weights=True)
-        rollout = Rollout(session.launch(role)["rollout"], shares_devices=False)
+        is_server = placement["rollout"].layout.is_server
+        rollout = Rollout(session.launch(role)["rollout"], shares_devices=False, is_server=is_server)
         with timers.phase("evaluation"):
             result = _run(evaluator, rollout)
     shutil.rmtree(logs)

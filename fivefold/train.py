@@ -62,7 +62,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     check_ground_truths(reward, data.prompts)
     evaluator = Evaluator.of(recipe, ground.tokenizer, reward)
-    sampling = SamplingParams.from_config(recipe.gconfig)
+    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
     check_requests(ground.shape, [*data.prompts, *(evaluator.data.prompts if evaluator else ())], sampling)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     return TrainSetup(
@@ -124,7 +124,8 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun) -> tuple[Evaluation | N
             with timers.phase("weight sync"):
                 rollout.take_weights(actor.offer_weights(version=step))
             seconds = timers.take()
-            metrics |= sample_metrics(experience.samples) | _speed(setup, batch, seconds, time.perf_counter() - began)
+            metrics |= experience.metrics | sample_metrics(experience.samples)
+            metrics |= _speed(setup, batch, seconds, time.perf_counter() - began)
             try:
                 if recipe.saver.is_due(step, setup.total_steps):
                     with timers.phase("save"):

@@ -232,13 +232,17 @@ def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T
         trained_T: bool [T].
 
     Returns:
-        Sums of |trainer - rollout| and of the k3 estimate of KL(rollout || trainer), and the largest |difference|.
+        Sums of |trainer - rollout| and of the k3 estimate of KL(rollout || trainer), the largest |difference|, and the
+        number of tokens that have a log-prob of the rollout. The others are NaN in `rollout_T`, and are left out.
     """
+    known_T = trained_T & ~rollout_T.isnan()
+    rollout_T = torch.where(known_T, rollout_T, trainer_T.detach())
     difference_T = (trainer_T - rollout_T).detach().abs()
     return {
         "rollout_mismatch": difference_T.sum(),
-        "rollout_mismatch/max": _max(difference_T, trained_T),
+        "rollout_mismatch/max": _max(difference_T, known_T),
         "rollout_mismatch_kl": kl_estimate(rollout_T, trainer_T.detach(), "k3").sum(),
+        "rollout_mismatch_share": known_T.to(difference_T.dtype).sum(),
     }
 
 

@@ -7,6 +7,7 @@
     control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
+    deal         every rank takes jobs from one queue  -> summaries, and references, as from keep_each
 
 A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
 types and go-to-definition pass through. `start` is `call` without waiting. Any failure of any worker of the session
@@ -16,6 +17,7 @@ ends every wait with a `WorkerError`, and all workers with it. A session's group
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -95,24 +97,25 @@ class WorkerGroup:
         self._session = session
         self._role = role
         self._nodes = [session.nodes[devices[0].node] for devices in role.processes()]
-        self._members = [
-            Member(role.name, rank, node.host, session.logs / f"{role.name}-{rank}.log")
+        self.members = [
+            Member(role.name, rank, node.host, session.logs / f"{role.name}-{rank}.log", node.strategy)
             for rank, node in enumerate(self._nodes)
         ]
+        """The processes, rank 0 first."""
         self._master = master_host(session.nodes, self._nodes[0])
         self._workers: list[Any] = []
         self._built: Pending[None] | None = None
         self._ports: Pending[int] | None = None
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def create(self) -> None:
         """Ask for the processes; the ranks of a distributed role begin to import torch."""
         folders = import_folders()
-        for rank, (member, node) in enumerate(zip(self._members, self._nodes, strict=True)):
+        for rank, (member, node) in enumerate(zip(self.members, self._nodes, strict=True)):
             environment = worker_environment(self._role, rank, self._session.nodes)
-            worker = _Actor.options(scheduling_strategy=node.strategy()).remote(environment, folders, str(member.log))
+            worker = _Actor.options(scheduling_strategy=node.strategy).remote(environment, folders, str(member.log))
             self._workers.append(worker)
             self._session.watch.add(worker.hold.options(concurrency_group="hold").remote(), Call(member, None, worker))
         if self._role.distributed:
@@ -209,7 +212,7 @@ class WorkerGroup:
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2 * STREAM_AHEAD}
         items = first.stream.options(**options).remote(name, kwargs, *shared)
         drained = self._pend([worker.drain.remote(name, kwargs, *shared) for worker in others], range(1, len(self)))
-        call = Call(self._members[0], self._session.timers.current, first)
+        call = Call(self.members[0], self._session.timers.current, first)
         while (item := self._session.watch.next(items, call, self._session.timeout_s)) is not None:
             yield item
         drained.wait()
@@ -235,6 +238,47 @@ class WorkerGroup:
         self._pend([worker.push_end.options(**_FEED).remote(feed_id) for worker in self._workers]).wait()
         return running.wait()
 
+    def deal(
+        self,
+        method: Callable[Concatenate[Any, Iterator[Any], P], tuple[R, Any]],
+        jobs: Iterable[Any],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[tuple[R, Remote]]:
+        """Run `method(iterator, *args, **kwargs)` on every rank; the iterators take their items from `jobs`, in order.
+
+        A rank gets its next job when it asks for one, so that none is without work while another has a backlog. What
+        the method returns is kept as by `keep_each`.
+        """
+        feed_id = next(_feed_ids)
+        shared = _put(args)
+        began, seconds = time.monotonic(), self._session.timeout_s
+        phase = self._session.timers.current
+        pairs = [
+            worker.serve.options(num_returns=2).remote(feed_id, method.__name__, kwargs, *shared)
+            for worker in self._workers
+        ]
+        summaries = self._pend([summary for summary, _ in pairs])
+        asking = {self._ask(feed_id, rank): rank for rank in range(len(self))}
+        for job in jobs:
+            ref = self._session.watch.wait_any(list(asking), phase, seconds, began)
+            rank = asking.pop(ref)
+            self._watched(self._workers[rank].push.options(**_FEED).remote(feed_id, job), rank).wait()
+            asking[self._ask(feed_id, rank)] = rank
+        ends = [worker.push_end.options(**_FEED).remote(feed_id) for worker in self._workers]
+        self._pend(ends)
+        self._session.watch.wait([*asking, *ends], phase, seconds, began)
+        return list(zip(summaries.wait(), [payload for _, payload in pairs], strict=True))
+
+    def _ask(self, feed_id: int, rank: int) -> Remote:
+        """Return a reference that is ready once the rank wants an item."""
+        ref = self._workers[rank].wanted.options(**_FEED).remote(feed_id)
+        self._watched(ref, rank)
+        return ref
+
+    def _watched(self, ref: Remote, rank: int) -> Pending[Any]:
+        return self._pend([ref], [rank])
+
     def kill(self) -> None:
         """End the processes at once."""
         for worker in self._workers:
@@ -251,7 +295,7 @@ class WorkerGroup:
     def _pend(self, refs: Sequence[ray.ObjectRef[Any]], ranks: Iterable[int] | None = None) -> Pending[Any]:
         phase = self._session.timers.current
         for rank, ref in zip(range(len(self)) if ranks is None else ranks, refs, strict=True):
-            self._session.watch.add(ref, Call(self._members[rank], phase, self._workers[rank]))
+            self._session.watch.add(ref, Call(self.members[rank], phase, self._workers[rank]))
         return Pending(self._session, refs, phase)
 
 

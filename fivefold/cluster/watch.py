@@ -11,14 +11,15 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError, tail
+from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError
+from fivefold.cluster.remote_log import last_lines
 from fivefold.cluster.worker import HeldError
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
@@ -76,7 +77,7 @@ class Failure:
         if isinstance(self.error, RayTaskError) and isinstance(self.error.cause, HeldError):
             return self.error.cause.text
         if isinstance(self.error, RayActorError):
-            log = tail(self.call.member.log)
+            log = last_lines(self.call.member)
             how = _how_it_died(self.error)
             return f"The process died without a traceback.\n{how}\nLast lines of its log, without warnings:\n{log}"
         return str(self.error)
@@ -90,7 +91,10 @@ class Watch:
     """
 
     def __init__(
-        self, timers: PhaseTimers, on_failure: Callable[[], None], cause: Callable[[], RunFailed | None]
+        self,
+        timers: PhaseTimers,
+        on_failure: Callable[[], None],
+        cause: Callable[[Collection[Member]], RunFailed | None],
     ) -> None:
         self._timers = timers
         self._open: dict[ray.ObjectRef[Any], Call] = {}
@@ -101,7 +105,8 @@ class Watch:
         """The failure that ended the workers, which every thread raises."""
         self._on_failure = on_failure
         self._cause = cause
-        """Returns the failure behind those of all workers, if there is one, namely that Ray itself has ended."""
+        """Returns the failure behind that of some workers, or of all if none is given, if there is one: Ray itself has
+        ended, or a machine."""
 
     def reopen(self) -> None:
         """Forget an earlier failure, which has ended all workers of its time: new workers are about to start."""
@@ -113,14 +118,22 @@ class Watch:
         with self._lock:
             self._open[ref] = call
 
-    def wait(self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float) -> list[Any]:
+    def wait(
+        self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float | None = None
+    ) -> list[Any]:
         """Return the values of `wanted`, in order; each can be waited for once.
+
+        Args:
+            wanted: watched references.
+            phase: what the wait is for.
+            timeout_s: longest time to wait, in seconds.
+            began: monotonic time from which `timeout_s` counts; None: the time of this call.
 
         Raises:
             WorkerError: some worker of the session raised or died.
             PhaseTimeout: `timeout_s` passed first.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = (time.monotonic() if began is None else began) + timeout_s
         while missing := self._missing(wanted):
             ready = self._listen([], deadline)
             if not ready:
@@ -128,6 +141,17 @@ class Watch:
             self._take(ready)
         with self._lock:
             return [self._values.pop(ref) for ref in wanted]
+
+    def wait_any(
+        self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float
+    ) -> ray.ObjectRef[Any]:
+        """Return the first of `wanted` that is ready, and forget it. Arguments and errors are those of `wait`."""
+        while not (found := self._found(wanted)):
+            ready = self._listen([], began + timeout_s)
+            if not ready:
+                self._give_up(phase, timeout_s, self._missing(wanted))
+            self._take(ready)
+        return found[0]
 
     def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
         """Return the reference to the next item of a `Worker.stream`, None at its end. Raises what `wait` raises."""
@@ -180,14 +204,22 @@ class Watch:
             self._raise_if_ended()
             return [self._open[ref] for ref in wanted if ref not in self._values]
 
+    def _found(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
+        """Return at most one of `wanted` whose value has come, and drop the value."""
+        with self._lock:
+            found = [ref for ref in wanted if ref in self._values][:1]
+            for ref in found:
+                del self._values[ref]
+            return found
+
     def _raise_if_ended(self) -> None:
         if self._ended_by is not None:
             raise self._ended_by
 
-    def _raise_if_ray_ended(self) -> None:
+    def _raise_if_ray_ended(self, failed: Collection[Member] = ()) -> None:
         with self._lock:
             self._raise_if_ended()
-            if (cause := self._cause()) is not None:
+            if (cause := self._cause(failed)) is not None:
                 self._end(cause)
 
     def _take(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
@@ -209,6 +241,7 @@ class Watch:
     def _fail(self, first: Failure) -> None:
         self._raise_if_ray_ended()
         failures = [first, *self._settle(SETTLE_S[first.distance])]
+        self._raise_if_ray_ended({failure.call.member for failure in failures})
         cause = min(failures, key=lambda failure: failure.distance)
         others = {failure.call.member for failure in failures} - {cause.call.member}
         also = sorted(others, key=lambda member: (member.role, member.rank))
@@ -237,7 +270,7 @@ class Watch:
 
     def _give_up(self, phase: str, seconds: float, calls: Sequence[Call]) -> None:
         with self._lock:
-            self._raise_if_ray_ended()
+            self._raise_if_ray_ended({call.member for call in calls})
             stacks = _stacks(calls[:MAX_STACKS])
             self._end(PhaseTimeout(phase, seconds, [call.member for call in calls], stacks))
 
@@ -256,6 +289,10 @@ def _stacks(calls: Sequence[Call]) -> str:
 def _how_it_died(error: RayActorError) -> str:
     """Return what Ray knows of a process's end: an exit code, a kill by its memory monitor, or that it is gone."""
     text = str(error)
+    if isinstance(error, ActorUnavailableError):
+        return "It was killed (out of memory?) or crashed in native code, or its machine cannot be reached any more."
+    if "creation task" in text:
+        return text
     if found := re.search(r"exit(?:s|ed)? with an exit code \d+", text):
         return found[0][0].upper() + found[0][1:] + "."
     if "memory" in text and "Task was killed" in text:

@@ -5,6 +5,7 @@
            ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
            ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
+           ──deal────>        ──runs───> engine.method(iterator, *args) -> (summary, payload), asking for each item
            ──control─>        ──runs───> engine.method(*args) in a second thread, beside another method
 
 Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
@@ -44,6 +45,7 @@ class Feed:
         self._items: list[Any] = []
         self._changed = threading.Condition()
         self._closed = False
+        self._is_wanted = False
 
     def put(self, item: Any) -> None:
         """Hand in one item; return once it was taken, or at once if the reader has ended."""
@@ -51,6 +53,11 @@ class Feed:
             self._items.append(item)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._items or self._closed)
+
+    def wait_until_wanted(self) -> None:
+        """Return once the reader waits for an item, or has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: (self._is_wanted and not self._items) or self._closed)
 
     def end(self) -> None:
         """Tell the reader that no item follows."""
@@ -65,7 +72,10 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         while True:
             with self._changed:
+                self._is_wanted = True
+                self._changed.notify_all()
                 self._changed.wait_for(lambda: bool(self._items))
+                self._is_wanted = False
                 item = self._items.pop(0)
                 self._changed.notify_all()
             if item is self._END:
@@ -74,15 +84,16 @@ class Feed:
 
 
 class Worker:
-    """One process of a role. `build`, `call`, `keep`, `stream`, `drain` and `consume` run one by one in one thread.
+    """One process of a role. `build`, `call`, `keep`, `serve` and the like run one by one in one thread.
 
-    `push`, `push_end`, `control`, `where` and `hold` run in the threads of `SIDES`, beside the former.
+    `push`, `push_end`, `wanted`, `control`, `where` and `hold` run in the threads of `SIDES`, beside the former.
     """
 
     def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
         os.environ.update(environment)
         sys.path.extend(folder for folder in folders if folder not in sys.path)
-        _redirect_output(Path(log))
+        with _Reported():
+            _redirect_output(Path(log))
         keep_exit_statuses()
         self._held: Any = None
         self._store: Any = None
@@ -161,6 +172,20 @@ class Worker:
             feed.close()
         return result if reply else None
 
+    def serve(self, feed_id: int, method: str, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
+        """Do what `consume` does, for a method that returns a pair (summary, payload), as two objects of the store."""
+        feed = self._feed(feed_id)
+        try:
+            with _Reported():
+                summary, payload = getattr(self._held, method)(iter(feed), *args, **kwargs)
+        finally:
+            feed.close()
+        return summary, payload
+
+    def wanted(self, feed_id: int) -> None:
+        """Return once `consume` or `serve` waits for an item."""
+        self._feed(feed_id).wait_until_wanted()
+
     def push(self, feed_id: int, item: Any) -> None:
         """Hand one item to `consume`; return once it was taken."""
         self._feed(feed_id).put(item)
@@ -215,8 +240,14 @@ class _Reported:
 
 def _redirect_output(log: Path) -> None:
     """Send standard output and error of this process, also of native code, to `log`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = log.open("w", buffering=1)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("w", buffering=1)
+    except OSError as error:
+        raise ValueError(
+            f"this process cannot write its log on this machine ({error}): set cluster.fileroot to a folder that can "
+            "be written on every node, best on storage that all nodes share"
+        ) from error
     for descriptor in (1, 2):
         os.dup2(file.fileno(), descriptor)
     sys.stdout = sys.stderr = file

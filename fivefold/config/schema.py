@@ -70,6 +70,8 @@ class SchedulerConfig(Section):
     """`local` starts Ray on this machine for this run alone; `ray` joins the cluster at `address`."""
     address: str = "auto"
     """Address of the Ray cluster to join with `type: ray`: `auto`, or host:port."""
+    wait_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 60.0
+    """Seconds to wait, with `type: ray`, for nodes that the cluster lacks and for devices that other jobs hold."""
     timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""
 
@@ -212,7 +214,7 @@ class MegatronConfig(Section):
             )
         if self.dist_checkpointing_path is not None and not self.use_dist_checkpointing:
             raise ValueError(
-                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read, because use_dist_checkpointing is "
+                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read while use_dist_checkpointing is "
                 "false: set that to true, or drop the path"
             )
         return self
@@ -364,6 +366,17 @@ class RolloutConfig(Section):
     """Python program of the environment in which the server is installed; null: Fivefold's own."""
     server_args: list[str | int | float] = []
     """Further arguments of the server's command line, for example `[--enforce-eager]`."""
+    seeded: bool = False
+    """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
+    depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
+    logprob_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost vLLM up to
+    40% of its speed. `rollout_mismatch` is measured over this share."""
+    weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
+    """How weights reach the engine: `ipc` (CUDA IPC, on shared GPUs), `nccl` (between GPUs), `folder` (through host
+    memory). `auto`: the fastest that the placement allows."""
+    verify_weights: bool = False
+    """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
 
 
 class RowsConfig(Section):
@@ -611,6 +624,12 @@ class TrainRecipe(RunConfig):
             raise ValueError(
                 "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
                 "false (evaluator.greedy is for the held-out prompts)"
+            )
+        if self.actor.recompute_logprob is False and self.rollout.logprob_share < 1:
+            raise ValueError(
+                "actor.recompute_logprob=false takes the old log-probs of every token from the rollout, but "
+                f"rollout.logprob_share={self.rollout.logprob_share} asks for those of a part: set "
+                "actor.recompute_logprob=true, or drop rollout.logprob_share"
             )
         if self.actor.recompute_logprob is False and self.gconfig.truncates_distribution:
             raise ValueError(

@@ -23,6 +23,8 @@ class Experience:
     """Samples with their rewards, those of one prompt side by side."""
     batch: RemoteBatch
     """The same sequences, in the same order."""
+    metrics: dict[str, float]
+    """Metrics of the rollout."""
 
     @property
     def groups(self) -> list[int]:
@@ -49,4 +51,4 @@ class StepSource:
             generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
         with self.timers.phase("rewards"):
             samples = judge(generated.samples, self.reward)
-        return Experience(samples, generated.batch)
+        return Experience(samples, generated.batch, generated.metrics)

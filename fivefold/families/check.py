@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.config.schema import Recipe, RolloutConfig, TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
@@ -77,6 +77,12 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                 yield (
                     f"rollout.{name}={value} is for servers ({server_titles()}), and the rollout runs {backend.name}: "
                     "drop it"
+                )
+        for name in ("seeded", "logprob_share"):
+            if (value := getattr(recipe.rollout, name)) != RolloutConfig.model_fields[name].default:
+                yield (
+                    f"rollout.{name}={str(value).lower()} is for servers ({server_titles()}): {backend.name} always has "
+                    "a seed for each request, and gives every log-prob; drop it"
                 )
     if backend.temperatures is not None:
         low, high = backend.temperatures

@@ -63,7 +63,11 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
     actor = Actor(trainer)
     return Roles(
         actor=actor,
-        rollout=Rollout(groups["rollout"], shares_devices=bool(placement.sharers("rollout"))),
+        rollout=Rollout(
+            groups["rollout"],
+            shares_devices=bool(placement.sharers("rollout")),
+            is_server=placement["rollout"].layout.is_server,
+        ),
         reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
     )
 
@@ -152,6 +156,7 @@ def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
+        needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
     )
 
 
@@ -198,10 +203,10 @@ def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:
 
 
 def engine_config(config: EngineConfig, path: str) -> EngineConfig:
-    """Return the engine's options of an actor's section, with `path` as its model."""
+    """Return the engine's options of an actor's section, with `path` as its model and the checkpoint's full path."""
     fields = {name: getattr(config, name) for name in EngineConfig.model_fields}
-    return EngineConfig(**{**fields, "path": path})
     if (checkpoint := config.megatron.dist_checkpointing_path) is not None:
         # Resolved once: workers have other working folders, and a newer checkpoint may be written meanwhile.
         place = {"dist_checkpointing_path": str(find_torch_dist(checkpoint).resolve())}
         fields["megatron"] = config.megatron.model_copy(update=place)
+    return EngineConfig(**{**fields, "path": path})

@@ -114,5 +114,8 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         name: reduce.get(name.rpartition("/")[2], lambda row: sum(row) / len(row))(row) for name, row in values.items()
     }
     averages["lr"] = values["lr"][-1]
+    if share := averages.get("rollout_mismatch_share"):
+        # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
+        averages |= {name: averages[name] / share for name in ("rollout_mismatch", "rollout_mismatch_kl")}
     averages["skipped_updates"] = float(sum(result.skipped for result in results))
     return averages

@@ -1,16 +1,21 @@
 """The replicas that generate: the driver's handle of them, and the worker in each replica's process.
 
-driver   prompts ─> requests, shared out over the replicas ─> samples (text, lengths), and the tokens by reference
-replica  requests ─> completions ─> trajectories ─> columns, which stay in the object store
+driver   prompts ─> requests ─> jobs in one queue ─> samples (text, lengths), and the tokens by reference
+replica  takes a job when it has room: requests ─> completions ─> trajectories ─> columns in the object store
+
+A server's jobs are the groups of single prompts, longest-expected first. An embedded engine's are as many equal shares
+as there are replicas, because its rounding depends on which requests are decoded together.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +42,29 @@ class Generated:
     samples: list[Sample]
     batch: RemoteBatch
     """The same sequences, in the same order."""
+    metrics: dict[str, float]
+    """Load of the replicas: see docs/metrics.md."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Requests that one replica answers, and what it needs to know of their prompts."""
+
+    indices: range
+    """Index of each request among all requests of the call."""
+    prompts: Sequence[Prompt]
+    """The prompt of each request."""
+    requests: Sequence[GenerationRequest]
 
 
 class Rollout:
     """The driver's handle of all replicas."""
 
-    def __init__(self, group: WorkerGroup, shares_devices: bool) -> None:
+    def __init__(self, group: WorkerGroup, shares_devices: bool, *, is_server: bool) -> None:
         self._group = group
         self.shares_devices = shares_devices
+        self._is_server = is_server
+        self._expected = ExpectedLengths()
 
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
@@ -55,12 +75,20 @@ class Rollout:
             key: decides the random choices, together with a prompt's place and the sample's place in its group.
         """
         asked = [prompt for prompt in prompts for _ in range(n_samples)]
-        requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key)
-        size = math.ceil(len(requests) / len(self._group))
-        starts = range(0, size * len(self._group), size)
-        shares = [(asked[start : start + size], requests[start : start + size], sampling) for start in starts]
-        kept = self._group.keep_each(RolloutWorker.generate, shares)
-        return generated(asked, kept)
+        requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key, sampling.logprob_share)
+        size = n_samples if self._is_server else math.ceil(len(requests) / len(self._group))
+        jobs = [
+            Job(range(start, end), asked[start:end], requests[start:end])
+            for start in range(0, len(requests), size)
+            for end in [min(start + size, len(requests))]
+        ]
+        if self._is_server:
+            jobs.sort(key=lambda job: -self._expected.of(job.prompts[0]))
+        began = time.perf_counter()
+        kept = self._group.deal(RolloutWorker.generate, jobs, sampling)
+        result = generated(asked, kept, time.perf_counter() - began)
+        self._expected.learn(result.samples)
+        return result
 
     def take_weights(self, offer: WeightOffer) -> None:
         """Give every replica the weights that the actor offers, bucket by bucket."""
@@ -75,10 +103,32 @@ class Rollout:
         self._group.call(RolloutWorker.wake)
 
 
+class ExpectedLengths:
+    """Expects of a prompt's completions that they are as long as the last ones were."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[int, ...], float] = {}
+        self._mean = 0.0
+
+    def of(self, prompt: Prompt) -> float:
+        """Return the expected tokens of a completion; of a prompt without completions so far, the mean of all."""
+        return self._lengths.get(prompt.token_ids, self._mean)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Remember the mean length of each prompt's samples, which are side by side."""
+        for token_ids, group in groupby(samples, key=lambda sample: sample.prompt.token_ids):
+            lengths = [sample.n_sampled for sample in group]
+            self._lengths[token_ids] = sum(lengths) / len(lengths)
+        if self._lengths:
+            self._mean = sum(self._lengths.values()) / len(self._lengths)
+
+
 @dataclass(frozen=True, eq=False)
 class Responses:
     """What a replica reports of its N trajectories to the driver."""
 
+    indices_N: npt.NDArray[np.int64]
+    """Index of each among all requests of the call."""
     texts: list[str]
     """The sampled tokens of each, decoded without special tokens."""
     finish_reasons: list[FinishReason]
@@ -88,17 +138,23 @@ class Responses:
     """Tokens of each trajectory that the policy sampled."""
     versions_N2: npt.NDArray[np.int64]
     """Oldest and newest version of the weights that sampled each trajectory."""
+    busy_s: float
+    """Seconds from the first job to the last completion."""
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory], texts: list[str]) -> Responses:
+    def of(
+        indices: Sequence[int], trajectories: Sequence[Trajectory], texts: list[str], busy_s: float = 0.0
+    ) -> Responses:
         """Return the report of `trajectories`, whose sampled tokens decode to `texts`."""
         sampled = [trajectory.versions_T[trajectory.mask_T] for trajectory in trajectories]
         return Responses(
+            indices_N=np.array(indices, dtype=np.int64),
             texts=texts,
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
             lengths_N=np.array([len(trajectory.tokens_T) for trajectory in trajectories], dtype=np.int64),
             sampled_N=np.array([len(versions) for versions in sampled], dtype=np.int64),
-            versions_N2=np.array([_span(versions) for versions in sampled], dtype=np.int64),
+            versions_N2=np.array([_span(versions) for versions in sampled], dtype=np.int64).reshape(-1, 2),
+            busy_s=busy_s,
         )
 
 
@@ -107,27 +163,41 @@ def _span(versions: npt.NDArray[np.int32]) -> tuple[int, int]:
     return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
 
 
-def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> Generated:
-    """Combine the results of all replicas. `asked` holds each trajectory's prompt, in the order of the replicas."""
-    answered = [(responses, columns) for responses, columns in kept if responses.texts]
-    starts = np.cumsum([0, *(len(responses.texts) for responses, _ in answered)])
-    pieces = [Piece(columns, np.arange(*starts[i : i + 2])) for i, (_, columns) in enumerate(answered)]
-    lengths_N = np.concatenate([responses.lengths_N for responses, _ in answered])
-    sampled_N = np.concatenate([responses.sampled_N for responses, _ in answered])
-    versions_N2 = np.concatenate([responses.versions_N2 for responses, _ in answered])
+def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]], seconds: float) -> Generated:
+    """Combine the results of all replicas.
+
+    Args:
+        asked: the prompt of each request.
+        kept: each replica's report, and the reference to its columns.
+        seconds: how long the call took.
+    """
+    reports = [responses for responses, _ in kept]
+    order_N = np.argsort(np.concatenate([responses.indices_N for responses in reports]))
+    texts = [text for responses in reports for text in responses.texts]
+    reasons = [reason for responses in reports for reason in responses.finish_reasons]
+    lengths_N = np.concatenate([responses.lengths_N for responses in reports])[order_N]
+    sampled_N = np.concatenate([responses.sampled_N for responses in reports])[order_N]
+    versions_N2 = np.concatenate([responses.versions_N2 for responses in reports])[order_N]
     samples = [
-        Sample(prompt, text, reason, length, n_sampled, (oldest, newest))
-        for prompt, text, reason, length, n_sampled, (oldest, newest) in zip(
-            asked,
-            (text for responses, _ in answered for text in responses.texts),
-            (reason for responses, _ in answered for reason in responses.finish_reasons),
-            lengths_N.tolist(),
-            sampled_N.tolist(),
-            versions_N2.tolist(),
-            strict=True,
+        Sample(prompt, texts[index], reasons[index], length, n_sampled, (oldest, newest))
+        for prompt, index, length, n_sampled, (oldest, newest) in zip(
+            asked, order_N.tolist(), lengths_N.tolist(), sampled_N.tolist(), versions_N2.tolist(), strict=True
         )
     ]
-    return Generated(samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces)))
+    pieces = [Piece(columns, responses.indices_N) for responses, columns in kept if responses.texts]
+    return Generated(samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces)), load_metrics(reports, seconds))
+
+
+def load_metrics(reports: Sequence[Responses], seconds: float) -> dict[str, float]:
+    """Return how evenly the replicas were loaded in a call that took `seconds`."""
+    busy = [responses.busy_s / seconds for responses in reports]
+    tokens = [float(responses.sampled_N.sum()) for responses in reports]
+    return {
+        "replica_busy/mean": sum(busy) / len(busy),
+        "replica_busy/min": min(busy),
+        "replica_tokens/min": min(tokens),
+        "replica_tokens/max": max(tokens),
+    }
 
 
 class RolloutWorker:
@@ -140,20 +210,33 @@ class RolloutWorker:
         self._engine = build_engine(spec, place, save)
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
-    def generate(
-        self, prompts: Sequence[Prompt], requests: Sequence[GenerationRequest], sampling: SamplingParams
-    ) -> tuple[Responses, Columns | None]:
-        """Generate one trajectory for each request, which asks for the prompt at the same index.
+    def generate(self, jobs: Iterator[Job], sampling: SamplingParams) -> tuple[Responses, Columns | None]:
+        """Generate one trajectory for each request of the jobs, each of which is taken when the engine has room.
 
         Returns:
             The report for the driver, and the columns of the trajectories; None if there are no trajectories.
         """
-        completions = self._engine.generate(requests, sampling)
-        trajectories = [
-            Trajectory.single_turn(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        texts = self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
-        return Responses.of(trajectories, texts), Columns.of(trajectories) if trajectories else None
+        taken: list[Job] = []
+        indices: list[int] = []
+        trajectories: list[Trajectory] = []
+        texts: list[str] = []
+        starts: list[float] = []
+
+        def requests() -> Iterator[Sequence[GenerationRequest]]:
+            for job in jobs:
+                starts.append(time.perf_counter())
+                taken.append(job)
+                yield job.requests
+
+        for number, completions in self._engine.generate_each(requests(), sampling):
+            indices += taken[number].indices
+            pairs = zip(taken[number].prompts, completions, strict=True)
+            trajectories += [Trajectory.single_turn(prompt, completion) for prompt, completion in pairs]
+            token_ids = [completion.token_ids.tolist() for completion in completions]
+            texts += self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        busy_s = time.perf_counter() - starts[0] if starts else 0.0
+        report = Responses.of(indices, trajectories, texts, busy_s)
+        return report, Columns.of(trajectories) if trajectories else None
 
     def take_weights(self, buckets: Iterator[Bucket], version: int) -> None:
         """Replace all weights by those in `buckets`, whose version is `version`."""

@@ -8,13 +8,14 @@ actor ──(Hugging Face file name, tensor) ...──engine.update_weights(weig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
-from fivefold.config.schema import EvaluatorConfig, GenerationConfig
+from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig
 from fivefold.types import Completion
 
 
@@ -25,12 +26,15 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     """The prompt."""
     seed: int
-    """Decides every random choice of this completion, whichever replica and batch it lands in."""
+    """Decides every random choice of this completion, whichever replica and batch it lands in. A server gets it only if
+    the sampling is `seeded`."""
+    wants_logprobs: bool = True
+    """Whether the log-probs of the sampled tokens are asked for. The embedded engine always gives them."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. The fields are documented on `GenerationConfig`."""
+    """How the next token is chosen. The fields up to `stop` are documented on `GenerationConfig`."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -40,6 +44,10 @@ class SamplingParams:
     top_k: int
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
+    seeded: bool = True
+    """Whether servers are given each request's seed."""
+    logprob_share: float = 1.0
+    """Share of the prompts for whose completions log-probs are asked; 0: for none."""
 
     def __post_init__(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
@@ -65,26 +73,43 @@ class SamplingParams:
         )
 
     @classmethod
+    def for_training(cls, config: GenerationConfig, rollout: RolloutConfig) -> SamplingParams:
+        """Return the sampling of the prompts that are trained on."""
+        return replace(cls.from_config(config), seeded=rollout.seeded, logprob_share=rollout.logprob_share)
+
+    @classmethod
     def for_evaluation(cls, config: GenerationConfig, evaluator: EvaluatorConfig) -> SamplingParams:
-        """Return the sampling of held-out prompts: `gconfig`, with `greedy` and `temperature` of the evaluator."""
+        """Return the sampling of held-out prompts: `gconfig`, with `greedy` and `temperature` of the evaluator.
+
+        Nothing reads the log-probs of an evaluation, and a greedy one makes no random choice that a seed would decide.
+        """
         own = {"greedy": evaluator.greedy, "temperature": evaluator.temperature}
-        return cls.from_config(config.model_copy(update=own))
+        sampling = cls.from_config(config.model_copy(update=own))
+        return replace(sampling, seeded=not evaluator.greedy, logprob_share=0.0)
 
 
 def group_requests(
-    prompts: Sequence[Sequence[int]], n_samples: int, key: tuple[int | str, ...]
+    prompts: Sequence[Sequence[int]], n_samples: int, key: tuple[int | str, ...], logprob_share: float = 1.0
 ) -> list[GenerationRequest]:
     """Return `n_samples` requests for each prompt, with those of one prompt side by side.
 
     A request's seed is a hash of `key` (the run's seed, the phase, the step, ...), of the prompt's index in `prompts`
     and of the sample's index in its group. So that seeds do not depend on the number of replicas, make all requests
     first, and then distribute them.
+
+    Log-probs are asked for the whole groups of `logprob_share` of the prompts, spread evenly over `prompts`, and for
+    the first group at least unless the share is 0.
     """
     return [
-        GenerationRequest(tuple(token_ids), _hash_seed(*key, row, sample))
+        GenerationRequest(tuple(token_ids), _hash_seed(*key, row, sample), _is_in_share(row, logprob_share))
         for row, token_ids in enumerate(prompts)
         for sample in range(n_samples)
     ]
+
+
+def _is_in_share(row: int, share: float) -> bool:
+    """Return whether row `row` belongs to a share that is spread evenly over all rows."""
+    return math.ceil((row + 1) * share) > math.ceil(row * share)
 
 
 def _hash_seed(*key: int | str) -> int:
@@ -97,6 +122,14 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each request, in the order of the requests."""
+
+    def generate_each(
+        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield each job's number, counted from 0, and its completions, as jobs finish.
+
+        A job is taken from `jobs`, which may wait, when the engine has room for it.
+        """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights in place; completions carry `version` from here on.

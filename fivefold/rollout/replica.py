@@ -41,3 +41,5 @@ class ReplicaSpec:
     """Python program of the server's environment; None: that of this process."""
     arguments: tuple[str, ...]
     """Further arguments of the server's command line."""
+    needs_text: bool = True
+    """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""

@@ -112,6 +112,13 @@ class TransformersEngine:
                 completions.update(zip(wave, answers, strict=True))
         return [completions[i] for i in range(len(requests))]
 
+    def generate_each(
+        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield each job's number and its completions; one job is decoded after the other."""
+        for number, requests in enumerate(jobs):
+            yield number, self.generate(requests, sampling)
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy `weights`, named as in Hugging Face files, into the model in place, cast to its dtype.
 

@@ -38,17 +38,29 @@ class HttpClient:
             return False
 
     def post(self, path: str, body: Any = None) -> Any:
-        """Post `body` as JSON to `path`; return the JSON of the reply, or None if the reply is empty.
+        """Post `body` as JSON to `path`; return the JSON of the reply, None if that is empty. Raises as `send`."""
+        return _parsed(self.send("POST", path, {} if body is None else body))
+
+    def get(self, path: str) -> Any:
+        """Return the JSON at `path`. Raises as `send`."""
+        return _parsed(self.send("GET", path))
+
+    def send(self, method: str, path: str, body: Any = None) -> bytes:
+        """Send a request, with `body` as JSON if there is one; return the reply as it came.
 
         Raises:
             ServerGone: the connection broke.
             RuntimeError: the server refused the request.
         """
         try:
-            reply = self._pool.request("POST", path, json={} if body is None else body)
+            reply = self._pool.request(method, path, json=body)
         except urllib3.exceptions.HTTPError as error:
             raise ServerGone(f"the connection to the server broke during {path}: {error}") from error
         if reply.status != 200:
             text = reply.data.decode(errors="replace")[:SHOWN]
             raise RuntimeError(f"the server refused {path} with status {reply.status}: {text}")
-        return json.loads(reply.data) if reply.data else None
+        return reply.data
+
+
+def _parsed(data: bytes) -> Any:
+    return json.loads(data) if data else None

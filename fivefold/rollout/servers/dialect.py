@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HttpClient
+from fivefold.rollout.servers.client import SHOWN, HttpClient
 from fivefold.types import FinishReason
 
 REQUEST_SEEDS = 2**63
@@ -19,31 +24,72 @@ SERVER_SEEDS = 2**31
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The completion that a server sampled for one request."""
+class Ask:
+    """What one HTTP request asks for: completions of one prompt, which the server reads once."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    """The prompt."""
+    n: int
+    """Number of completions."""
+    seed: int | None
+    """Seed of the one completion; None: the server draws from its own random numbers."""
+    wants_logprobs: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A completion that a server sampled, of T tokens."""
+
+    token_ids_T: npt.NDArray[np.int32]
+    logprobs_T: npt.NDArray[np.float32] | None
+    """None: they were not asked for."""
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
         # JSON has no NaN: servers write null or leave the number out.
-        if len(self.logprobs) != len(self.token_ids) or not all(
-            isinstance(value, int | float) for value in self.logprobs
-        ):
+        if self.logprobs_T is not None and len(self.logprobs_T) != len(self.token_ids_T):
             raise RuntimeError(
-                f"the server answered {len(self.token_ids)} tokens with log-probs {self.logprobs}: every token needs a "
-                "number, and logits that are not finite (NaN or infinite) give none"
+                f"the server answered {len(self.token_ids_T)} tokens with {len(self.logprobs_T)} log-probs: every "
+                "token needs a number, and logits that are not finite (NaN or infinite) give none"
             )
 
 
-def finish_reason(said: str | None) -> FinishReason:
+def integers(text: bytes) -> npt.NDArray[np.int32]:
+    """Return the numbers of a JSON array without its brackets, and without a Python object for each."""
+    return np.fromstring(text.decode(), dtype=np.int32, sep=",")
+
+
+def floats(text: bytes) -> npt.NDArray[np.float64]:
+    """Return the numbers of a JSON array without its brackets, and without a Python object for each."""
+    return np.fromstring(text.decode(), dtype=np.float64, sep=",")
+
+
+def pieces(reply: bytes, start: re.Pattern[bytes]) -> Iterator[bytes]:
+    """Yield the parts of a reply, each of which begins where `start` matches."""
+    starts = [match.start() for match in start.finditer(reply)]
+    for begin, end in pairwise([*starts, len(reply)]):
+        yield reply[begin:end]
+
+
+def found(pattern: re.Pattern[bytes], text: bytes) -> bytes:
+    """Return the first group of a pattern in a part of a reply.
+
+    Raises:
+        RuntimeError: the reply has another form than this version of the server's.
+    """
+    match = pattern.search(text)
+    if match is None:
+        raise RuntimeError(f"the server's answer has no {pattern.pattern.decode()}: {text[:SHOWN].decode()}")
+    return match[1]
+
+
+def finish_reason(said: str) -> FinishReason:
     """Return the reason that a server gives for a completion's end.
 
     Raises:
         RuntimeError: the completion is not whole, as after an abort, which servers report with the status of a success.
     """
-    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
     if said not in reasons:
         raise RuntimeError(f"the server ended a completion with {said!r}: it is not whole")
     return reasons[said]
@@ -64,13 +110,15 @@ class Dialect(Protocol):
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
         """Return the command line after the module, without the further arguments of the recipe."""
 
-    def request(
-        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
-    ) -> dict[str, Any]:
+    def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the body to post to `generate_path`."""
 
-    def answer(self, reply: Any) -> Answer:
-        """Return the completion in a reply from `generate_path`."""
+    def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
+        """Return the `ask.n` completions in a reply from `generate_path`.
+
+        Raises:
+            RuntimeError: a completion that is not whole, or lacks a log-prob that was asked for.
+        """
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         """Make the server load all weights from a Hugging Face folder, and drop what it has cached with others."""

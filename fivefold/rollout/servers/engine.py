@@ -6,10 +6,12 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +24,10 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone
 from fivefold.rollout.servers.command import server_command
-from fivefold.rollout.servers.dialect import Dialect
+from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.process import ServerProcess
+from fivefold.rollout.servers.room import Room, asks_of
 from fivefold.rollout.state import EngineState
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.types import Completion
@@ -74,25 +77,46 @@ class ServerEngine:
         """Return one completion for each request, in the order of the requests.
 
         A server rounds differently in batches of different size, so that the same request need not give the same
-        completion twice.
+        completion twice. Log-probs that are not asked for are NaN.
 
         Raises:
             ValueError: a request or a sampling that the model cannot take.
             RuntimeError: the engine is asleep or has no weights, or the server failed.
         """
-        version = self._state.require_weights()
         check_requests(requests, sampling, self._config)
+        asks = asks_of(requests, sampling, self._spec.max_batch_size)
+        ends = list(accumulate(ask.n for ask in asks))
+        jobs = [requests[end - ask.n : end] for ask, end in zip(asks, ends, strict=True)]
+        answered = dict(self.generate_each(iter(jobs), sampling))
+        return [completion for number in range(len(jobs)) for completion in answered[number]]
 
-        def complete(request: GenerationRequest) -> Completion:
-            body = self._dialect.request(request, sampling, self._end_token_ids)
-            with self._served():
-                answer = self._dialect.answer(self._http.post(self._dialect.generate_path, body))
-            return Completion.of(answer.token_ids, answer.logprobs, answer.finish_reason, version)
+    def generate_each(
+        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield each job's number and its completions, as jobs finish (`RolloutEngine`). Raises as `generate`."""
+        version = self._state.require_weights()
+        most = self._spec.max_batch_size
+        room = Room(most)
 
-        # As many threads as the server decodes sequences together; the other requests wait here for a free thread.
-        threads = ThreadPoolExecutor(self._spec.max_batch_size)
+        def complete(ask: Ask) -> list[Completion]:
+            with room.held(ask), self._served():
+                body = self._dialect.request(ask, sampling, self._end_token_ids)
+                reply = self._http.send("POST", self._dialect.generate_path, body)
+                answers = self._dialect.answers(reply, ask)
+            if len(answers) != ask.n:
+                raise RuntimeError(f"the server gave {len(answers)} completions where {ask.n} were asked for")
+            return [_completion(answer, version) for answer in answers]
+
+        running: dict[int, list[Future[list[Completion]]]] = {}
+        threads = ThreadPoolExecutor(most)
         try:
-            return list(threads.map(complete, requests))
+            for number, requests in enumerate(room.admitted(jobs)):
+                check_requests(requests, sampling, self._config)
+                asks = asks_of(requests, sampling, most)
+                running[number] = [threads.submit(complete, ask) for ask in room.taken(asks)]
+                yield from _finished(running)
+            for _ in as_completed([future for futures in running.values() for future in futures]):
+                yield from _finished(running)
         finally:
             threads.shutdown(cancel_futures=True)
 
@@ -150,6 +174,19 @@ class ServerEngine:
             except RuntimeError as death:
                 raise death from None
             raise gone from None
+
+
+def _finished(running: dict[int, list[Future[list[Completion]]]]) -> Iterator[tuple[int, list[Completion]]]:
+    """Remove the jobs that have finished, and yield them; raise the failure of one that failed."""
+    for number in [number for number, futures in running.items() if all(future.done() for future in futures)]:
+        yield number, [completion for future in running.pop(number) for completion in future.result()]
+
+
+def _completion(answer: Answer, version: int) -> Completion:
+    logprobs_T = answer.logprobs_T
+    if logprobs_T is None:
+        logprobs_T = np.full(len(answer.token_ids_T), np.nan, dtype=np.float32)
+    return Completion.of(answer.token_ids_T, logprobs_T, answer.finish_reason, version)
 
 
 def _with_share(spec: ReplicaSpec) -> ReplicaSpec:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HOST, HttpClient
-from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, finish_reason
+from fivefold.rollout.servers.dialect import (
+    REQUEST_SEEDS,
+    SERVER_SEEDS,
+    Answer,
+    Ask,
+    finish_reason,
+    floats,
+    found,
+    integers,
+    pieces,
+)
 
 ALL_TOKENS = -1
 """SGLang's `top_k` for no top-k."""
+
+
+_TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
+_FINISH_REASON = re.compile(rb'"finish_reason":\s*\{\s*"type":\s*"(\w+)"')
+_LOGPROBS = re.compile(rb'"output_token_logprobs":\s*\[((?:[\s,]*\[[^\]]*\])*)\s*\]')
+_FIRST = re.compile(rb"\[\s*(-?[\d.][\d.eE+-]*)")
+
+
+def _logprobs(rows: bytes) -> npt.NDArray[np.float32]:
+    """Return the first number of each row, which is `[log-prob, token, null]`."""
+    return floats(b",".join(_FIRST.findall(rows))).astype(np.float32)
 
 
 class SGLangDialect:
@@ -39,24 +64,24 @@ class SGLangDialect:
             *("--tp-size", str(spec.tp), "--pp-size", str(spec.pp)),
             *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length)),
             *("--log-level", "warning"),
+            *([] if spec.needs_text else ["--skip-tokenizer-init"]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-memory-saver"] if spec.can_sleep else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
         ]
 
-    def request(
-        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
-    ) -> dict[str, Any]:
+    def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         return {
-            "input_ids": list(request.token_ids),
-            "return_logprob": True,
+            "input_ids": list(ask.token_ids),
+            "return_logprob": ask.wants_logprobs,
             "sampling_params": {
+                "n": ask.n,
                 "max_new_tokens": sampling.max_new_tokens,
                 "min_new_tokens": sampling.min_new_tokens,
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
                 "top_p": 1.0 if sampling.greedy else sampling.top_p,
                 "top_k": sampling.top_k if sampling.top_k and not sampling.greedy else ALL_TOKENS,
-                "sampling_seed": request.seed % REQUEST_SEEDS,
+                **({} if ask.seed is None else {"sampling_seed": ask.seed % REQUEST_SEEDS}),
                 "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
@@ -64,11 +89,16 @@ class SGLangDialect:
             },
         }
 
-    def answer(self, reply: Any) -> Answer:
-        meta = reply["meta_info"]
-        reason = finish_reason(meta["finish_reason"]["type"])
-        logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"])
-        return Answer(tuple(reply["output_ids"]), logprobs, reason)
+    def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
+        # In each completion, the tokens come before the information on it, and quotes in texts are escaped.
+        return [
+            Answer(
+                integers(found(_TOKEN_IDS, piece)),
+                _logprobs(found(_LOGPROBS, piece)) if ask.wants_logprobs else None,
+                finish_reason(found(_FINISH_REASON, piece).decode()),
+            )
+            for piece in pieces(reply, _TOKEN_IDS)
+        ]
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         update = {"model_path": str(folder), "weight_version": str(version)}

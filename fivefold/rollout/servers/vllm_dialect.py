@@ -5,14 +5,34 @@ The endpoints for weights and sleep exist only in development mode, so the serve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+import numpy as np
+
+from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HOST, HttpClient
-from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, finish_reason
+from fivefold.rollout.servers.dialect import (
+    REQUEST_SEEDS,
+    SERVER_SEEDS,
+    Answer,
+    Ask,
+    finish_reason,
+    floats,
+    found,
+    integers,
+    pieces,
+)
+
+FINAL_ONLY = 2
+"""vLLM's `RequestOutputKind.FINAL_ONLY`."""
+_INDEX = re.compile(rb'"index":\s*(\d+)')
+_TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([\d,\s]*)\]')
+_FINISH_REASON = re.compile(rb'"finish_reason":\s*"?(\w+)')
+_LOGPROB = re.compile(rb'"logprob":\s*(-?[\d.][\d.eE+-]*)')
 
 
 class VLLMDialect:
@@ -48,34 +68,41 @@ class VLLMDialect:
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
         ]
 
-    def request(
-        self, request: GenerationRequest, sampling: SamplingParams, end_token_ids: Sequence[int]
-    ) -> dict[str, Any]:
+    def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         return {
-            "token_ids": list(request.token_ids),
+            "token_ids": list(ask.token_ids),
             "sampling_params": {
+                "n": ask.n,
+                # Otherwise vLLM makes an output after every token, of which only the last sequence's is sent.
+                "output_kind": FINAL_ONLY,
                 "max_tokens": sampling.max_new_tokens,
                 "min_tokens": sampling.min_new_tokens,
                 # With temperature 0 the log-probs are log softmax of the logits as the model gave them.
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
                 "top_p": 1.0 if sampling.greedy else sampling.top_p,
                 "top_k": 0 if sampling.greedy else sampling.top_k,
-                "seed": request.seed % REQUEST_SEEDS,
                 "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
                 "stop": list(sampling.stop),
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,
                 "detokenize": bool(sampling.stop),
+                **({} if ask.seed is None else {"seed": ask.seed % REQUEST_SEEDS}),
                 # 0: the log-prob of the sampled token, and of no other token.
-                "logprobs": 0,
+                **({"logprobs": 0} if ask.wants_logprobs else {}),
             },
         }
 
-    def answer(self, reply: Any) -> Answer:
-        (choice,) = reply["choices"]
-        reason = finish_reason(choice["finish_reason"])
-        logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
-        return Answer(tuple(choice["token_ids"]), logprobs, reason)
+    def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
+        # Tokens are written as `token_id:<n>`, so that no text of the model can look like a key.
+        choices = sorted(pieces(reply, _INDEX), key=lambda choice: int(found(_INDEX, choice)))
+        return [
+            Answer(
+                integers(found(_TOKEN_IDS, choice)),
+                floats(b",".join(_LOGPROB.findall(choice))).astype(np.float32) if ask.wants_logprobs else None,
+                finish_reason(found(_FINISH_REASON, choice).decode()),
+            )
+            for choice in choices
+        ]
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         # Without a load format, a server that began with dummy weights would make up dummy weights again.

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fivefold.algorithms.loss import LossInputs, PolicyLoss, SFTLoss
+from fivefold.algorithms.loss import LossInputs, PolicyLoss, SFTLoss, mismatch_metrics
 from fivefold.config.schema import ActorConfig, GenerationConfig
 from fivefold.types import Batch
 
@@ -234,6 +234,14 @@ def test_metrics_equal_counts_by_hand() -> None:
     assert values["rollout_mismatch_kl"] == pytest.approx(math.exp(-0.1) - 1 + 0.1 + math.exp(0.3) - 1 - 0.3)
 
 
+def test_the_mismatch_is_over_the_tokens_whose_log_prob_the_rollout_gave() -> None:
+    trainer, rollout = torch.tensor([-1.0, -2.0, -3.0, 0.0]), torch.tensor([-1.5, math.nan, -3.0, 0.0])
+    metrics = mismatch_metrics(trainer, rollout, torch.tensor([True, True, True, False]))
+    assert metrics["rollout_mismatch_share"] == 2
+    assert metrics["rollout_mismatch"] == metrics["rollout_mismatch/max"] == 0.5
+    assert metrics["rollout_mismatch_kl"].item() == pytest.approx(math.exp(0.5) - 1 - 0.5)
+
+
 def test_a_kl_penalty_without_reference_is_an_error() -> None:
     batch, logprobs, entropy = make_batch()
     fields = {"advantages": batch.fields["advantages"]}
@@ -251,7 +259,9 @@ def test_log_probs_of_a_truncated_distribution_are_not_compared(truncation: dict
     actor = ActorConfig(path="m")
     _, metrics = PolicyLoss.from_config(actor, GenerationConfig())(inputs)
     _, truncated = PolicyLoss.from_config(actor, GenerationConfig.model_validate(truncation))(inputs)
-    assert metrics.keys() - truncated.keys() == {"rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl"}
+    assert metrics.keys() - truncated.keys() == {
+        "rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl", "rollout_mismatch_share",
+    }  # fmt: skip
 
 
 def test_old_log_probs_may_be_the_rollouts() -> None:

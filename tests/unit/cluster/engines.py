@@ -69,6 +69,16 @@ class Engine:
     def total_length(self, *payloads: bytes) -> int:
         return sum(map(len, payloads))
 
+    def work(self, jobs: Iterator[int], seconds_of_rank_0: float) -> tuple[list[int], str]:
+        """Return the jobs that it took, and its name; a job that is a text cannot be done."""
+        done = []
+        for job in jobs:
+            if isinstance(job, str):
+                raise RuntimeError(job)
+            time.sleep(seconds_of_rank_0 if self.rank == 0 else 0)
+            done.append(job)
+        return done, f"rank {self.rank}"
+
     def run_until_told(self) -> str:
         self.told.wait(HANG_S)
         return self.word

@@ -96,6 +96,18 @@ def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(session: S
     assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
 
 
+def test_jobs_of_a_queue_go_to_the_rank_that_asks(session: Session) -> None:
+    """Rank 0 is slow: it takes one job while rank 1 takes all others."""
+    group = launch(session, 2)
+    kept = group.deal(Engine.work, range(12), 2.0)
+    summaries = [summary for summary, _ in kept]
+    assert sorted(summaries[0] + summaries[1]) == list(range(12))
+    assert [len(jobs) for jobs in summaries] == [1, 11]
+    assert summaries[1] == sorted(summaries[1])
+    assert group.call_each(Engine.echo, [(payload,) for _, payload in kept]) == ["0:rank 0", "1:rank 1"]
+    assert [summary for summary, _ in group.deal(Engine.work, [], 0.0)] == [[], []]
+
+
 def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -139,3 +139,8 @@ def test_a_reader_that_raises_ends_the_feed_and_is_named(session: Session) -> No
     with pytest.raises(WorkerError, match="cannot digest it") as caught:
         rollout.feed(Engine.raise_while_fed, actor.stream(Engine.items, 10))
     assert caught.value.role == "rollout"
+
+
+def test_a_failure_at_a_job_ends_the_queue(session: Session) -> None:
+    with pytest.raises(WorkerError, match="job 7 cannot be done"):
+        launch(session, 2).deal(Engine.work, [*range(7), "job 7 cannot be done", *range(5)], 0.0)

@@ -45,6 +45,8 @@ PATIENCE_S = 20.0
 
 Reply = tuple[int, Any]
 Logprobs = Sequence[float | None]
+AnswerParts = tuple[Sequence[int], Logprobs, str]
+"""Tokens, log-probs and finish reason."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ FLAVOURS = {
         sampling_keys=_words(
             "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
             "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize skip_special_tokens "
-            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words"
+            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words "
+            "output_kind"
         ),
         batch_size="--max-num-seqs",
         most_tokens="max_tokens",
@@ -92,7 +95,7 @@ FLAVOURS = {
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
             "--mem-fraction-static"
         ),
-        switches=_words("--enable-memory-saver --disable-radix-cache"),
+        switches=_words("--enable-memory-saver --disable-radix-cache --skip-tokenizer-init"),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
             "presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos "
@@ -193,23 +196,25 @@ class FakeServer:
         if prompt[0] == DEADLY:
             os._exit(STATUS_IN_REQUEST)
         self._wait_for_its_turn(prompt[0])
-        logprobs: Logprobs
-        token_ids, logprobs, reason = answer_to(prompt, sampling[self.flavour.seed], sampling[self.flavour.most_tokens])
-        if prompt[0] in (ABORTED, ABORTED_AT_ONCE):
-            n_kept = 2 if prompt[0] == ABORTED else 0
-            token_ids, logprobs, reason = token_ids[:n_kept], logprobs[:n_kept], "abort"
-        if prompt[0] in (NOT_FINITE, CUT_SHORT):
-            logprobs = (*logprobs[:-1], *([None] if prompt[0] == NOT_FINITE else []))
-        shape = _vllm_reply if self.flavour.prompt == "token_ids" else _sglang_reply
-        return 200, shape(prompt, token_ids, logprobs, reason)
+        n, most_tokens = sampling.get("n", 1), sampling[self.flavour.most_tokens]
+        seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(n)
+        answers = [_spoilt(prompt[0], *answer_to(prompt, seed, most_tokens)) for seed in seeds]
+        if self.flavour.prompt == "input_ids":
+            replies = [_sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"]) for answer in answers]
+            return 200, replies if n > 1 else replies[0]
+        if sampling.get("output_kind", 0) != 2:
+            answers = answers[-1:]  # the last output is that of one sequence, unless all are asked for at the end
+        return 200, _vllm_reply(prompt, answers, with_logprobs="logprobs" in sampling)
 
     def _problem(self, sampling: dict[str, Any]) -> str | None:
         if self.is_asleep or self.load_format == "dummy":
             return "there are no weights"
         if self.has_stale_cache:
             return "keys and values of other weights are in the prefix cache"
-        if sampling["stop"] and sampling.get("detokenize") is False:
+        if sampling["stop"] and (sampling.get("detokenize") is False or self.options.get("--skip-tokenizer-init")):
             return "stop texts need detokenization"
+        if sampling.get("n", 1) > 1 and sampling["temperature"] == 0:
+            return "n must be 1 when using greedy sampling"
         if unknown := sampling.keys() - self.flavour.sampling_keys:
             return f"unknown sampling parameters {sorted(unknown)}"
         return None
@@ -314,22 +319,37 @@ class FakeServer:
         }
 
 
-def _vllm_reply(prompt: Sequence[int], token_ids: Sequence[int], logprobs: Logprobs, reason: str) -> Any:
-    content = [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(token_ids, logprobs, strict=False)
-    ]
-    choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": reason, "routed_experts": None}
+def _spoilt(first_token: int, token_ids: Sequence[int], logprobs: Logprobs, reason: str) -> AnswerParts:
+    """Return an answer, less what the first token of the prompt says."""
+    if first_token in (ABORTED, ABORTED_AT_ONCE):
+        n_kept = 2 if first_token == ABORTED else 0
+        return token_ids[:n_kept], logprobs[:n_kept], "abort"
+    if first_token in (NOT_FINITE, CUT_SHORT):
+        return token_ids, (*logprobs[:-1], *([None] if first_token == NOT_FINITE else [])), reason
+    return token_ids, logprobs, reason
+
+
+def _vllm_reply(prompt: Sequence[int], answers: Sequence[AnswerParts], *, with_logprobs: bool) -> Any:
+    choices = []
+    for index, (token_ids, logprobs, reason) in enumerate(answers):
+        content = [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(token_ids, logprobs, strict=False)
+        ]
+        choice = {"index": index, "logprobs": {"content": content} if with_logprobs else None}
+        choices.append({**choice, "finish_reason": reason, "token_ids": token_ids, "routed_experts": None})
     return {
         "request_id": "generate-tokens-1",
-        "choices": [{**choice, "token_ids": token_ids}],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(token_ids)},
+        "choices": choices[::-1],
+        "usage": {"prompt_tokens": len(prompt), "completion_tokens": sum(len(ids) for ids, _, _ in answers)},
         "prompt_logprobs": None,
         "kv_transfer_params": None,
     }
 
 
-def _sglang_reply(prompt: Sequence[int], token_ids: Sequence[int], logprobs: Logprobs, reason: str) -> Any:
+def _sglang_reply(
+    prompt: Sequence[int], token_ids: Sequence[int], logprobs: Logprobs, reason: str, *, with_logprobs: bool
+) -> Any:
     details = {"stop": {"matched": 2}, "length": {"length": len(token_ids)}, "abort": {"message": "Aborted"}}
     meta = {
         "id": "1",
@@ -337,11 +357,12 @@ def _sglang_reply(prompt: Sequence[int], token_ids: Sequence[int], logprobs: Log
         "prompt_tokens": len(prompt),
         "weight_version": "default",
         "completion_tokens": len(token_ids),
-        "input_token_logprobs": [],
-        "output_token_logprobs": [[logprob, token, None] for token, logprob in zip(token_ids, logprobs, strict=False)],
         "e2e_latency": 0.01,
     }
-    return {"text": "", "output_ids": token_ids, "meta_info": meta}
+    if with_logprobs:
+        rows = [[logprob, token, None] for token, logprob in zip(token_ids, logprobs, strict=False)]
+        meta |= {"input_token_logprobs": [], "output_token_logprobs": rows}
+    return {"text": 'a "output_ids": [7]', "output_ids": token_ids, "meta_info": meta}
 
 
 class Handler(BaseHTTPRequestHandler):

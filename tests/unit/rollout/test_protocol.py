@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fivefold.config import paths
-from fivefold.config.schema import EvaluatorConfig, GenerationConfig
+from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig
 from fivefold.rollout.protocol import SamplingParams, group_requests
 
 
@@ -21,7 +23,7 @@ def test_sampling_params_carry_every_option_of_the_recipe() -> None:
         (EvaluatorConfig(greedy=True), True, 1.0),
         (EvaluatorConfig(greedy=False, temperature=0.3), False, 0.3),
     ]:
-        own = SamplingParams(7, 2, greedy, temperature, 0.9, 4, (1,), ("x",))
+        own = SamplingParams(7, 2, greedy, temperature, 0.9, 4, (1,), ("x",), seeded=not greedy, logprob_share=0.0)
         assert SamplingParams.for_evaluation(config, evaluator) == own
 
 
@@ -58,3 +60,22 @@ def test_folders_and_hub_names_stay_as_they_are(tmp_path: Path) -> None:
     assert paths.resolve_model_path(str(tmp_path)) == str(tmp_path)
     with pytest.raises(ValueError, match="there is no such folder"):
         paths.resolve_model_path(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.5, 1.0])
+def test_log_probs_are_asked_of_whole_groups_spread_over_the_prompts(share: float) -> None:
+    requests = group_requests([[number] for number in range(40)], 3, (1,), share)
+    asked = [requests[row].wants_logprobs for row in range(0, 120, 3)]
+    assert [request.wants_logprobs for request in requests] == [wants for wants in asked for _ in range(3)]
+    assert sum(asked) == math.ceil(40 * share)
+    rows = [row for row, wants in enumerate(asked) if wants]
+    assert rows[:1] == ([0] if share else [])
+    assert {after - before for before, after in pairwise(rows)} <= {round(1 / share) if share else 0}
+
+
+def test_training_is_seeded_and_asks_for_log_probs_as_the_recipe_says() -> None:
+    config = GenerationConfig()
+    plain = SamplingParams.for_training(config, RolloutConfig())
+    assert (plain.seeded, plain.logprob_share) == (False, 1.0)
+    chosen = SamplingParams.for_training(config, RolloutConfig(seeded=True, logprob_share=0.25))
+    assert (chosen.seeded, chosen.logprob_share) == (True, 0.25)

@@ -6,9 +6,11 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -249,16 +251,16 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
         "vllm": {
             "token_ids": [5, 6],
             "sampling_params": {
-                "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77, "include_stop_str_in_output": True,
-                "detokenize": True, "logprobs": 0, **common,
+                "n": 1, "output_kind": 2, "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77,
+                "include_stop_str_in_output": True, "detokenize": True, "logprobs": 0, **common,
             },
         },
         "sglang": {
             "input_ids": [5, 6],
             "return_logprob": True,
             "sampling_params": {
-                "top_k": -1, "max_new_tokens": 9, "min_new_tokens": 4, "sampling_seed": 77, "no_stop_trim": True,
-                **common,
+                "n": 1, "top_k": -1, "max_new_tokens": 9, "min_new_tokens": 4, "sampling_seed": 77,
+                "no_stop_trim": True, **common,
             },
         },
     }  # fmt: skip
@@ -286,6 +288,68 @@ def test_the_servers_own_seed_fits_every_library(backend: str) -> None:
     command = server_command(DIALECTS[backend], spec_of(backend, Path("/models/a"), seed=2**40 + 3), 81)
     flag = {"vllm": "--seed", "sglang": "--random-seed"}[backend]
     assert 0 <= int(command[command.index(flag) + 1]) < 2**31
+
+
+def test_a_group_is_one_request_whose_prompt_is_read_once(served: Served) -> None:
+    """Without seeds, the server's completions of a prompt are those of the seeds 0, 1, ... of its formula."""
+    requests = [GenerationRequest((5, 6, number), 99) for number in (7, 8) for _ in range(4)]
+    before = len(served.bodies())
+    completions = served.engine.generate(requests, replace(sampling(), seeded=False))
+    asked = [(body[PROMPT[served.backend]], body["sampling_params"]["n"]) for body in served.bodies()[before:]]
+    assert sorted(asked) == [([5, 6, 7], 4), ([5, 6, 8], 4)]
+    assert all(SEED[served.backend] not in body["sampling_params"] for body in served.bodies()[before:])
+    for completion, (number, index) in zip(completions, product((7, 8), range(4)), strict=True):
+        token_ids, logprobs, reason = answer_to((5, 6, number), index, 12)
+        assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([*token_ids], [*logprobs])
+        assert completion.finish_reason == reason
+
+
+@ONE_SERVER
+def test_a_group_larger_than_the_batch_is_split_and_a_greedy_one_is_asked_one_by_one(served: Served) -> None:
+    requests = [GenerationRequest((5, 6), 99)] * (BATCH_SIZE + 2)
+    before = len(served.bodies())
+    assert len(served.engine.generate(requests, replace(sampling(), seeded=False))) == BATCH_SIZE + 2
+    served.engine.generate(requests[:2], replace(sampling(greedy=True), seeded=False))
+    asked = [body["sampling_params"]["n"] for body in served.bodies()[before:]]
+    assert sorted(asked) == [1, 1, 2, BATCH_SIZE]
+
+
+def test_log_probs_that_are_not_asked_for_are_not_a_number(served: Served) -> None:
+    requests = [GenerationRequest((5, 6, 7), 3, wants_logprobs=wants) for wants in (True, False)]
+    asked, not_asked = served.engine.generate(requests, sampling())
+    assert asked.token_ids.tolist() == not_asked.token_ids.tolist()
+    assert not np.isnan(asked.logprobs).any()
+    assert np.isnan(not_asked.logprobs).all()
+    bodies = served.bodies()[-2:]
+    if served.backend == "vllm":
+        assert sorted("logprobs" in body["sampling_params"] for body in bodies) == [False, True]
+    else:
+        assert sorted(body["return_logprob"] for body in bodies) == [False, True]
+
+
+@ONE_SERVER
+def test_a_job_is_taken_only_when_the_server_has_room(served: Served) -> None:
+    """Each job is answered only when a whole batch has come, so the first batch must be taken before an answer."""
+    taken: list[int] = []
+
+    def jobs() -> Iterator[list[GenerationRequest]]:
+        for number in range(3 * BATCH_SIZE):
+            taken.append(number)
+            yield requests_of(1, fake_server.TOGETHER)
+
+    answered = 0
+    for number, completions in served.engine.generate_each(jobs(), sampling()):
+        answered += 1
+        assert len(completions) == 1
+        assert number in taken
+        assert len(taken) <= answered + 2 * BATCH_SIZE
+    assert answered == 3 * BATCH_SIZE
+
+
+@pytest.mark.parametrize(("needs_text", "skips"), [(True, False), (False, True)])
+def test_sglang_needs_no_tokenizer_where_no_text_is_looked_at(needs_text: bool, skips: bool) -> None:
+    command = server_command(DIALECTS["sglang"], spec_of("sglang", Path("/models/a"), needs_text=needs_text), 81)
+    assert ("--skip-tokenizer-init" in command) == skips
 
 
 @ONE_SERVER
@@ -318,7 +382,7 @@ def test_a_completion_that_is_not_whole_is_an_error(served: Served, first_token:
 
 @pytest.mark.parametrize("first_token", [fake_server.NOT_FINITE, fake_server.CUT_SHORT])
 def test_a_token_without_a_log_prob_is_an_error(served: Served, first_token: int) -> None:
-    with pytest.raises(RuntimeError, match=r"answered \d+ tokens with log-probs \(.*: every token needs a number"):
+    with pytest.raises(RuntimeError, match=r"answered \d+ tokens with \d+ log-probs: every token needs a number"):
         served.engine.generate([*requests_of(3), *requests_of(1, first_token)], sampling())
 
 
