@@ -25,7 +25,7 @@ class Heartbeat:
     """Touches a file again and again, in a thread of its own, until it is stopped."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -35,20 +35,21 @@ class Heartbeat:
         Raises:
             OSError: the file cannot be created.
         """
-        self._path.touch()
+        self.path.touch()
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread and delete the file."""
         self._stopped.set()
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # a file without a beat does no harm
+            self.path.unlink()
 
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_SECONDS):
             # A file server that does not answer for a moment must not end a run; a later beat succeeds.
             with suppress(OSError):
-                os.utime(self._path)
+                os.utime(self.path)
 
 
 def beats(path: Path) -> bool:

@@ -2,11 +2,13 @@
 
 runs/<experiment_name>/<trial_name>/
     recipe.yaml      the resolved recipe: every key, also those left at their defaults
-    status.json      setup | running | finished | failed | interrupted, and when
+    status.json      setup | running | finished | failed | interrupted | killed, and when
+    heartbeat        touched every few seconds while the run goes on
     metrics.jsonl    one line a step
     samples.jsonl    generations of each step
     tensorboard/
-    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed
+    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; start-<n>/ of earlier starts
+    checkpoints/     step-<n>/: the whole run at a step, from which it can go on
     weights/         the trained model, Hugging Face format
     summary.json     accuracy before and after, seconds, versions, recipe
 """
@@ -18,9 +20,11 @@ import os
 import re
 import shutil
 import socket
+import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -31,16 +35,23 @@ import psutil
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import user_path
 from fivefold.config.schema import RunConfig
+from fivefold.observe import heartbeat
+from fivefold.observe.durable import PART, write_file
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.jsonl import write_json
+from fivefold.observe.heartbeat import Heartbeat, beats
+from fivefold.observe.jsonl import cut_back, write_json
 
-State = Literal["setup", "running", "finished", "failed", "interrupted"]
+State = Literal["setup", "running", "finished", "failed", "interrupted", "killed"]
+GOING_ON: tuple[State, ...] = ("setup", "running")
+"""States of a run that has not ended."""
+STATUS = "status.json"
+_EARLIER_LOGS = re.compile(r"start-\d+")
 
 
 class RunDir:
     """A run's folder; as a context manager it records how the run ends.
 
-    with RunDir.create(recipe, overwrite=False) as run:
+    with RunDir.create(recipe, overwrite=False) as run:     # or RunDir.resume(recipe, step=12)
         ...                       set-up: a ValueError here is an error of the recipe, and stays a ValueError
         run.started()
         ...                       the run: a ValueError or an OSError here, such as a full disk, becomes a RunFailed
@@ -50,16 +61,20 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.recipe = path / "recipe.yaml"
-        self.status = path / "status.json"
+        self.status = path / STATUS
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self.summary = path / "summary.json"
         self.state: State = "setup"
         self._lock = threading.Lock()
         self._began = _now()
+        self._heartbeat = Heartbeat(path / "heartbeat")
+        self._resumed: tuple[RunConfig, int] | None = None
+        """Recipe and step of a run that goes on in this folder, until it has started."""
 
     @classmethod
     def of(cls, recipe: RunConfig) -> Self:
@@ -69,7 +84,7 @@ class RunDir:
 
     @classmethod
     def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:
-        """Create the folder and write the resolved recipe into it.
+        """Create the folder, for a run that starts at its first step, and write the resolved recipe into it.
 
         A folder without results, of a run that ended before its first step, is replaced even without `overwrite`.
 
@@ -78,17 +93,31 @@ class RunDir:
         """
         run = cls.of(recipe)
         run.check_free(overwrite=overwrite)
-        try:
-            if run.path.exists():
-                shutil.rmtree(run.path)
-            run.logs.mkdir(parents=True)
-            run.recipe.write_text(resolved_yaml(recipe), encoding="utf-8")
+        with run._writing(recipe):
+            run.path.mkdir(parents=True, exist_ok=True)
+            # First, so that an interruption leaves the folder of a run that has ended.
             run._write_status("setup")
-        except OSError as error:
-            raise ValueError(
-                f"cluster.fileroot={recipe.cluster.fileroot}: the outputs cannot be written to {run.path} "
-                f"({error.strerror}): name a folder that you may write to"
-            ) from error
+            run._write_recipe(recipe)
+            run._clear()
+            run.logs.mkdir()
+        return run
+
+    @classmethod
+    def resume(cls, recipe: RunConfig, step: int) -> Self:
+        """Open the folder for a run that goes on after `step`. The results of later steps are deleted by `started`.
+
+        The logs of the workers move to `logs/start-<n>/`.
+
+        Raises:
+            ValueError: the run in the folder still goes on, or the folder cannot be written to.
+        """
+        run = cls.of(recipe)
+        run.check_idle()
+        run._began = (run.read_status() or {}).get("began", run._began)
+        run._resumed = (recipe, step)
+        with run._writing(recipe):
+            run._write_status("setup")
+            run._set_logs_aside()
         return run
 
     def check_free(self, *, overwrite: bool) -> None:
@@ -97,11 +126,74 @@ class RunDir:
         Raises:
             ValueError: it is not the folder of a run, its run still goes on, or it holds results without `overwrite`.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            self._refuse(overwrite=overwrite)
+        if not self.is_used():
+            return
+        self.check_idle()
+        if self.has_results() and not overwrite:
+            status = self.read_status() or {}
+            raise ValueError(
+                f"{self.path} holds the results of a {self.ending()} run of {status.get('began', 'an unknown time')}: "
+                f"choose another trial_name, such as trial_name={self._free_name()}, or delete those results with "
+                "--overwrite"
+            )
+
+    def check_idle(self) -> None:
+        """Refuse a folder that is not a run's, or whose run still goes on.
+
+        A run of another machine counts as ended if its heartbeat stands still for a minute, which is then recorded.
+
+        Raises:
+            ValueError: as it says.
+        """
+        if not self.is_used():
+            return
+        if not self.status.is_file():
+            raise ValueError(
+                f"{self.path} exists and is not the folder of a run: choose another trial_name, such as "
+                f"trial_name={self._free_name()}, or move it away"
+            )
+        status = self.read_status()
+        if status is None or status["state"] not in GOING_ON:
+            return
+        if self._is_alive(status):
+            raise ValueError(
+                f"a run goes on in {self.path} (process {status['pid']} on {status['host']}): choose another "
+                f"trial_name, such as trial_name={self._free_name()}, or end that run first"
+            )
+
+    def is_used(self) -> bool:
+        """Return whether there is anything at the folder's path that a new run would have to replace."""
+        # A run that was killed while it wrote its very first file has left a part of it.
+        first = f"{STATUS}{PART}"
+        return self.path.exists() and (
+            not self.path.is_dir() or any(file.name != first for file in self.path.iterdir())
+        )
+
+    def has_results(self) -> bool:
+        """Return whether an earlier run has left more than its recipe and its logs."""
+        results = (self.metrics, self.samples, self.checkpoints, self.weights, self.summary)
+        return any(_has_content(path) for path in results)
+
+    def ending(self) -> str:
+        """Return how the run in the folder ended, for messages: `finished`, `failed`, `interrupted` or `killed`."""
+        status = self.read_status()
+        return "killed" if status is None or status["state"] in GOING_ON else str(status["state"])
+
+    def read_status(self) -> dict[str, Any] | None:
+        """Return the content of `status.json`; None if there is none, or a machine that lost its power has torn it."""
+        try:
+            status = json.loads(self.status.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return status if isinstance(status, dict) and status.keys() >= {"state", "host", "pid", "changed"} else None
 
     def started(self) -> None:
-        """Record that the set-up is over and the run has begun."""
+        """Record that the set-up is over and the run has begun; delete what a resumed run will do again."""
+        if self._resumed is not None:
+            recipe, step = self._resumed
+            self._cut_back(step)
+            self._write_recipe(recipe)
+            self._resumed = None
         self._write_status("running")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -112,6 +204,7 @@ class RunDir:
         """Return the paths of all results that exist, by name; a run that failed may have some."""
         results = {
             "weights": self.weights,
+            "checkpoints": self.checkpoints,
             "metrics": self.metrics,
             "samples": self.samples,
             "TensorBoard": self.tensorboard,
@@ -123,17 +216,17 @@ class RunDir:
 
     def is_ours(self) -> bool:
         """Return whether this process started the run in the folder."""
-        if not self.status.is_file():
-            return False
-        status = json.loads(self.status.read_text(encoding="utf-8"))
-        return bool(status["host"] == socket.gethostname() and status["pid"] == os.getpid())
+        status = self.read_status()
+        return status is not None and status["host"] == socket.gethostname() and status["pid"] == os.getpid()
 
     def __enter__(self) -> Self:
+        self._heartbeat.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._heartbeat.stop()
         if error is None:
             self._write_status("finished")
             return
@@ -149,36 +242,69 @@ class RunDir:
         if had_started and isinstance(error, (ValueError, OSError)):
             raise RunFailed(f"{error}\n\nTraceback: {log}") from error
 
-    def _refuse(self, *, overwrite: bool) -> None:
-        """Raise ValueError unless the folder's content may be deleted."""
-        if not self.status.is_file():
+    def _is_alive(self, status: dict[str, Any]) -> bool:
+        """Return whether the run of `status`, which has not recorded its end, still goes on."""
+        if status["host"] == socket.gethostname():
+            return _has_process(status)
+        print(
+            f"A run on {status['host']} may still go on in {self.path}: watching its heartbeat for up to "
+            f"{heartbeat.WATCH_SECONDS:.0f} s.",
+            file=sys.stderr,
+            flush=True,
+        )
+        if beats(self._heartbeat.path):
+            return True
+        write_json(self.status, status | {"state": "killed", "error": "it gave no sign of life"})
+        return False
+
+    @contextmanager
+    def _writing(self, recipe: RunConfig) -> Iterator[None]:
+        """Let an OSError of the body become a ValueError about the recipe's folder."""
+        try:
+            yield
+        except OSError as error:
             raise ValueError(
-                f"{self.path} exists and is not the folder of a run: choose another trial_name, such as "
-                f"trial_name={self._free_name()}, or move it away"
-            )
-        status = json.loads(self.status.read_text(encoding="utf-8"))
-        state = status["state"]
-        goes_on = state in ("setup", "running")
-        if goes_on and status["host"] != socket.gethostname():
-            if overwrite:
-                return
-            raise ValueError(
-                f"a run on {status['host']} (process {status['pid']}) may still go on in {self.path}, which cannot be "
-                f"seen from here: choose another trial_name, such as trial_name={self._free_name()}, or, if it has "
-                "ended, delete its results with --overwrite"
-            )
-        if goes_on and _is_alive(status):
-            raise ValueError(
-                f"a run goes on in {self.path} (process {status['pid']}): choose another trial_name, such as "
-                f"trial_name={self._free_name()}, or end that run first"
-            )
-        has_results = any(_has_content(path) for path in (self.metrics, self.samples, self.weights, self.summary))
-        if has_results and not overwrite:
-            word = "killed" if goes_on else state
-            raise ValueError(
-                f"{self.path} holds the results of a {word} run of {status['began']}: choose another trial_name, "
-                f"such as trial_name={self._free_name()}, or delete those results with --overwrite"
-            )
+                f"cluster.fileroot={recipe.cluster.fileroot}: the outputs cannot be written to {self.path} "
+                f"({error.strerror}): name a folder that you may write to"
+            ) from error
+
+    def _write_recipe(self, recipe: RunConfig) -> None:
+        write_file(self.recipe, resolved_yaml(recipe).encode())
+
+    def _clear(self) -> None:
+        """Delete everything but the recipe and the status."""
+        deleted = self.path / "checkpoints.deleted"
+        for path in (deleted, self.checkpoints):
+            if path.exists():
+                # In one step, so that an interruption never leaves a half-deleted checkpoint that looks whole.
+                path.replace(deleted)
+                shutil.rmtree(deleted)
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path not in (self.recipe, self.status):
+                path.unlink()
+
+    def _set_logs_aside(self) -> None:
+        """Move the logs of the start before into a folder of their own."""
+        self.logs.mkdir(exist_ok=True)
+        files = [path for path in self.logs.iterdir() if not _EARLIER_LOGS.fullmatch(path.name)]
+        if files:
+            number = 1 + sum(1 for path in self.logs.iterdir() if _EARLIER_LOGS.fullmatch(path.name))
+            folder = self.logs / f"start-{number}"
+            folder.mkdir()
+            for path in files:
+                path.replace(folder / path.name)
+
+    def _cut_back(self, step: int) -> None:
+        """Delete the results of the steps after `step`, and those of the end of the run."""
+        for lines in (self.metrics, self.samples):
+            cut_back(lines, step)
+        self.summary.unlink(missing_ok=True)
+        for folder in self.weights.glob("step-*"):
+            number = folder.name.removeprefix("step-")
+            if number.isdecimal() and int(number) > step:
+                shutil.rmtree(folder)
 
     def _free_name(self) -> str:
         """Return the next trial name that is free in the experiment's folder: trial-0 -> trial-1."""
@@ -212,7 +338,7 @@ def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
-def _is_alive(status: Mapping[str, Any]) -> bool:
+def _has_process(status: Mapping[str, Any]) -> bool:
     """Return whether the process of this machine that wrote `status` still runs, and not another of the same number."""
     if not psutil.pid_exists(status["pid"]):
         return False

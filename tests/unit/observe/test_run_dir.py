@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
+from fivefold.observe import heartbeat
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.versions import versions
+from tests.unit.checkpoints.examples import killed_at
 
 
 def recipe(root: Path, trial: str = "trial-0") -> TrainRecipe:
@@ -84,7 +88,7 @@ def test_a_folder_without_a_run_is_never_deleted(tmp_path: Path) -> None:
 def test_the_folder_of_a_run_in_progress_is_never_deleted(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
-    with pytest.raises(ValueError, match=rf"a run goes on in .*\(process {os.getpid()}\)"):
+    with pytest.raises(ValueError, match=rf"a run goes on in .*\(process {os.getpid()} on "):
         RunDir.create(recipe(tmp_path), overwrite=True)
 
 
@@ -142,14 +146,151 @@ def test_versions_are_those_of_the_libraries_that_results_depend_on() -> None:
     assert {"fivefold", "python", "megatron-core", "transformers"} <= set(found)
 
 
-@pytest.mark.parametrize("has_results", [True, False])
-def test_a_run_of_another_machine_counts_as_in_progress(tmp_path: Path, has_results: bool) -> None:
+@pytest.fixture
+def quick_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heart that beats, and is watched, a hundred times as fast."""
+    for name in ("BEAT_SECONDS", "WATCH_SECONDS", "POLL_SECONDS"):
+        monkeypatch.setattr(heartbeat, name, getattr(heartbeat, name) / 100)
+
+
+@pytest.mark.usefixtures("quick_heart")
+def test_a_run_of_another_machine_goes_on_while_its_heart_beats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(recipe(tmp_path), overwrite=False) as run:
+        run.started()
+        run.metrics.write_text("{}\n")
+        run.status.write_text(json.dumps({**status(run), "host": "elsewhere"}))
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=r"a run goes on in .*on elsewhere\).*trial_name=trial-1"):
+                RunDir.create(recipe(tmp_path), overwrite=overwrite)
+        assert "A run on elsewhere may still go on in" in capsys.readouterr().err
+        assert run.metrics.exists()
+
+
+@pytest.mark.usefixtures("quick_heart")
+def test_a_run_of_another_machine_without_a_heartbeat_has_ended(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
     run.status.write_text(json.dumps({**status(run), "host": "elsewhere"}))
-    if has_results:
-        run.metrics.write_text("{}\n")
-    with pytest.raises(ValueError, match=r"a run on elsewhere .* may still go on.*trial_name=trial-1.*--overwrite"):
+    run.metrics.write_text("{}\n")
+    with pytest.raises(ValueError, match="holds the results of a killed run"):
         RunDir.create(recipe(tmp_path), overwrite=False)
-    assert run.logs.exists()
+    assert (status(run)["state"], status(run)["host"]) == ("killed", "elsewhere")
     assert not RunDir.create(recipe(tmp_path), overwrite=True).metrics.exists()
+
+
+def dead(run: RunDir) -> RunDir:
+    """Let `run` look as after a SIGKILL of its process."""
+    run.status.write_text(json.dumps({**status(run), "pid": 2**22 + 1}))
+    return run
+
+
+def killed_run(root: Path, last_step: int) -> RunDir:
+    """A run that was killed after `last_step`, in the middle of its next lines."""
+    run = RunDir.create(recipe(root), overwrite=False)
+    run.started()
+    for file in (run.metrics, run.samples):
+        lines = [json.dumps({"step": step, "text": "π\u2028"}) + "\n" for step in range(1, last_step + 1)]
+        file.write_text("".join([*lines, f'{{"step": {last_step + 1}, "te']), encoding="utf-8")
+    (run.checkpoints / "step-000002").mkdir(parents=True)
+    for step in (2, 4):
+        (run.weights / f"step-{step:06d}").mkdir(parents=True)
+    (run.logs / "actor-0.log").write_text("first start")
+    return dead(run)
+
+
+def steps(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_a_resumed_run_keeps_the_results_up_to_its_step(tmp_path: Path) -> None:
+    began = status(killed_run(tmp_path, last_step=5))["began"]
+    changed = recipe(tmp_path).model_copy(update={"seed": 7})
+    with RunDir.resume(changed, step=3) as run:
+        assert run.metrics.read_text().count("\n") == 5
+        assert (run.checkpoints / "step-000002").is_dir()
+        assert (run.logs / "start-1" / "actor-0.log").read_text() == "first start"
+        assert load_recipe(run.recipe, [], TrainRecipe) == recipe(tmp_path)
+        (run.logs / "actor-0.log").write_text("second start")
+        run.started()
+        assert (status(run)["state"], status(run)["began"]) == ("running", began)
+        assert steps(run.metrics) == steps(run.samples) == [1, 2, 3]
+        assert load_recipe(run.recipe, [], TrainRecipe) == changed
+        assert [folder.name for folder in run.weights.iterdir()] == ["step-000002"]
+    with RunDir.resume(changed, step=3) as run:
+        assert sorted(path.name for path in run.logs.iterdir()) == ["start-1", "start-2"]
+        run.started()
+        assert steps(run.metrics) == [1, 2, 3]
+
+
+def test_a_set_up_that_fails_leaves_the_results_of_a_resumed_run(tmp_path: Path) -> None:
+    run = killed_run(tmp_path, last_step=5)
+    before = run.metrics.read_bytes()
+    with pytest.raises(ValueError, match="no device"), RunDir.resume(recipe(tmp_path), step=3):
+        raise ValueError("no device")
+    assert run.metrics.read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"state": "runn', b"\0\0\0\0", b'"text"', b'{"state": "running"}'])
+def test_a_torn_status_is_that_of_a_killed_run(tmp_path: Path, torn: bytes) -> None:
+    run = killed_run(tmp_path, last_step=5)
+    run.status.write_bytes(torn)
+    assert not run.is_ours()
+    with pytest.raises(ValueError, match="holds the results of a killed run of an unknown time"):
+        RunDir.create(recipe(tmp_path), overwrite=False)
+    with RunDir.resume(recipe(tmp_path), step=3) as run:
+        run.started()
+    assert status(run)["state"] == "finished"
+
+
+def test_checkpoints_are_results(tmp_path: Path) -> None:
+    run = killed_run(tmp_path, last_step=5)
+    for path in (run.metrics, run.samples):
+        path.unlink()
+    shutil.rmtree(run.weights)
+    with pytest.raises(ValueError, match="killed run"):
+        RunDir.create(recipe(tmp_path), overwrite=False)
+    assert not RunDir.create(recipe(tmp_path), overwrite=True).checkpoints.exists()
+
+
+def test_a_kill_while_a_run_is_replaced_leaves_a_folder_that_can_be_replaced(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        root = tmp_path / str(number)
+        run = killed_run(root, last_step=5)
+        for file in ("a", "b"):
+            (run.checkpoints / "step-000002" / file).write_text("x")
+        was_killed = killed_at(number, run.path, lambda root=root: RunDir.create(recipe(root), overwrite=True))
+        left = run.checkpoints / "step-000002"
+        assert not left.exists() or {path.name for path in left.iterdir()} == {"a", "b"}
+        again = RunDir.create(recipe(root), overwrite=True)
+        assert {path.name for path in again.path.iterdir()} == {"recipe.yaml", "status.json", "logs"}
+        if not was_killed:
+            break
+    assert number > 20
+
+
+def test_a_kill_while_a_run_begins_leaves_a_free_folder(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        root = tmp_path / str(number)
+        was_killed = killed_at(number, root, lambda root=root: RunDir.create(recipe(root), overwrite=False))
+        RunDir.create(recipe(root), overwrite=False)
+        if not was_killed:
+            break
+    assert number > 5
+
+
+def test_a_kill_while_a_run_resumes_loses_nothing(tmp_path: Path) -> None:
+    def go_on(root: Path) -> None:
+        RunDir.resume(recipe(root), step=3).started()
+
+    for number in itertools.count(1):
+        root = tmp_path / str(number)
+        run = killed_run(root, last_step=5)
+        was_killed = killed_at(number, run.path, lambda root=root: go_on(root))
+        assert run.metrics.read_text().startswith(run.samples.read_text()[:20])
+        go_on(root)
+        assert steps(run.metrics) == steps(run.samples) == [1, 2, 3]
+        if not was_killed:
+            break
+    assert number > 20
