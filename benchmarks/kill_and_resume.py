@@ -207,8 +207,8 @@ def _report(tally: Tally, whole: float, seconds: float) -> None:
         print(f"{victim:<14}" + "".join(f"{tally.kills[victim, moment]:>{10 + i}}" for i, moment in enumerate(MOMENTS)))
     print(f"state at the kill: {', '.join(f'{state} {count}' for state, count in sorted(tally.phases.items()))}")
     print(
-        f"{sum(tally.kills.values())} kills in {tally.trials} trials and {tally.starts} starts, {len(tally.wrong)} wrong; "
-        f"an undisturbed run takes {whole:.0f} s, all took {seconds:.0f} s"
+        f"{sum(tally.kills.values())} kills in {tally.trials} trials and {tally.starts} starts, "
+        f"{len(tally.wrong)} wrong; an undisturbed run takes {whole:.0f} s, all took {seconds:.0f} s"
     )
     for line in tally.wrong:
         print(f"  {line}")

@@ -69,10 +69,10 @@ class RunConsole:
         """Print the run's name and facts about it."""
         self._box(title, facts, style="cyan")
 
-    def start(self, n_steps: int) -> None:
-        """Begin the table of steps."""
+    def start(self, n_steps: int, done: int = 0) -> None:
+        """Begin the table of steps, the first `done` of which an earlier start of the run has made."""
         self._table = StepTable(self._columns, n_steps, self.console.width)
-        self._status.begin(n_steps)
+        self._status.begin(n_steps, done)
 
     def phase(self, name: str) -> None:
         """Show `name`, the phases in progress, on the status line; to be the `on_change` of `PhaseTimers`."""
@@ -156,11 +156,13 @@ class _Status:
         self._phase_began = time.monotonic()
         self._began: float | None = None
         self._n_steps = 0
+        self._done_before = 0
         self._done = 0
         self._spinner = Spinner("dots", style="cyan")
 
-    def begin(self, n_steps: int) -> None:
+    def begin(self, n_steps: int, done: int) -> None:
         self._n_steps = n_steps
+        self._done_before = self._done = done
         self._began = time.monotonic()
 
     def enter(self, phase: str) -> None:
@@ -178,8 +180,9 @@ class _Status:
         if self._began is not None:
             elapsed = now - self._began
             words.append(f"elapsed {clock(elapsed)}")
-            if 0 < self._done < self._n_steps:
-                words.append(f"about {clock(elapsed / self._done * (self._n_steps - self._done))} left")
+            if self._done_before < self._done < self._n_steps:
+                seconds = elapsed / (self._done - self._done_before)
+                words.append(f"about {clock(seconds * (self._n_steps - self._done))} left")
         self._spinner.update(text=Text("   ".join(words), no_wrap=True, overflow="ellipsis"))
         return self._spinner
 

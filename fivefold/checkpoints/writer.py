@@ -1,0 +1,211 @@
+"""Writes the checkpoints of a run while training goes on.
+
+    begin    the ranks copy their state to host memory                     training waits
+    commit   the ranks write and sync their files ─> .metadata, run.json,
+             recipe.yaml ─> manifest.json ─> old checkpoints are deleted   in the background
+    finish   the last checkpoint is on the disk
+
+A write that fails is repeated, `recover.write_attempts` times in all; then the run ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from fivefold.checkpoints.manifest import FileEntry, Manifest
+from fivefold.checkpoints.run_state import MetricHistory, RunState
+from fivefold.checkpoints.schedule import Schedule
+from fivefold.checkpoints.store import CheckpointStore
+from fivefold.config.load import resolved_yaml
+from fivefold.config.schema import RunConfig
+from fivefold.engine.state_store import WrittenFile, WrittenPart, finish
+from fivefold.observe.durable import write_file
+from fivefold.observe.errors import RunFailed
+from fivefold.observe.timers import PhaseTimers
+
+Result = TypeVar("Result")
+
+TRAINER = "trainer"
+"""Folder of the actor's state in a checkpoint."""
+RECIPE = "recipe.yaml"
+
+
+class StateOwner(Protocol):
+    """A role whose state is in a checkpoint."""
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the state to host memory, for `write_snapshot` to write it below `folder`. Returns its bytes."""
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        """Write the last snapshot, from any thread; may be repeated. Returns what each rank wrote.
+
+        Raises:
+            OSError: some rank could not write.
+        """
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint whose state has been copied."""
+
+    folder: Path
+    state: RunState
+    saved: str
+
+
+class Checkpointer:
+    """Decides when a checkpoint is due, and writes it. It is a context manager; only one thread may use it."""
+
+    def __init__(
+        self,
+        recipe: RunConfig,
+        store: CheckpointStore,
+        owner: StateOwner,
+        timers: PhaseTimers,
+        *,
+        schedule: Schedule,
+        history: MetricHistory | None,
+        note: Callable[[str], None],
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            recipe: the recipe, whose section `recover` is followed, and which is saved with each checkpoint.
+            store: the run's checkpoints.
+            owner: whose state is saved.
+            timers: timers of the driver; the copy counts for the phase `checkpoint`, the rest for `checkpoint write`.
+            schedule: the frequencies of `recover`.
+            history: values of the metric `recover.keep_best` at the steps before; None if there are none.
+            note: shows a line of text to the user.
+        """
+        self._recipe = recipe
+        self._config = recipe.recover
+        self._store = store
+        self._owner = owner
+        self._timers = timers
+        self._schedule = schedule
+        best = self._config.keep_best
+        if history is None or history.name != best:
+            history = None if best is None else MetricHistory(best, {})
+        self._history = history
+        self._note = note
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._begun: _Begun | None = None
+        self._writing: Future[None] | None = None
+        self.longest_write = 0.0
+        """Longest time, in seconds, that the background took to write a checkpoint."""
+
+    def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
+        if not self._config.is_enabled:
+            return False
+        return self._schedule.is_due(step) or self._is_best(metrics)
+
+    def begin(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Copy the state of the run; if the checkpoint before is not on the disk yet, wait for it first.
+
+        Raises:
+            RunFailed: a checkpoint could not be written.
+        """
+        with self._timers.phase("checkpoint"):
+            self.finish()
+            if self._history is not None and self._history.name in metrics:
+                self._history = self._history.with_value(state.step, metrics[self._history.name])
+            saved = datetime.now(UTC).isoformat(timespec="seconds")
+            folder = self._attempted(state.step, lambda: self._snapshot(state.step))
+            self._begun = _Begun(folder, replace(state, kept_metric=self._history), saved)
+            self._schedule.done()
+
+    def commit(self) -> None:
+        """Write the checkpoint that was begun, if any, in the background. What it refers to must be on the disk.
+
+        Raises:
+            RunFailed: an earlier checkpoint could not be written.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._writing = self._pool.submit(self._write, begun)
+        elif self._writing is not None and self._writing.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            RunFailed: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure nobody waits: the workers may be gone, and a checkpoint that is not committed does not count.
+        self._pool.shutdown(wait=error is None, cancel_futures=True)
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether `metrics` have a larger value of `recover.keep_best` than every checkpoint that is kept."""
+        if self._history is None or (value := metrics.get(self._history.name)) is None:
+            return False
+        kept = {checkpoint.step for checkpoint in self._store.all()}
+        return all(value > other for step, other in self._history.values.items() if step in kept)
+
+    def _snapshot(self, step: int) -> Path:
+        folder = self._store.begin(step)
+        (folder / TRAINER).mkdir()
+        self._owner.snapshot(folder / TRAINER)
+        return folder
+
+    def _write(self, begun: _Begun) -> None:
+        began = time.monotonic()
+        with self._timers.phase("checkpoint write"):
+            files = self._attempted(begun.state.step, lambda: self._files(begun))
+            content = Manifest(begun.state.step, begun.saved, begun.state.fingerprints.config, files)
+            self._attempted(begun.state.step, lambda: self._store.commit(begun.folder, content))
+            best = None if self._history is None else self._history.best([each.step for each in self._store.all()])
+            self._store.prune(self._config.max_to_keep, () if best is None else (best,))
+        self.longest_write = max(self.longest_write, time.monotonic() - began)
+
+    def _files(self, begun: _Begun) -> dict[str, FileEntry]:
+        """Write all files but the manifest. Returns their entries."""
+        parts = self._owner.write_snapshot()
+        files = {f"{TRAINER}/{file.name}": _entry(file) for file in finish(begun.folder / TRAINER, parts)}
+        write_file(begun.folder / RECIPE, resolved_yaml(self._recipe).encode())
+        for path in (begun.folder / RECIPE, begun.state.write(begun.folder)):
+            files[path.name] = FileEntry.of(path)
+        return files
+
+    def _attempted(self, step: int, action: Callable[[], Result]) -> Result:
+        """Return what `action` returns; it is repeated after an OSError.
+
+        Raises:
+            RunFailed: the last attempt failed too.
+        """
+        for attempt in range(1, self._config.write_attempts + 1):
+            try:
+                return action()
+            except OSError as error:
+                failure = error
+                self._note(f"the checkpoint of step {step} could not be written ({attempt}. attempt): {error}")
+        latest = self._store.latest()
+        left = "there is no earlier one" if latest is None else f"the last whole one is {latest.path}"
+        raise RunFailed(
+            f"the checkpoint of step {step} could not be written to {self._store.path(step)} in "
+            f"{self._config.write_attempts} attempts (recover.write_attempts): {failure}. {left[0].upper()}{left[1:]}. "
+            "Mend the cause, such as a full disk, and run the same command again"
+        ) from failure
+
+
+def _entry(file: WrittenFile) -> FileEntry:
+    return FileEntry(file.n_bytes, file.xxh3_128)
