@@ -7,6 +7,7 @@ read(name, index) ──> the parts of those chunks that the index touches ─�
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -83,6 +84,12 @@ class DCPFolder:
             )
             whole[place] = self._read_chunk(name, chunk, common)
         return whole
+
+    def for_another_thread(self) -> DCPFolder:
+        """Return a reader of the same folder that shares the metadata, and opens files of its own."""
+        other = copy(self)
+        other._opened = {}
+        return other
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

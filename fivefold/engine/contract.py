@@ -14,10 +14,27 @@ import torch
 
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.state_store import WrittenPart
 from fivefold.types import StepResult
 
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
+
+
+class Snapshot(Protocol):
+    """One rank's part of the training state at one moment, in host memory."""
+
+    n_bytes: int
+    """Bytes of this rank."""
+
+    def write(self) -> WrittenPart:
+        """Write this rank's files, and wait until they are on the disk.
+
+        It may run in any thread, beside anything that the rank does, and may be called again after an error.
+
+        Raises:
+            OSError: a file cannot be written; the error names it.
+        """
 
 
 class TrainingEngine(Protocol):
@@ -55,18 +72,37 @@ class TrainingEngine(Protocol):
             OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
         """
 
-    def save(self, folder: str | Path) -> None:
-        """Write master weights, Adam's moments and the step count, for `load` on this layout or any other."""
+    def snapshot(self, folder: Path) -> Snapshot:
+        """Copy this rank's part of the training state to host memory, to be written to `folder`.
 
-    def load(self, folder: str | Path) -> None:
-        """Load what `save` wrote.
+        Training may go on when this returns. The folder is whole when all ranks have written their part, and
+        `state_store.finish` has written the index.
 
         Raises:
-            ValueError: the folder holds no complete training state, or that of another model.
+            ValueError: the last snapshot still exists and is not written yet, or the engine has no optimizer.
         """
 
-    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move parameters, gradient buffers or optimizer state, as `what` names, to host memory; gradients are lost."""
+    def load(self, folder: Path) -> None:
+        """Load the training state in `folder`, of this layout or any other; accumulated gradients are lost.
 
-    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move what `offload` moved to host memory back to the device."""
+        Raises:
+            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
+                optimizer.
+        """
+
+    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
+        """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
+
+        Parameters and optimizer state are copied to pinned host memory, gradients are lost. Call `onload` before the
+        next method that needs what was moved.
+
+        Returns:
+            The bytes that were freed on this rank's device.
+        """
+
+    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
+        """Bring back what `offload` moved; gradients are zero then.
+
+        Returns:
+            The bytes that were allocated on this rank's device.
+        """

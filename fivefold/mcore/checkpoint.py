@@ -1,103 +1,159 @@
-"""Training state on disk, free of any layout: master weights and Adam's moments under Hugging Face names.
+"""Training state of Megatron's distributed optimizer, on disk and free of any layout.
 
-    <folder>/param, exp_avg, exp_avg_sq     a Hugging Face folder each, float32; `param` loads in transformers as it is
-    <folder>/state.json                     number of optimizer steps, and of those that changed the weights
+    slice of a parameter on this rank ──pieces of its mapping──> rectangles of Hugging Face tensors ──> state_store
 
-The distributed optimizer holds a slice of each of these on every data-parallel rank. The gradient buffers have the
-parameters' shapes and are free between steps: every rank writes its slices into them, an all-reduce makes them whole,
-and the weight bridge exports them. Loading goes the same way back, on any layout.
+The distributed optimizer holds a flat slice of each parameter's master weight and moments on every data-parallel rank.
+Each rank copies, writes and reads its slices only: nothing is gathered or reduced, and gradients stay as they are.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.pieces import Piece
+from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange
+from fivefold.engine.stored_state import StoredState
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore.optimizer import Optimizer, StateSlice
 from fivefold.mcore.optimizer_state import STATE_KINDS, StateKind
 
-_STATE = "state.json"
+_COUNTS = "counts"
+"""Key of the optimizer's steps and updates, int64 [2], which rank 0 stores."""
+_LAYOUT = "layout"
+"""Key of the degrees of parallelism, int64 [8], which rank 0 stores."""
 
 
-def save_state(
-    folder: Path,
-    optimizer: Optimizer,
-    parameters: Mapping[str, torch.nn.Parameter],
-    bridge: Bridge,
-    groups: ShardGroups,
-    config_source: Path,
-) -> None:
-    """Write the training state. All ranks take part, rank 0 writes; accumulated gradients are lost."""
-    if dist.get_rank() == 0:
-        (folder / _STATE).unlink(missing_ok=True)
-    for kind in STATE_KINDS:
-        _gather_slices(optimizer, kind)
-        weights = bridge.export(_buffers(parameters), groups)
-        if dist.get_rank() == 0:
-            save_hf(folder / kind, weights, config_source)
-        else:
-            for _ in weights:
-                pass
-    optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        # Written last, so that a folder that has this file is complete.
-        (folder / _STATE).write_text(json.dumps({"steps": optimizer.steps, "updates": optimizer.updates}))
-    dist.barrier()
+class TrainingState:
+    """Saves and loads the state of an optimizer and this rank's random-number generators.
 
-
-def load_state(
-    folder: Path,
-    optimizer: Optimizer,
-    parameters: Mapping[str, torch.nn.Parameter],
-    bridge: Bridge,
-    groups: ShardGroups,
-) -> None:
-    """Load what `save_state` wrote, on any layout. Accumulated gradients are lost.
-
-    Raises:
-        ValueError: the folder holds no complete training state, or that of another model.
+    Args:
+        optimizer: the optimizer.
+        parameters: this rank's parameters by Megatron name.
+        bridge: knows the mapping of each parameter.
+        groups: where this rank stands.
+        layout: the layout of all ranks.
     """
-    if not (folder / _STATE).is_file():
-        raise ValueError(
-            f"{folder} holds no complete training state: {_STATE}, which is written last, is missing; give the folder "
-            "of a save that was finished"
-        )
-    counts = json.loads((folder / _STATE).read_text())
-    optimizer.steps, optimizer.updates = counts["steps"], counts["updates"]
-    with HFWeights(folder / "param") as weights:
-        bridge.load(parameters, weights, groups)
-    for kind in STATE_KINDS:
-        with HFWeights(folder / kind) as weights:
-            bridge.load(_buffers(parameters), weights, groups)
-        for part in optimizer.slices():
-            part.set(kind, _buffer(part))
-    optimizer.finish_loading()
-    optimizer.zero_grad()
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        bridge: Bridge,
+        groups: ShardGroups,
+        layout: ParallelLayout,
+    ) -> None:
+        self._optimizer = optimizer
+        self._mappings = {mapping.megatron: mapping for mapping, _ in bridge.mapped(parameters)}
+        self._shapes = bridge.expected_names()
+        self._groups = groups
+        self._layout = torch.tensor([value for value in astuple(layout) if isinstance(value, int)])
+        self._stored: dict[str, tuple[Piece, ...]] = {}
+        self._writer: StateWriter | None = None
+
+    def snapshot(self, folder: Path) -> HostSnapshot:
+        """Copy this rank's part of the state to host memory, to be written to `folder`.
+
+        Raises:
+            ValueError: the last snapshot still exists and is not written yet.
+        """
+        if self._writer is None:
+            self._writer = self._plan()
+        small = _generators()
+        if dist.get_rank() == 0:
+            small[_COUNTS] = torch.tensor([self._optimizer.steps, self._optimizer.updates])
+            small[_LAYOUT] = self._layout
+        return self._writer.snapshot(folder, self._tensors(), small)
+
+    def load(self, folder: Path) -> None:
+        """Load what all ranks of this layout or any other have written; gradients are cleared.
+
+        Random-number generators continue where those of the same rank were, if the layout and the kind of device are
+        the same. Otherwise they stay as they are, because the states of other ranks would have no meaning for them.
+
+        Raises:
+            ValueError: the folder holds no complete training state, or that of another model.
+        """
+        with DCPFolder(folder) as files:
+            kinds = {kind: StoredState(files, kind) for kind in STATE_KINDS}
+            for stored in kinds.values():
+                stored.check(self._shapes)
+            if missing := {_COUNTS, _LAYOUT} - files.names:
+                raise ValueError(f"{folder} holds no training state of Fivefold: it lacks {', '.join(sorted(missing))}")
+            self._fill(kinds)
+            self._optimizer.steps, self._optimizer.updates = files.read(_COUNTS, slice(0, 2)).tolist()
+            self._optimizer.finish_loading()
+            self._optimizer.zero_grad()
+            if files.read(_LAYOUT, slice(0, len(self._layout))).equal(self._layout):
+                _set_generators(files)
+
+    def _plan(self) -> StateWriter:
+        """Work out what this rank stores; it stays the same as long as the layout does."""
+        ranges = []
+        for part in self._optimizer.slices():
+            pieces = self._mappings[part.name].stored_pieces(self._groups)
+            within = tuple(cut for piece in pieces for cut in piece.within(part.start, part.end))
+            if within:
+                self._stored[part.name] = within
+                size = part.end - part.start
+                ranges += [StoredRange(kind, part.start, size, within) for kind in STATE_KINDS]
+        return StateWriter(dist.get_rank(), ranges)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield the state of each range of the plan."""
+        for part in self._optimizer.slices():
+            if part.name in self._stored:
+                yield from (part.get(kind) for kind in STATE_KINDS)
+
+    def _fill(self, kinds: Mapping[StateKind, StoredState]) -> None:
+        """Read this rank's slices."""
+        slices = list(self._optimizer.slices())
+        largest = max((part.end - part.start for part in slices), default=0)
+        buffer = torch.empty(largest, dtype=torch.float32, pin_memory=torch.cuda.is_available())
+        for part in slices:
+            values = buffer[: part.end - part.start]
+            targets = [(piece, piece.view(values, part.start)) for piece in self._pieces(part)]
+            if sum(piece.n_elements for piece, _ in targets) < len(values):
+                values.zero_()  # the padding of the vocabulary
+            for kind, stored in kinds.items():
+                stored.fill(targets)
+                part.set(kind, values)
+
+    def _pieces(self, part: StateSlice) -> Iterator[Piece]:
+        for piece in self._mappings[part.name].pieces(self._groups):
+            yield from piece.within(part.start, part.end)
 
 
-def _buffers(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the float32 gradient buffer of each parameter."""
-    return {name: vars(parameter)["main_grad"] for name, parameter in parameters.items()}
+def _generators() -> dict[str, Tensor]:
+    """Return the states of this rank's random-number generators by key: torch's, and those that Megatron tracks."""
+    states = {"torch": torch.get_rng_state()}
+    states |= {f"megatron/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {f"{_prefix()}{name}": state.clone() for name, state in states.items()}
 
 
-def _gather_slices(optimizer: Optimizer, kind: StateKind) -> None:
-    """Fill the gradient buffers with one kind of state, whole on every rank."""
-    optimizer.zero_grad()
-    for part in optimizer.slices():
-        _buffer(part).copy_(part.get(kind))
-    for chunk in optimizer.chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            dist.all_reduce(buffer.grad_data, group=buffer.data_parallel_group)
+def _set_generators(files: DCPFolder) -> None:
+    """Set this rank's generators to the stored states, unless there are others than on this kind of device."""
+    stored = {key for key in files.names if key.startswith(_prefix())}
+    if stored != _generators().keys():
+        return
+    states = {key.removeprefix(_prefix()): files.read(key, slice(0, files.shape(key)[0])) for key in stored}
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tracked = {name: state for name, state in states.items() if name.startswith("megatron/")}
+    get_cuda_rng_tracker().set_states({name.removeprefix("megatron/"): state for name, state in tracked.items()})
 
 
-def _buffer(part: StateSlice) -> torch.Tensor:
-    """Return the slice's part of the gradient buffer."""
-    return vars(part.parameter)["main_grad"].view(-1)[part.start : part.end]
+def _prefix() -> str:
+    return f"generators/{dist.get_rank()}/"

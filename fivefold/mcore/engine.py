@@ -6,7 +6,7 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +34,14 @@ from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.state_store import HostSnapshot
 from fivefold.families.check import check_layout
 from fivefold.families.read import load_shape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.checkpoint import load_state, save_state
+from fivefold.mcore.checkpoint import TrainingState
+from fivefold.mcore.host_copy import Parkable
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.optimizer_state import StateFormat
@@ -100,6 +102,7 @@ class MegatronEngine:
         self.parameters = dict(named_parameters(self._decoders))
         if optimizer is not None:
             ddp = settings.ddp_config(config, layout)
+            _free_weights(self.parameters.values())
             self._chunks = [
                 DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(self._decoders)
@@ -107,10 +110,15 @@ class MegatronEngine:
         self._load(seed)
         self._has_gradients = False
         self.optimizer: Optimizer | None = None
+        self._state: TrainingState | None = None
         if optimizer is not None:
             megatron_optimizer = settings.optimizer_config(config, optimizer)
             form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
             self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
+            self._state = TrainingState(self.optimizer, self.parameters, self._bridge, self._shards, layout)
+        self._away: set[Offloadable] = set()
+        """What is offloaded."""
+        self._parkable = self._find_parkable()
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
         self.head: Head = LogprobHead(self.shape.vocab, config.megatron.logprob_chunk_size, self.groups.tp)
@@ -139,6 +147,7 @@ class MegatronEngine:
         their formulas are over one micro-batch.
         """
         self._trained("train")
+        self._require("params", "grads")
         for chunk in self._chunks:
             chunk.train()
         totals = share.totals
@@ -157,6 +166,7 @@ class MegatronEngine:
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
         self._has_gradients = False
+        self._require(*OFFLOADABLE)
         return self._trained("train").step()
 
     @torch.no_grad()
@@ -166,6 +176,7 @@ class MegatronEngine:
         Returns:
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
         """
+        self._require("params")
         for chunk in self._chunks:
             chunk.eval()
         kept = self._run(share, _keep_predictions, _Forward(temperature), backward=False)
@@ -178,6 +189,7 @@ class MegatronEngine:
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
+        self._require("params")
         return self._bridge.export(self.parameters, self._shards)
 
     def save_hf(
@@ -204,42 +216,74 @@ class MegatronEngine:
         new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), self._folder, tokenizer_source)
         save_shards(new, self._bridge.mapped(self.parameters), self._shards)
 
-    def save(self, folder: str | Path) -> None:
-        """Write master weights, Adam's moments and the step count, for `load` on this layout or any other."""
-        save_state(Path(folder), self._trained("save"), self.parameters, self._bridge, self._shards, self._folder)
-
-    def load(self, folder: str | Path) -> None:
-        """Load what `save` wrote. On the same layout, training then continues with the same bits.
+    def snapshot(self, folder: Path) -> HostSnapshot:
+        """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
 
         Raises:
-            ValueError: the folder holds no complete training state, or that of another model.
+            ValueError: the last snapshot still exists and is not written yet, or the engine has no optimizer.
         """
-        load_state(Path(folder), self._trained("load"), self.parameters, self._bridge, self._shards)
+        return self._trained_state("save").snapshot(folder)
 
-    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move parameters, gradient buffers or optimizer state, as `what` names, to host memory; gradients are lost.
+    def load(self, folder: Path) -> None:
+        """Load the training state in `folder`, of this layout or any other; accumulated gradients are lost.
 
-        CPU processes move nothing. Call `onload` before the next method that needs what was moved.
+        On the same layout, training then continues with the same bits.
+
+        Raises:
+            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
+                optimizer.
         """
-        optimizer = self._trained("offload")
+        self._trained_state("load").load(folder)
+        self._has_gradients = False
+
+    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
+        """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
+
+        Parameters and optimizer state are copied to pinned host memory, gradients are lost. Call `onload` before the
+        next method that needs what was moved. A model without an optimizer has parameters only, and optimizer state
+        that is always on the host stays there.
+
+        Returns:
+            The bytes that were freed on this rank's device.
+        """
         if "grads" in what:
             self._has_gradients = False
-        if self._device.type == "cpu":
-            return
-        for buffer in self._gradient_buffers():
-            buffer.offload_to_cpu(move_params="params" in what, move_grads="grads" in what)
-        if "optimizer" in what:
-            optimizer.megatron.offload_to_cpu()
+        freed = sum(
+            tensor.park(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
+        )
+        if "optimizer" in what and self.optimizer is not None:
+            freed += self.optimizer.state.park()
+        self._away |= set(what)
+        torch.cuda.empty_cache()
+        return freed
 
-    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> None:
-        """Move what `offload` moved to host memory back to the device."""
-        optimizer = self._trained("onload")
-        if self._device.type == "cpu":
-            return
-        for buffer in self._gradient_buffers():
-            buffer.reload_from_cpu(move_params="params" in what, move_grads="grads" in what)
-        if "optimizer" in what:
-            optimizer.megatron.restore_from_cpu()
+    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
+        """Bring back what `offload` moved; gradients are zero then.
+
+        Returns:
+            The bytes that were allocated on this rank's device.
+        """
+        allocated = sum(
+            tensor.fetch(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
+        )
+        if "optimizer" in what and self.optimizer is not None:
+            allocated += self.optimizer.state.fetch()
+        self._away -= set(what)
+        return allocated
+
+    def _find_parkable(self) -> dict[Offloadable, list[Parkable]]:
+        buffers = self._gradient_buffers() if self.optimizer is not None else []
+        if not buffers:
+            return {"params": [Parkable(parameter.data) for parameter in self.parameters.values()]}
+        return {
+            "params": [Parkable(buffer.param_data) for buffer in buffers],
+            "grads": [Parkable(buffer.grad_data) for buffer in buffers],
+        }
+
+    def _require(self, *what: Offloadable) -> None:
+        """Check that what a method needs is on the device."""
+        if missing := [kind for kind in what if kind in self._away]:
+            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
 
     def _gradient_buffers(self) -> list[Any]:
         return [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -262,10 +306,13 @@ class MegatronEngine:
 
     def _trained(self, verb: str) -> Optimizer:
         if self.optimizer is None:
-            raise ValueError(
-                f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig"
-            )
+            raise _no_optimizer(verb)
         return self.optimizer
+
+    def _trained_state(self, verb: str) -> TrainingState:
+        if self._state is None:
+            raise _no_optimizer(verb)
+        return self._state
 
     def _run(self, share: Share, step: LossStep, options: HeadOptions, *, backward: bool) -> list[Any]:
         """Run Megatron's schedule over the share. Returns what `step` kept of each micro-batch, on the last stage."""
@@ -341,12 +388,23 @@ class MegatronEngine:
         finalize_model_grads(chunks, None, **options)
 
 
+def _no_optimizer(verb: str) -> ValueError:
+    return ValueError(f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig")
+
+
 @dataclass(frozen=True)
 class _Forward:
     """The head's options if nothing is trained."""
 
     temperature: float
     entropy_gradient: bool = False
+
+
+def _free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give the memory of weights that have no values yet back, because Megatron's DDP allocates all of them again."""
+    for parameter in parameters:
+        # One element that looks like a whole tensor, from which DDP can copy.
+        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 
 def _apply_loss(
