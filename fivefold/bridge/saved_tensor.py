@@ -22,6 +22,20 @@ from torch import Tensor
 _LOCAL_HEADER = struct.Struct("<26x2H")
 """What stands before the bytes of an archive's member: its last two numbers are the lengths of name and extra field."""
 
+_STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+"""Dtypes by the class of torch that an archive names for the bytes."""
+
 
 class DamagedTensorError(ValueError):
     """The bytes are not a tensor that `torch.save` has written; the message says what is wrong."""
@@ -152,8 +166,8 @@ class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._MAKERS:
             return self._MAKERS[module, name]
-        if module == "torch" and name.endswith("Storage"):
-            return getattr(torch, name).dtype
+        if module == "torch" and name in _STORAGE_DTYPES:
+            return _STORAGE_DTYPES[name]
         raise pickle.UnpicklingError(f"it is described by {module}.{name}")
 
     def persistent_load(self, pid: Any) -> _Storage:

@@ -39,8 +39,6 @@ Progress = Callable[[str, int, int], None]
 """Is told of a conversion's progress: what is being done, elements done, elements in all."""
 
 _ONE_PROCESS = ShardGroups()
-_TE_STATES = ("self_attention.core_attention",)
-"""Modules without parameters for which TransformerEngine's spec has a state."""
 
 
 @dataclass(frozen=True)
@@ -210,17 +208,15 @@ class _Writer:
         """Yield the keys of the objects that models of the spec have for the states of their modules."""
         for parts in self._parts.values():
             for part in parts:
-                module = part.key.rpartition(".")[0]
-                for name in _modules_with_state(module, part.key, self._spec):
+                for name in _modules_with_state(part.key, self._spec):
                     yield f"{name}._extra_state/shard_{_dotted(part.lead, 0)}_{_dotted(part.lead_sizes, 1)}"
 
 
-def _modules_with_state(module: str, key: str, spec: Spec) -> Iterator[str]:
-    """Yield the modules that Megatron-Core saves a state of where it saves the tensor `key` of `module`."""
+def _modules_with_state(key: str, spec: Spec) -> Iterator[str]:
+    """Yield the modules that Megatron-Core saves a state of where it saves the tensor `key`."""
+    module, _, kind = key.rpartition(".")
     name = module.rpartition(".")[2]
-    if name.startswith("linear_"):
-        yield module
-    if spec == "te" and key.endswith("norm.weight"):
+    if kind == "weight" and (name.startswith("linear_") or (spec == "te" and name.endswith("layernorm"))):
         yield module
     if spec == "te" and name == "linear_proj":
         yield module.removesuffix("linear_proj") + "core_attention"

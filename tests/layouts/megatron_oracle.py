@@ -1,0 +1,153 @@
+"""Megatron-Core's own models, layers and checkpoints, for the worker processes; nothing here is built by Fivefold.
+
+The configs are written here, from Hugging Face's `config.json`, and share no code with `fivefold.mcore.settings`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_cases import lay_out
+
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.mcore import compat
+from fivefold.mcore.parallel import initialize_parallel
+
+TOKENS = torch.tensor([[5, 17, 93, 8, 44, 90, 3, 61]])
+PADDED_VOCAB = 104
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def build(folder: Path, layout: ParallelLayout, te_names: bool) -> GPTModel:
+    """Return the model of a Hugging Face config, with layers of Megatron-Core's local spec and random weights.
+
+    Its vocabulary is padded.
+
+    Args:
+        folder: the config's folder.
+        layout: the layout of Megatron-Core's groups.
+        te_names: name the norms as TransformerEngine's spec does.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    spec_config = _config(config, layout)
+    spec = get_gpt_decoder_block_spec(spec_config, use_transformer_engine=False)
+    for layer, names in zip(spec.layer_specs, _layers_with_experts(config), strict=True):
+        if te_names and names:
+            layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    torch.manual_seed(7)
+    model = GPTModel(
+        spec_config,
+        spec,
+        vocab_size=PADDED_VOCAB,
+        max_sequence_length=128,
+        parallel_output=False,
+        share_embeddings_and_output_weights=config["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=config["rope_parameters"]["rope_theta"],
+    )
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(std=0.2) if parameter.ndim > 1 or name.endswith("bias") else parameter.data.uniform_(
+            0.5, 1.5
+        )
+    return model
+
+
+def _config(config: dict[str, Any], layout: ParallelLayout) -> TransformerConfig:
+    heads = config["num_attention_heads"]
+    fields: dict[str, Any] = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": config["model_type"].startswith("qwen2"),
+        "qk_layernorm": config["model_type"].startswith("qwen3"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "expert_model_parallel_size": layout.ep,
+    }
+    has_experts = _layers_with_experts(config)
+    if any(has_experts):
+        fields |= {
+            "num_moe_experts": _n_experts(config),
+            "moe_ffn_hidden_size": config["moe_intermediate_size"],
+            "moe_router_topk": config["num_experts_per_tok"],
+            "moe_router_pre_softmax": not config["norm_topk_prob"],
+            "moe_router_load_balancing_type": "none",
+            "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
+            "moe_shared_expert_gate": "shared_expert_intermediate_size" in config,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    if len(set(has_experts)) > 1:
+        fields["moe_layer_freq"] = [int(has) for has in has_experts]
+    return TransformerConfig(**fields)
+
+
+def _layers_with_experts(config: dict[str, Any]) -> list[bool]:
+    dense = config.get("mlp_only_layers") or []
+    return [_n_experts(config) > 0 and layer not in dense for layer in range(config["num_hidden_layers"])]
+
+
+def _n_experts(config: dict[str, Any]) -> int:
+    """Return the number of experts, whose key depends on the family and on the release of transformers."""
+    n_experts: int = config.get("num_experts") or config.get("num_local_experts") or 0
+    return n_experts
+
+
+def _logits(model: GPTModel) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS, torch.arange(TOKENS.shape[1])[None], None)
+    return logits[0]
+
+
+def _enter(layout: str) -> ParallelLayout:
+    compat.prepare()
+    parsed = lay_out(layout)
+    initialize_parallel(parsed, 0, 60.0)
+    return parsed
+
+
+def load(folder: Path, checkpoint: Path, metadata: dict[str, Any], te_names: bool, layout: str) -> torch.Tensor:
+    """In a worker: load a checkpoint as Megatron-Core does, which must have all keys of the model.
+
+    Under the local spec's names it must have no others, either. Returns the model's logits.
+    """
+    model = build(folder, _enter(layout), te_names)
+    strict = "assume_ok_unexpected" if te_names else "raise_all"
+    state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata), str(checkpoint), strict=strict)
+    # Megatron-LM reorders queries, keys and values of a checkpoint without a version.
+    assert state.pop("checkpoint_version") >= 2.0
+    state.pop("iteration")
+    model.load_state_dict(state)
+    return _logits(model)
+
+
+def save(
+    folder: Path, checkpoint: Path, metadata: dict[str, Any], te_names: bool, layout: str, prefix: str
+) -> torch.Tensor:
+    """In a worker: save a random model as Megatron-Core does, with a tensor of an optimizer. Returns its logits."""
+    # Megatron-Core writes in processes of its own, which a daemon may not start.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    model = build(folder, _enter(layout), te_names)
+    state = model.sharded_state_dict(prefix=prefix, metadata=metadata)
+    moment = ShardedTensor.from_rank_offsets(f"optimizer.state.exp_avg.{prefix}{EMBEDDING}", torch.ones(3))
+    dist_checkpointing.save({**state, "moment": moment}, str(checkpoint), validate_access_integrity=False)
+    return _logits(model)
