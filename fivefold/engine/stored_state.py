@@ -69,7 +69,8 @@ class StoredState:
             ValueError: the file is damaged.
         """
         shape = self._shapes[name]
-        given = [slice(*bound.indices(size)[:2]) for bound, size in zip(index, shape, strict=False)]
+        bounds = [bound.indices(size) for bound, size in zip(index, shape, strict=False)]
+        given = [slice(first, max(first, last)) for first, last, _ in bounds]
         return self._files.read(self._key(name), *given, *(slice(0, size) for size in shape[len(index) :]))
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
