@@ -143,6 +143,7 @@ class OptimizerState:
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._places[piece.shard].append((bucket, piece))
+        self._is_parked = False
         if form.on_host:
             self._inward, self._outward = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -191,7 +192,13 @@ class OptimizerState:
         main.wait_stream(outward)
 
     def get(self, shard: Shard, kind: StateKind) -> torch.Tensor:
-        """Return a shard's state as float32 [N] on the parameter's device."""
+        """Return a shard's state as float32 [N] on the parameter's device.
+
+        Raises:
+            ValueError: the state is parked.
+        """
+        if self._is_parked:
+            raise ValueError("the optimizer's state was offloaded: call onload first")
         weight_N = shard.weight_N.detach()
         if kind not in self._form.kinds:
             return weight_N
@@ -219,10 +226,12 @@ class OptimizerState:
 
     def park(self) -> int:
         """Move state on the device to pinned host memory. Returns the bytes that were freed."""
+        self._is_parked = not self._form.on_host
         return sum(tensor.park(keep_values=True) for bucket in self._buckets for tensor in bucket.parkable)
 
     def fetch(self) -> int:
         """Bring back what `park` moved. Returns the bytes that were allocated."""
+        self._is_parked = False
         return sum(tensor.fetch(keep_values=True) for bucket in self._buckets for tensor in bucket.parkable)
 
 

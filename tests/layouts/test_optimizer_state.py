@@ -1,0 +1,207 @@
+"""Optimizer state in every precision and in both places: the same updates wherever the format is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_close
+from hf_reference import Tensors
+from megatron_cases import Case, OpenEngine, whole
+from ragged import uneven_batch
+from worker_pool import Workers
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema import MegatronConfig, OptimizerConfig
+from fivefold.mcore import optimizer_state
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
+SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}
+LAYOUTS = ["megatron:d1", "megatron:d2e2", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:p2v2"]
+
+
+def case_of(layout: str, dtype: str = "bfloat16", **fields: Any) -> Case:
+    return Case(layout, MegatronConfig(optimizer=fields), dtype=dtype)
+
+
+def masters(engine: OpenEngine) -> list[torch.Tensor]:
+    return [part.get("param").clone() for part in engine.optimizer.slices()]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of each rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def train(engine: OpenEngine, n_steps: int) -> None:
+    for _ in range(n_steps):
+        engine.forward_backward_of(uneven_batch(), SFTLoss())
+        assert not engine.optim_step().skipped
+
+
+def weights_after(case: Case, folder: Path, n_steps: int, bucket_size: int) -> tuple[Tensors, list[torch.Tensor], int]:
+    """In a worker: train. Returns the weights, this rank's state and the number of its buckets."""
+    optimizer_state.BUCKET_SIZE = bucket_size
+    try:
+        engine = case.engine(folder, OPTIMIZER)
+    finally:
+        optimizer_state.BUCKET_SIZE = 2**25
+    train(engine, n_steps)
+    state = [part.get(kind).clone() for part in engine.optimizer.slices() for kind in optimizer_state.STATE_KINDS]
+    return whole(engine.export_weights()), state, len(engine.optimizer.state._buckets)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "fields"),
+    [
+        *((layout, "bfloat16", fields) for layout in LAYOUTS for fields in ({}, SMALL)),
+        ("megatron:d2e2", "float32", {}),
+        ("megatron:d2e2", "bfloat16", {"exp_avg_dtype": "bfloat16"}),
+        ("megatron:d2e2", "bfloat16", {"store_param_remainders": True, "decoupled_weight_decay": False}),
+    ],
+)
+def test_state_on_the_host_in_many_buckets_is_updated_as_on_the_device(
+    workers: Workers, models: Path, layout: str, dtype: str, fields: dict[str, Any]
+) -> None:
+    run, model = workers(Case(layout).world_size), models / "qwen3_moe"
+    wanted = run.run(weights_after, case_of(layout, dtype, **fields), model, 3, 2**25)
+    got = run.run(weights_after, case_of(layout, dtype, **fields, state_on="host"), model, 3, 1024)
+    for (weights, state, n_buckets), (host_weights, host_state, n_host_buckets) in zip(wanted, got, strict=True):
+        assert n_buckets == 1
+        assert n_host_buckets > 5
+        assert [name for name in weights if not torch.equal(weights[name], host_weights[name])] == []
+        assert all(torch.equal(*pair) for pair in zip(state, host_state, strict=True))
+
+
+def compare_with_torch(case: Case, folder: Path, config: OptimizerConfig) -> list[bool]:
+    """In a worker: whether the master weights equal those of torch's AdamW after each of three steps."""
+    engine = case.engine(folder, config)
+    parts, copies = list(engine.optimizer.slices()), [torch.nn.Parameter(master) for master in masters(engine)]
+    exempt = [part.parameter.ndim == 1 for part in parts]
+    groups = [
+        {"params": [c for c, e in zip(copies, exempt, strict=True) if e is flag], "weight_decay": decay}
+        for flag, decay in ((False, config.weight_decay), (True, 0.0))
+    ]
+    reference = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True, foreach=False
+    )
+    equal = []
+    for _ in range(3):
+        engine.forward_backward_of(uneven_batch(), SFTLoss())
+        for part, copy in zip(parts, copies, strict=True):
+            copy.grad = part.parameter.main_grad.view(-1)[part.start : part.end].clone()
+        norm = engine.optim_step().grad_norm
+        if config.gradient_clipping and norm > config.gradient_clipping:
+            for copy in copies:
+                copy.grad *= config.gradient_clipping / (norm + 1e-6)
+        reference.step()
+        equal.append(all(torch.equal(*pair) for pair in zip(masters(engine), copies, strict=True)))
+    return equal
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_default_is_torchs_adamw_bit_for_bit(workers: Workers, models: Path, layout: str, dtype: str) -> None:
+    case = case_of(layout, dtype)
+    for equal in workers(case.world_size).run(compare_with_torch, case, models / "qwen3_moe", OPTIMIZER):
+        assert equal == [True] * 3
+
+
+def masters_after_a_step(case: Case, folder: Path) -> list[torch.Tensor]:
+    """In a worker: return this rank's master weights after one step."""
+    engine = case.engine(folder, OPTIMIZER)
+    train(engine, 1)
+    return masters(engine)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_master_weights_from_remainders_are_the_float32_ones(workers: Workers, models: Path, layout: str) -> None:
+    """After one step, because a weight that is rounded otherwise at a tie changes the gradients of the next."""
+    model, run = models / "qwen3_moe", workers(Case(layout).world_size)
+    wanted = run.run(masters_after_a_step, case_of(layout), model)
+    got = run.run(masters_after_a_step, case_of(layout, store_param_remainders=True), model)
+    for wanted_masters, got_masters in zip(wanted, got, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(wanted_masters, got_masters, strict=True))
+
+
+def stored_dtypes(case: Case, folder: Path) -> set[tuple[str, torch.dtype]]:
+    """In a worker: return kind and dtype of the tensors of state."""
+    engine = case.engine(folder, OPTIMIZER)
+    return {
+        (kind, tensor.dtype) for bucket in engine.optimizer.state._buckets for kind, tensor in bucket.stored.items()
+    }
+
+
+def test_each_kind_of_state_is_stored_in_its_own_precision(workers: Workers, models: Path) -> None:
+    def stored(dtype: str = "bfloat16", **fields: Any) -> dict[str, torch.dtype]:
+        return dict(workers(1).run(stored_dtypes, case_of("megatron:d1", dtype, **fields), models / "qwen3_moe")[0])
+
+    f32, bf16 = torch.float32, torch.bfloat16
+    assert stored() == {"param": f32, "exp_avg": f32, "exp_avg_sq": f32}
+    assert stored("float32") == {"exp_avg": f32, "exp_avg_sq": f32}
+    assert stored(exp_avg_dtype="bfloat16") == {"param": f32, "exp_avg": bf16, "exp_avg_sq": f32}
+    assert stored(exp_avg_sq_dtype="bfloat16") == {"param": f32, "exp_avg": f32, "exp_avg_sq": bf16}
+    assert stored(**SMALL) == {"param": torch.int16, "exp_avg": bf16, "exp_avg_sq": bf16}
+
+
+def copies_agree(case: Case, folder: Path, names: tuple[str, ...]) -> bool:
+    """In a worker: train, and return whether all ranks that hold one of the named parameters have the same bits."""
+    engine = case.engine(folder, OPTIMIZER)
+    train(engine, 3)
+    own = [p.detach().view(torch.int16) for n, p in engine.parameters.items() if any(part in n for part in names)]
+    held = [tensors for tensors in gathered(own) if tensors]
+    assert len(held) > 1, "several ranks must hold the parameter"
+    return all(torch.equal(*pair) for other in held[1:] for pair in zip(held[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "names"),
+    [
+        ("megatron:t2", "qwen3_moe", ("layernorm", "router")),
+        ("megatron:d2", "qwen3", ("linear",)),
+        ("megatron:p2", "qwen2", ("word_embeddings", "output_layer")),
+    ],
+)
+def test_copies_of_a_parameter_on_several_ranks_are_rounded_alike(
+    workers: Workers, models: Path, layout: str, model: str, names: tuple[str, ...]
+) -> None:
+    assert all(workers(2).run(copies_agree, case_of(layout, **SMALL), models / model, names))
+
+
+def gradients_and_norm(case: Case, folder: Path) -> tuple[Tensors, float, set[torch.dtype]]:
+    """In a worker: return the gradient of a batch, its norm, and the dtypes of its buffers."""
+    engine = case.engine(folder, OPTIMIZER)
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
+    found = whole(engine.gradients())
+    dtypes = {parameter.main_grad.dtype for parameter in engine.parameters.values()}
+    return {name: tensor.float() for name, tensor in found.items()}, engine.optim_step().grad_norm, dtypes
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:t2p2|ffn:e2)"])
+def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
+    workers: Workers, models: Path, layout: str
+) -> None:
+    model, run = models / "qwen3_moe", workers(Case(layout).world_size)
+    wanted, norm, dtypes = run.run(gradients_and_norm, case_of(layout), model)[0]
+    assert dtypes == {torch.float32}
+    rounded = Case(layout, MegatronConfig(ddp={"grad_reduce_in_fp32": False}), dtype="bfloat16")
+    got, rounded_norm, dtypes = run.run(gradients_and_norm, rounded, model)[0]
+    assert dtypes == {torch.bfloat16}
+    assert_close(got, wanted, 0.05)
+    assert rounded_norm == pytest.approx(norm, rel=0.01)
+
+
+def test_training_with_small_state_goes_the_way_of_float32_state(workers: Workers, models: Path) -> None:
+    run, model = workers(1), models / "qwen3_moe"
+    start, wanted, got = (
+        run.run(weights_after, case_of("megatron:d1", **fields), model, n, 2**25)[0][0]
+        for fields, n in (({}, 0), ({}, 12), (SMALL, 12))
+    )
+    names = list(start)
+    before, full, small = (torch.cat([w[name].float().flatten() for name in names]) for w in (start, wanted, got))
+    assert (small - full).norm() < 0.2 * (full - before).norm()
