@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.observe.errors import RunFailed
 
@@ -24,6 +26,8 @@ class Member:
     """IP address of the node it runs on."""
     log: Path
     """File that its standard output and error go to (on `host`)."""
+    strategy: PlacementGroupSchedulingStrategy = field(compare=False, repr=False)
+    """Puts another process on the same node."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}"
@@ -59,6 +63,46 @@ class RayEnded(RunFailed):
         )
 
 
+@dataclass(frozen=True)
+class LostNode:
+    """A machine of the run that went away."""
+
+    host: str
+    """IP address."""
+    members: tuple[Member, ...]
+    """The run's processes on it."""
+
+    def __str__(self) -> str:
+        return f"{self.host} ({', '.join(map(str, self.members)) or 'no process of the run'})"
+
+
+class NodesLost(RunFailed):
+    """Machines went away, with the processes on them: their Ray accepts no connection any more."""
+
+    def __init__(self, lost: Sequence[LostNode], phase: str, n_left: int, head: str | None) -> None:
+        """`n_left` is the number of the run's machines that are left, `head` the cluster's head if that is lost."""
+        self.lost = tuple(lost)
+        self.phase = phase
+        plural = "s" if len(lost) > 1 else ""
+        are = "are" if len(lost) > 1 else "is"
+        if head is not None:
+            fix = (
+                f"{head} is the head of the Ray cluster, without which Ray works nowhere: start Ray again on the "
+                "machines that you have, then the run."
+            )
+        elif n_left:
+            fix = (
+                f"Start the run again when the node{plural} {are} back, or without: then with cluster.n_nodes={n_left} "
+                "and layouts that fit."
+            )
+        else:
+            fix = f"Start the run again when the node{plural} {are} back, or on others."
+        super().__init__(
+            f"lost node{plural} {', '.join(map(str, lost))} in phase '{phase}': Ray's process there accepts no "
+            f"connection any more, because it or the whole machine ended, or the network broke.\n{fix}"
+        )
+
+
 class PhaseTimeout(RunFailed):
     """A phase took longer than `scheduler.timeout_s`. The error names the ranks without an answer and their stacks."""
 
@@ -79,7 +123,7 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
     The libraries that a worker imports give some twenty warnings before it does anything, which would hide the cause.
     """
     if not log.is_file():
-        return f"(no log at {log} on this machine)"
+        return f"(there is no {log})"
     text = _without_warnings(log.read_text(errors="replace").rstrip().splitlines())[-lines:]
     return "\n".join(text) if text else "(nothing but warnings, if anything)"
 

@@ -1,4 +1,4 @@
-"""A private Ray on this machine for one run, or a Ray cluster that runs already."""
+"""A private Ray on this machine for one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fivefold.cluster.compat import (
     NoDriverFolders,
     keep_token_private,
     on_loopback,
-    require_listening,
     signals_kept,
 )
 from fivefold.cluster.machine import check_machine, writable_home
@@ -177,32 +176,6 @@ def _adopt_orphans(adopt: bool) -> None:
     """Set whether descendants of this process become its children, instead of those of init, when their parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
-def join(address: str) -> None:
-    """Connect to a Ray cluster that runs already.
-
-    Raises:
-        ValueError: there is none at `address`, or it asks for a token that this process does not have.
-    """
-    try:
-        require_listening(address)
-        with signals_kept():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, job_config=NoDriverFolders())
-    except ConnectionError as error:
-        raise ValueError(_why_not_joined(address, error)) from error
-
-
-def _why_not_joined(address: str, error: ConnectionError) -> str:
-    if "AuthenticationError" in str(error.__cause__):
-        return (
-            f"the Ray cluster at scheduler.address={address!r} asks for a token: set RAY_AUTH_MODE=token, and have the "
-            "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
-        )
-    return (
-        f"scheduler.type is ray, but no Ray cluster answers at scheduler.address={address!r}: start one with "
-        "`ray start --head` on its first machine, or set scheduler.type=local"
-    )
 
 
 def _short_folder() -> Path:

@@ -7,17 +7,25 @@ can take it.
 
 from __future__ import annotations
 
+import ipaddress
 import os
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import psutil
 import ray
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-RESERVE_TIMEOUT_S = 300.0
-"""Seconds to wait for devices of a shared cluster that other jobs hold."""
+from fivefold.cluster.ray_nodes import RayNode, address_order, listing, ray_nodes, wait_for_nodes
+from fivefold.observe.versions import versions
+
+GRANT_S = 30.0
+"""Least seconds that Ray gets to grant devices that are free."""
+LOOK_S = 120.0
+"""Seconds that Ray gets to start a first process on each node."""
 
 
 @dataclass(frozen=True)
@@ -25,66 +33,150 @@ class Node:
     """One machine of the run."""
 
     index: int
+    """Index in the run: 0 is the driver's own machine, if it takes part; the others follow by their addresses."""
     host: str
     """IP address."""
     gpus: tuple[str, ...]
     """The run's devices on it, as CUDA_VISIBLE_DEVICES names them; empty: CPU processes."""
     cores: int
     """CPU cores that processes on it may use."""
-    group: PlacementGroup
+    interface: str | None
+    """Name of the network interface by which other nodes reach it; None: no interface has the address."""
+    port: int
+    """TCP port of Ray's process on it, the raylet."""
+    strategy: PlacementGroupSchedulingStrategy = field(repr=False)
+    """Puts a worker on this node, inside the reservation."""
 
-    def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Return the strategy that puts a worker on this node, inside the reservation."""
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
+
+@dataclass(frozen=True)
+class Look:
+    """What a process on a node finds there."""
+
+    gpus: tuple[str, ...]
+    cores: int
+    interface: str | None
+    versions: dict[str, str]
 
 
-def reserve(n_nodes: int, n_gpus: int) -> tuple[Node, ...]:
+def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
     """Reserve `n_nodes` machines with `n_gpus` GPUs each (0: CPU processes), for as long as this driver lives.
 
+    Args:
+        n_nodes: number of machines.
+        n_gpus: number of GPUs of each.
+        wait_s: seconds to wait for machines that the cluster lacks, and for devices that other jobs hold.
+
     Raises:
-        ValueError: the cluster does not have them, or other jobs hold them for too long.
+        ValueError: the cluster does not have them, or other jobs hold them for too long, or a node's software is not
+            the driver's.
     """
-    _check_there_are(n_nodes, n_gpus)
+    deadline = time.monotonic() + wait_s
+    wait_for_nodes(n_nodes, n_gpus, wait_s)
     bundle = {"GPU": n_gpus} if n_gpus else {"CPU": 1}
     group = placement_group([bundle] * n_nodes, strategy="STRICT_SPREAD")
     try:
-        ray.get(group.ready(), timeout=RESERVE_TIMEOUT_S)
+        ray.get(group.ready(), timeout=max(GRANT_S, deadline - time.monotonic()))
     except GetTimeoutError:
         remove_placement_group(group)
-        raise ValueError(
-            f"other jobs have held the devices of the Ray cluster for {RESERVE_TIMEOUT_S:g} s: no {n_nodes} nodes "
-            f"with {n_gpus} free GPUs each; wait for them, or lower cluster.n_nodes or cluster.n_gpus_per_node"
-        ) from None
-    look = ray.remote(_look)
+        raise ValueError(_who_holds_them(n_nodes, n_gpus, wait_s)) from None
+    machines = {machine.ray_id: machine for machine in ray_nodes()}
+    homes = [machines[ray_id] for _, ray_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
+    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(n_nodes)]
+    looks = _look_around(homes, strategies, n_gpus)
+    check_versions({home.host: look.versions for home, look in zip(homes, looks, strict=True)})
+    own = ray.get_runtime_context().get_node_id()
+    order = sorted(range(n_nodes), key=lambda i: (homes[i].ray_id != own, address_order(homes[i].host)))
+    return tuple(_node(index, homes[i], looks[i], strategies[i]) for index, i in enumerate(order))
+
+
+def _node(index: int, home: RayNode, look: Look, strategy: PlacementGroupSchedulingStrategy) -> Node:
+    return Node(index, home.host, look.gpus, look.cores, look.interface, home.port, strategy)
+
+
+def _look_around(
+    homes: Sequence[RayNode], strategies: Sequence[PlacementGroupSchedulingStrategy], n_gpus: int
+) -> list[Look]:
+    """Start a process on each node, which looks at what is there.
+
+    Raises:
+        ValueError: no process starts, or it cannot import Fivefold.
+    """
+    look = ray.remote(look_here)
     probes = [
-        look.options(
-            num_cpus=0 if n_gpus else 1,
-            num_gpus=n_gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote()
-        for index in range(n_nodes)
+        look.options(num_cpus=0 if n_gpus else 1, num_gpus=n_gpus, max_retries=0, scheduling_strategy=strategy).remote(
+            home.host
+        )
+        for home, strategy in zip(homes, strategies, strict=True)
     ]
-    return tuple(Node(index, host, gpus, cores, group) for index, (host, gpus, cores) in enumerate(ray.get(probes)))
+    started, _ = ray.wait(probes, num_returns=len(probes), timeout=LOOK_S)
+    looks = []
+    for home, probe in zip(homes, probes, strict=True):
+        if probe not in started:
+            raise ValueError(f"Ray has started no process on node {home.host} in {LOOK_S:g} s: see its logs there")
+        try:
+            looks.append(ray.get(probe))
+        except RayError as error:
+            raise ValueError(
+                f"a process that Ray starts on node {home.host} cannot run Fivefold: install the same environment "
+                f"there as here, and start Ray from it (`.venv/bin/ray start`).\n{str(error).strip()}"
+            ) from None
+    return looks
 
 
-def _look() -> tuple[str, tuple[str, ...], int]:
-    """Return address, GPUs and cores of the node that this runs on; the GPUs are those of its bundle."""
+def look_here(host: str) -> Look:
+    """Return what this process finds on its node, whose IP address is `host`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ray.util.get_node_ip_address(), tuple(str(gpu) for gpu in ray.get_gpu_ids()), cores
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(host)
+    return Look(tuple(str(gpu) for gpu in ray.get_gpu_ids()), cores, interface, versions())
 
 
-def _check_there_are(n_nodes: int, n_gpus: int) -> None:
-    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-    if len(nodes) < n_nodes:
-        raise ValueError(
-            f"cluster.n_nodes is {n_nodes}, but the Ray cluster has {len(nodes)}: "
-            "lower it, or add nodes with `ray start`"
-        )
-    gpus = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes), reverse=True)
-    if gpus[n_nodes - 1] < n_gpus:
-        where = "this machine has" if len(nodes) == 1 else f"{n_nodes} nodes of the Ray cluster have at most"
-        raise ValueError(
-            f"cluster.n_gpus_per_node is {n_gpus}, but {where} {gpus[n_nodes - 1]} GPUs: "
-            f"set cluster.n_gpus_per_node={gpus[n_nodes - 1]}"
-            + (" (0: CPU processes)" if gpus[n_nodes - 1] == 0 else "")
-        )
+def interface_of(host: str) -> str | None:
+    """Return the name of this machine's network interface that has the IP address `host`; None if there is none.
+
+    All loopback addresses are of the loopback interface, although it lists one only.
+    """
+    wanted = ipaddress.ip_address(host)
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family.name not in ("AF_INET", "AF_INET6"):
+                continue
+            own = ipaddress.ip_address(address.address.partition("%")[0])
+            if wanted == own or (wanted.is_loopback and own.is_loopback):
+                return name
+    return None
+
+
+def check_versions(of_nodes: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse nodes whose software differs from the driver's.
+
+    Builds for other devices (`2.9.0+cpu` and `2.9.0+cu128`) are the same version, and so are Python's patch releases.
+
+    Args:
+        of_nodes: the versions on each node, by address.
+
+    Raises:
+        ValueError: a version differs.
+    """
+    here = versions()
+    for host, there in of_nodes.items():
+        for name in here.keys() | there.keys():
+            mine, its = here.get(name, "none"), there.get(name, "none")
+            if _comparable(name, mine) != _comparable(name, its):
+                raise ValueError(
+                    f"node {host} has {name} {its}, but the driver has {name} {mine}: install the same versions on all "
+                    "nodes, and start Ray from that environment"
+                )
+
+
+def _comparable(name: str, version: str) -> str:
+    without_build = version.partition("+")[0]
+    return without_build.rpartition(".")[0] if name == "python" else without_build
+
+
+def _who_holds_them(n_nodes: int, n_gpus: int, wait_s: float) -> str:
+    what = f"{n_gpus} free GPUs each" if n_gpus else "a free CPU each"
+    return (
+        f"other jobs have held the devices of the Ray cluster for {max(wait_s, GRANT_S):g} s: no {n_nodes} nodes with "
+        f"{what}. Its nodes:\n{listing(ray_nodes())}\n"
+        "Wait longer (scheduler.wait_s), or lower cluster.n_nodes or cluster.n_gpus_per_node."
+    )

@@ -24,6 +24,8 @@ LOOPBACK = "127.0.0.1"
 PLACE_ON_NODE = "FIVEFOLD_PLACE_ON_NODE"
 PROCESSES_ON_NODE = "FIVEFOLD_PROCESSES_ON_NODE"
 """Variables for a worker's index, from 0, among its role's processes on its node, and for the number of these."""
+NODE = "FIVEFOLD_NODE"
+"""Variable for the index of a worker's node in the run. Nodes may be containers that share their machine's memory."""
 
 FORWARDED = (
     "HF_",
@@ -52,6 +54,7 @@ def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str
         "RANK": str(rank),
         "WORLD_SIZE": str(len(processes)),
         "LOCAL_RANK": "0",
+        NODE: str(node.index),
         PLACE_ON_NODE: str(homes[:rank].count(node.index)),
         PROCESSES_ON_NODE: str(homes.count(node.index)),
         "CUDA_VISIBLE_DEVICES": ",".join(node.gpus[device.local] for device in processes[rank]) if node.gpus else "",
@@ -59,8 +62,10 @@ def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str
         # Otherwise, Python programs that the worker starts import from the working folder first.
         "PYTHONSAFEPATH": "1",
     }
-    if len(nodes) == 1 and (interface := loopback()):
-        # Gloo looks up the host's own name, which containers often cannot resolve.
+    interface = loopback() if len(nodes) == 1 else node.interface
+    if interface is not None:
+        # Gloo looks up the host's own name, which containers often cannot resolve, and which other machines often
+        # resolve to the loopback interface.
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return environment | dict(role.environment)
 

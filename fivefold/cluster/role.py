@@ -28,6 +28,8 @@ class Role:
     """OMP_NUM_THREADS; None: the driver's, or each process's share of the node's cores."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of the processes, set before anything heavy is imported."""
+    writes_run: bool = False
+    """Whether the processes write to the run's folder, so that their nodes must share it with the driver's."""
     devices_per_process: int = 1
     """Number of `devices` that each process has, all of them on one node."""
 

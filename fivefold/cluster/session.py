@@ -13,7 +13,7 @@ However the block ends, it leaves no process of the run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +23,13 @@ import psutil
 import ray
 
 from fivefold.cluster.compat import hush
-from fivefold.cluster.errors import RayEnded
+from fivefold.cluster.errors import LostNode, Member, NodesLost, RayEnded
 from fivefold.cluster.group import WorkerGroup
-from fivefold.cluster.local_ray import LocalRay, join
+from fivefold.cluster.joined_ray import JoinedRay, lost_nodes
+from fivefold.cluster.local_ray import LocalRay
 from fivefold.cluster.nodes import Node, reserve
 from fivefold.cluster.role import Role
+from fivefold.cluster.shared_folder import check_shared
 from fivefold.cluster.watch import Watch
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
 from fivefold.observe.errors import RunFailed
@@ -38,15 +40,16 @@ class Session:
     """The session of one run, which is a context manager."""
 
     def __init__(
-        self, nodes: Sequence[Node], logs: Path, timers: PhaseTimers, timeout_s: float, own_ray: LocalRay | None
+        self, nodes: Sequence[Node], logs: Path, timers: PhaseTimers, timeout_s: float, its_ray: LocalRay | JoinedRay
     ) -> None:
         self.nodes = tuple(nodes)
         self.timers = timers
         self.logs = logs
         self.timeout_s = timeout_s
         self.watch = Watch(timers, on_failure=self.kill, cause=self._why_ray_ended)
-        self._own_ray = own_ray
+        self._own_ray = None if isinstance(its_ray, JoinedRay) else its_ray
         """The Ray that this run has started; None: it has joined one."""
+        self._joined = its_ray if isinstance(its_ray, JoinedRay) else None
         self._groups: dict[str, WorkerGroup] = {}
         self._seen: set[psutil.Process] = set()
         """Processes of this run's own Ray and all that they have started, listed before any of them was killed."""
@@ -58,11 +61,11 @@ class Session:
         Args:
             scheduler: type of Ray, its address and the time limit of phases.
             cluster: number of machines and of GPUs on each.
-            logs: folder for `<role>-<rank>.log`; on several machines it must be on a shared file system.
+            logs: folder for `<role>-<rank>.log`, which each worker writes on its own machine.
             timers: timers of the driver, which name the phase of a failure.
 
         Raises:
-            ValueError: the machines or devices that `cluster` asks for are missing.
+            ValueError: the machines or devices that `cluster` asks for are missing, or their software differs.
             RunFailed: Ray did not start.
         """
         if scheduler.type == "local" and cluster.n_nodes > 1:
@@ -71,21 +74,27 @@ class Session:
                 "set scheduler.type=ray"
             )
         hush()
-        own_ray = None
+        is_local = scheduler.type == "local"
+        its_ray = None
         try:
-            if scheduler.type == "local":
-                own_ray = LocalRay.start()
-            else:
-                join(scheduler.address)
-            nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node)
+            its_ray = LocalRay.start() if is_local else JoinedRay.join(scheduler.address)
+            with timers.phase("reserving devices"):
+                nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node, 0.0 if is_local else scheduler.wait_s)
         except BaseException:
-            _leave(own_ray, ())
+            _leave(its_ray, ())
             raise
-        return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, own_ray)
+        return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, its_ray)
 
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
-        """Start the processes of all roles at the same time, and build their objects. Returns the groups by role."""
+        """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.
+
+        Raises:
+            ValueError: a role writes to the run's folder, but one of its nodes does not see the folder.
+            WorkerError: a process cannot build its object.
+        """
         self.watch.reopen()
+        if self._joined is not None:
+            check_shared(self.logs.parent, [node for node in self.nodes if _writes_on(node, roles)])
         groups = [WorkerGroup(self, role) for role in roles]
         self._groups.update({group.name: group for group in groups})
         for group in groups:
@@ -115,13 +124,30 @@ class Session:
         self._groups.clear()
         _leave(self._own_ray, self._seen)
 
-    def _why_ray_ended(self) -> RunFailed | None:
-        """Return the failure to report if the run's own Ray has ended, with Ray's logs kept beside those of the run."""
+    def _why_ray_ended(self, failed: Collection[Member] = ()) -> RunFailed | None:
+        """Return the failure behind that of `failed` workers, or of all workers if none is given; None: there is none.
+
+        A node of a joined cluster may be lost. Or the run's own Ray has ended: its logs are kept beside the run's.
+        """
+        if self._joined is not None:
+            return self._why_nodes_are_lost(self._joined, failed)
         if self._own_ray is None or (ending := self._own_ray.ended()) is None:
             return None
         logs = self.logs / "ray"
         self._own_ray.keep_logs(logs)
         return RayEnded(ending, self.timers.current, logs)
+
+    def _why_nodes_are_lost(self, joined: JoinedRay, failed: Collection[Member]) -> NodesLost | None:
+        is_headless = joined.has_lost_its_head()
+        hosts = [node.host for node in lost_nodes(self.nodes)] if failed else []
+        if is_headless and joined.head not in hosts:
+            hosts.append(joined.head)
+        if not hosts:
+            return None
+        members = [member for group in self._groups.values() for member in group.members]
+        lost = [LostNode(host, tuple(member for member in members if member.host == host)) for host in hosts]
+        n_left = sum(node.host not in hosts for node in self.nodes)
+        return NodesLost(lost, self.timers.current, n_left, joined.head if is_headless else None)
 
     def __enter__(self) -> Self:
         return self
@@ -136,9 +162,13 @@ class Session:
             raise cause from error
 
 
-def _leave(own_ray: LocalRay | None, seen: Collection[psutil.Process]) -> None:
+def _writes_on(node: Node, roles: Iterable[Role]) -> bool:
+    return any(role.writes_run and node.index in {device.node for device in role.devices} for role in roles)
+
+
+def _leave(its_ray: LocalRay | JoinedRay | None, seen: Collection[psutil.Process]) -> None:
     """End the run's own Ray, or disconnect from the joined one, which then ends the workers of this driver."""
-    if own_ray is None:
+    if its_ray is None or isinstance(its_ray, JoinedRay):
         ray.shutdown()
     else:
-        own_ray.end(seen)
+        its_ray.end(seen)

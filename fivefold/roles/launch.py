@@ -25,6 +25,7 @@ from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideA
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
+from fivefold.sync.transport import FOLDER, choose_route
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,18 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         roles.append(_trainer_role("ref", placement, alone))
     groups = _launch(session, rollout_role(recipe, placement, path, load_weights=False), roles, placement)
     trainer = _trainer(groups["actor"], spec)
-    actor = Actor(trainer)
+    route = choose_route(recipe, placement)
+    actor = Actor(trainer, route)
+    rollout = Rollout(
+        groups["rollout"],
+        shares_devices=bool(placement.sharers("rollout")),
+        is_server=placement["rollout"].layout.is_server,
+    )
+    if route.transport == "nccl":
+        rollout.meet(actor)
     return Roles(
         actor=actor,
-        rollout=Rollout(
-            groups["rollout"],
-            shares_devices=bool(placement.sharers("rollout")),
-            is_server=placement["rollout"].layout.is_server,
-        ),
+        rollout=rollout,
         reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
     )
 
@@ -97,7 +102,8 @@ def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int
 
 
 def _trainer_role(name: str, placement: Placement, spec: TrainerSpec) -> Role:
-    return Role(name, placement[name].devices, TrainerWorker, (spec,), distributed=True)
+    trains = spec.optimizer is not None
+    return Role(name, placement[name].devices, TrainerWorker, (spec,), distributed=True, writes_run=trains)
 
 
 def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
@@ -156,6 +162,7 @@ def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
+        route=FOLDER if load_weights else choose_route(recipe, placement),
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
     )
 

@@ -16,21 +16,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.group import Remote, WorkerGroup
-from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
+from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.engines import build_engine, weights_device
 from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.sync.buckets import Bucket, unpack
+from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.sync.buckets import unpack
 from fivefold.sync.folder import NodePlace
+from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
 from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Prompt, Sample, Trajectory
 
@@ -89,6 +93,14 @@ class Rollout:
         result = generated(asked, kept, time.perf_counter() - began)
         self._expected.learn(result.samples)
         return result
+
+    def meet(self, actor: Actor) -> None:
+        """Enter an NCCL group with the actor, over which weights then come."""
+        [meeting, *_] = self._group.call(RolloutWorker.meeting)
+        invitation = actor.open_link(meeting)
+        entering = self._group.start(RolloutWorker.enter_link, invitation)
+        actor.enter_link().wait()
+        entering.wait()
 
     def take_weights(self, offer: WeightOffer) -> None:
         """Give every replica the weights that the actor offers, bucket by bucket."""
@@ -204,9 +216,12 @@ class RolloutWorker:
     """One replica of the rollout engine."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        place = NodePlace(spec.run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
+        run = f"{spec.run}-{os.environ[NODE]}"
+        place = NodePlace(run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
         self._device = weights_device(spec)
+        self._route = spec.route
+        self._n_devices = spec.tp * spec.pp
         self._engine = build_engine(spec, place, save)
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
@@ -238,9 +253,26 @@ class RolloutWorker:
         report = Responses.of(indices, trajectories, texts, busy_s)
         return report, Columns.of(trajectories) if trajectories else None
 
-    def take_weights(self, buckets: Iterator[Bucket], version: int) -> None:
-        """Replace all weights by those in `buckets`, whose version is `version`."""
-        self._engine.update_weights(unpack(buckets, self._device), version)
+    def take_weights(self, buckets: Iterator[Any], version: int) -> None:
+        """Replace all weights by those in `buckets`, whose version is `version`.
+
+        The buckets are `Bucket`s with the weights, or with another transport than `folder` announcements of
+        `DeviceBucket`s.
+        """
+        if self._route.transport == "folder":
+            self._engine.update_weights(unpack(buckets, self._device), version)
+        else:
+            self._engine.load_buckets(buckets, version)
+
+    def meeting(self) -> Meeting:
+        """Return how the server enters an NCCL group."""
+        assert isinstance(self._engine, ServerEngine)
+        return self._engine.meeting
+
+    def enter_link(self, invitation: Invitation) -> None:
+        """Enter an NCCL group with the trainer; the processes of all replicas follow rank 0 in the replicas' order."""
+        assert isinstance(self._engine, ServerEngine)
+        self._engine.enter(invitation, 1 + int(os.environ["RANK"]) * self._n_devices)
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""

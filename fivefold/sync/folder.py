@@ -38,7 +38,8 @@ class NodePlace:
     """One replica among those of its role on the same node."""
 
     run: str
-    """Identifier of the run: the same in all its processes, and different in every other run."""
+    """Identifier of the run on this node, different from that of every other run, and of this run on other nodes: these
+    may be containers of one machine, with one memory."""
     index: int
     """Index of the replica, from 0."""
     count: int

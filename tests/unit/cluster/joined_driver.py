@@ -18,7 +18,7 @@ from fivefold.observe.timers import PhaseTimers
 
 if __name__ == "__main__":
     address, logs = sys.argv[1:3]
-    scheduler = SchedulerConfig(type="ray", address=address)
+    scheduler = SchedulerConfig(type="ray", address=address, wait_s=1)
     try:
         Session.open(scheduler, ClusterConfig(n_gpus_per_node=5), Path(logs), PhaseTimers())
     except ValueError as error:

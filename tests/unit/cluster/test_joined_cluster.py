@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.cluster.compat import JOIN_S
-from fivefold.cluster.local_ray import join
+from fivefold.cluster.joined_ray import JoinedRay
 
 DRIVER = Path(__file__).with_name("joined_driver.py")
 
@@ -81,5 +81,5 @@ def test_joining_a_cluster_that_was_killed_fails_at_once() -> None:
         address = f"127.0.0.1:{held.getsockname()[1]}"
         before = time.monotonic()
         with pytest.raises(ValueError, match=f"no Ray cluster answers at scheduler.address='{address}'"):
-            join(address)
+            JoinedRay.join(address)
     assert time.monotonic() - before < 2 * JOIN_S

@@ -8,13 +8,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import cast
 
 import pytest
 from engines import Engine, GlooEngine, gone, listening_addresses
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup
 from fivefold.cluster.nodes import Node
-from fivefold.cluster.rendezvous import PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
+from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.schema import ClusterConfig, SchedulerConfig
@@ -126,16 +128,18 @@ def test_a_process_with_several_devices_sees_them_and_its_place_on_the_node(monk
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
     monkeypatch.setenv("SGLANG_TIMEOUT_KEEP_ALIVE", "9")
-    nodes = [Node(index, f"10.0.0.{index}", ("4", "5", "6", "7"), 8, None) for index in range(2)]  # type: ignore[arg-type]
+    gpus, strategy = ("4", "5", "6", "7"), cast(PlacementGroupSchedulingStrategy, None)
+    nodes = [Node(index, f"10.0.0.{index}", gpus, 8, f"eth{index}", 1, strategy) for index in range(2)]
     devices = [Device(node, local) for node in range(2) for local in range(4)][:6]
     role = Role("rollout", devices, Engine, devices_per_process=2)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", PLACE_ON_NODE, PROCESSES_ON_NODE, "CUDA_VISIBLE_DEVICES")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, "CUDA_VISIBLE_DEVICES")
     found = [worker_environment(role, rank, nodes) for rank in range(3)]
     assert [[environment[name] for name in names] for environment in found] == [
-        ["0", "3", "0", "0", "2", "4,5"],
-        ["1", "3", "0", "1", "2", "6,7"],
-        ["2", "3", "0", "0", "1", "4,5"],
+        ["0", "3", "0", "0", "0", "2", "4,5"],
+        ["1", "3", "0", "0", "1", "2", "6,7"],
+        ["2", "3", "0", "1", "0", "1", "4,5"],
     ]
+    assert [environment["GLOO_SOCKET_IFNAME"] for environment in found] == ["eth0", "eth0", "eth1"]
     assert [environment["OMP_NUM_THREADS"] for environment in found] == ["4", "4", "8"]
     assert {environment["VLLM_CACHE_ROOT"] for environment in found} == {"/cache"}
     assert {environment["SGLANG_TIMEOUT_KEEP_ALIVE"] for environment in found} == {"9"}

@@ -1,0 +1,80 @@
+"""A Ray cluster that runs already and outlives the run, and which of its machines are lost."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from fivefold.cluster.compat import NoDriverFolders, require_listening, signals_kept
+from fivefold.cluster.nodes import Node
+
+CONNECT_S = 5.0
+"""Seconds within which a machine that is not lost accepts a connection."""
+LOSS_S = 1.5
+"""Seconds after a worker's failure in which its node may turn out to be lost. The worker may end before the raylet."""
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class JoinedRay:
+    """The cluster that this process has joined."""
+
+    head: str
+    """IP address of the head node, which keeps the cluster's records."""
+    port: int
+    """TCP port of the process there that keeps them, the GCS."""
+
+    @classmethod
+    def join(cls, address: str) -> JoinedRay:
+        """Connect to the cluster at `address`.
+
+        Raises:
+            ValueError: there is none, or it asks for a token that this process does not have.
+        """
+        try:
+            require_listening(address)
+            with signals_kept():
+                ray.init(
+                    address=address, log_to_driver=False, logging_level=logging.CRITICAL, job_config=NoDriverFolders()
+                )
+        except ConnectionError as error:
+            raise ValueError(_why_not_joined(address, error)) from error
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        return cls(host.strip("[]"), int(port))
+
+    def has_lost_its_head(self) -> bool:
+        """Return whether the head node accepts no connection any more, without which Ray works nowhere."""
+        return not _accepts(self.head, self.port)
+
+
+def lost_nodes(nodes: Sequence[Node]) -> list[Node]:
+    """Return which of `nodes` are lost: Ray's process there accepts no connection. Waits `LOSS_S` for a first one."""
+    deadline = time.monotonic() + LOSS_S
+    while not (lost := [node for node in nodes if not _accepts(node.host, node.port)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return lost
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _why_not_joined(address: str, error: ConnectionError) -> str:
+    if "AuthenticationError" in str(error.__cause__):
+        return (
+            f"the Ray cluster at scheduler.address={address!r} asks for a token: set RAY_AUTH_MODE=token, and have the "
+            "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+    return (
+        f"scheduler.type is ray, but no Ray cluster answers at scheduler.address={address!r}: start one with "
+        "`ray start --head` on its first machine, or set scheduler.type=local"
+    )
