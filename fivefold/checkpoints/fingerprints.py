@@ -1,4 +1,7 @@
-"""What a run's model, tokenizer and data contain: a change under the same path, or the same content under another."""
+"""What a run's model and tokenizer contain: a change under the same path is found, and the same content under another.
+
+The data set has a fingerprint of its own, in the state of its sampler.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Hexadecimal digests of what a run trains and what it trains on."""
+    """Hexadecimal digests of a run's model and tokenizer."""
 
     config: str
     """Of the model's config.json."""
@@ -38,24 +41,20 @@ class Fingerprints:
     """Of the ends of the model's weight files; empty for random weights."""
     tokenizer: str
     """Of the tokenizer's files."""
-    data: str
-    """Of the tokens of the training data."""
 
     @classmethod
-    def of(cls, model: Path, tokenizer: Path, data: str, *, from_scratch: bool) -> Self:
+    def of(cls, model: Path, tokenizer: Path, *, from_scratch: bool) -> Self:
         """Read the folders of a model and of a tokenizer.
 
         Args:
             model: the model's folder, in Hugging Face format.
             tokenizer: the tokenizer's folder; the model's, if it has its own.
-            data: the data set's own fingerprint.
             from_scratch: whether the model starts from random weights, so that its weight files do not matter.
         """
         return cls(
             config=config_fingerprint(model),
             weights="" if from_scratch else _of_ends(sorted(model.glob("*.safetensors"))),
             tokenizer=_of_contents(sorted({file for name in TOKENIZER_FILES for file in tokenizer.glob(name)})),
-            data=data,
         )
 
     def differing(self, other: Fingerprints) -> list[str]:

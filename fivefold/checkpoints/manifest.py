@@ -66,7 +66,11 @@ class Manifest:
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that cannot be used as it is; the message names the file."""
+    """A checkpoint with files that are missing or not as they were written; the message names them."""
+
+
+class NewerCheckpointError(ValueError):
+    """A checkpoint that a newer version of Fivefold has written."""
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -83,7 +87,8 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`.
 
     Raises:
-        DamagedCheckpointError: there is none, it is damaged, or a newer version of Fivefold has written it.
+        DamagedCheckpointError: there is none, or it is damaged.
+        NewerCheckpointError: a newer version of Fivefold has written it.
     """
     file = folder / FILE
     try:
@@ -98,7 +103,7 @@ def read(folder: Path) -> Manifest:
     if found is None or found != _own_digest(values):
         raise DamagedCheckpointError(f"{file} is damaged: its own checksum does not agree with its content")
     if values["format"] > FORMAT:
-        raise DamagedCheckpointError(
+        raise NewerCheckpointError(
             f"{file} has format {values['format']}, and this version of Fivefold reads formats up to {FORMAT}: use the "
             "newer version that wrote it"
         )
@@ -116,7 +121,7 @@ def verify(folder: Path, *, deep: bool, on_bytes: Callable[[int], None] = lambda
     """
     try:
         manifest = read(folder)
-    except DamagedCheckpointError as error:
+    except (DamagedCheckpointError, NewerCheckpointError) as error:
         return [str(error)]
     return compare(folder, manifest, deep=deep, on_bytes=on_bytes)
 

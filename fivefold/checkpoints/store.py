@@ -36,7 +36,8 @@ class Checkpoint:
         """Read the manifest.
 
         Raises:
-            DamagedCheckpointError: it is damaged, or of a newer version.
+            DamagedCheckpointError: it is damaged.
+            NewerCheckpointError: a newer version of Fivefold has written it.
         """
         return manifest.read(self.path)
 
@@ -127,7 +128,8 @@ def checkpoint_in(folder: Path) -> Checkpoint | None:
     """Return the committed checkpoint that `folder` is, None if it is none.
 
     Raises:
-        DamagedCheckpointError: its manifest is damaged, or of a newer version.
+        DamagedCheckpointError: its manifest is damaged.
+        NewerCheckpointError: a newer version of Fivefold has written it.
     """
     return Checkpoint(manifest.read(folder).step, folder) if _is_committed(folder) else None
 

@@ -97,7 +97,7 @@ def resolve(values: dict[str, Any], schema: type[BaseModel]) -> tuple[dict[str, 
     """
     problems = [f"{key}: `{MISSING}` stands for a value that is still missing: give one" for key in _missing(values)]
     written = _without_nulls(values, schema)
-    full, unfilled = fill_in(_merged(_defaults(schema), written))
+    full, unfilled = fill_in(_merged(defaults(schema), written))
     if problems := problems + unfilled:
         return {}, problems
     return _picked(full, written), []
@@ -131,18 +131,18 @@ def _missing(value: Any, path: str = "") -> Iterator[str]:
         yield from _missing(inner, f"{path}.{key}" if path else str(key))
 
 
-def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
+def defaults(schema: type[BaseModel]) -> dict[str, Any]:
     """Return every default of the schema, also those inside required sections."""
-    defaults: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, field in schema.model_fields.items():
         section = section_of(field.annotation)
         if field.is_required():
             if section is not None:
-                defaults[name] = _defaults(section)
+                found[name] = defaults(section)
         else:
             default = field.default
-            defaults[name] = default.model_dump() if isinstance(default, BaseModel) else default
-    return defaults
+            found[name] = default.model_dump() if isinstance(default, BaseModel) else default
+    return found
 
 
 def _picked(full: Any, written: Any) -> Any:

@@ -133,7 +133,7 @@ class RunDir:
             status = self.read_status() or {}
             raise ValueError(
                 f"{self.path} holds the results of a {self.ending()} run of {status.get('began', 'an unknown time')}: "
-                f"choose another trial_name, such as trial_name={self._free_name()}, or delete those results with "
+                f"choose another trial_name, such as trial_name={self.free_name()}, or delete those results with "
                 "--overwrite"
             )
 
@@ -150,7 +150,7 @@ class RunDir:
         if not self.status.is_file():
             raise ValueError(
                 f"{self.path} exists and is not the folder of a run: choose another trial_name, such as "
-                f"trial_name={self._free_name()}, or move it away"
+                f"trial_name={self.free_name()}, or move it away"
             )
         status = self.read_status()
         if status is None or status["state"] not in GOING_ON:
@@ -158,7 +158,7 @@ class RunDir:
         if self._is_alive(status):
             raise ValueError(
                 f"a run goes on in {self.path} (process {status['pid']} on {status['host']}): choose another "
-                f"trial_name, such as trial_name={self._free_name()}, or end that run first"
+                f"trial_name, such as trial_name={self.free_name()}, or end that run first"
             )
 
     def is_used(self) -> bool:
@@ -178,6 +178,14 @@ class RunDir:
         """Return how the run in the folder ended, for messages: `finished`, `failed`, `interrupted` or `killed`."""
         status = self.read_status()
         return "killed" if status is None or status["state"] in GOING_ON else str(status["state"])
+
+    def free_name(self) -> str:
+        """Return the next trial name that is free in the experiment's folder: trial-0 -> trial-1."""
+        match = re.fullmatch(r"(.*?)(\d+)", self.path.name)
+        stem, number = (match[1], int(match[2])) if match else (f"{self.path.name}-", 0)
+        while (name := f"{stem}{number + 1}") and (self.path.parent / name).exists():
+            number += 1
+        return name
 
     def read_status(self) -> dict[str, Any] | None:
         """Return the content of `status.json`; None if there is none, or a machine that lost its power has torn it."""
@@ -273,12 +281,8 @@ class RunDir:
 
     def _clear(self) -> None:
         """Delete everything but the recipe and the status."""
-        deleted = self.path / "checkpoints.deleted"
-        for path in (deleted, self.checkpoints):
-            if path.exists():
-                # In one step, so that an interruption never leaves a half-deleted checkpoint that looks whole.
-                path.replace(deleted)
-                shutil.rmtree(deleted)
+        if self.checkpoints.exists():
+            self._delete(self.checkpoints)
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -298,21 +302,22 @@ class RunDir:
 
     def _cut_back(self, step: int) -> None:
         """Delete the results of the steps after `step`, and those of the end of the run."""
+        # The checkpoints go first: a run that is interrupted here must not go on from one whose metrics are gone.
+        for folder in (*self.checkpoints.glob("step-*"), *self.weights.glob("step-*")):
+            number = folder.name.removeprefix("step-")
+            if number.isdecimal() and int(number) > step:
+                self._delete(folder)
         for lines in (self.metrics, self.samples):
             cut_back(lines, step)
         self.summary.unlink(missing_ok=True)
-        for folder in self.weights.glob("step-*"):
-            number = folder.name.removeprefix("step-")
-            if number.isdecimal() and int(number) > step:
-                shutil.rmtree(folder)
 
-    def _free_name(self) -> str:
-        """Return the next trial name that is free in the experiment's folder: trial-0 -> trial-1."""
-        match = re.fullmatch(r"(.*?)(\d+)", self.path.name)
-        stem, number = (match[1], int(match[2])) if match else (f"{self.path.name}-", 0)
-        while (name := f"{stem}{number + 1}") and (self.path.parent / name).exists():
-            number += 1
-        return name
+    def _delete(self, folder: Path) -> None:
+        """Delete a folder so that an interruption never leaves a half of it that looks whole."""
+        deleted = self.path / "deleted"
+        if deleted.exists():
+            shutil.rmtree(deleted)
+        folder.replace(deleted)
+        shutil.rmtree(deleted)
 
     def _write_status(self, state: State, error: str | None = None) -> None:
         with self._lock:

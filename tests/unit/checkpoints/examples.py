@@ -16,7 +16,7 @@ from fivefold.config.load import resolved_yaml
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.sampler import SamplerState
 
-FINGERPRINTS = Fingerprints(config="c", weights="w", tokenizer="t", data="d")
+FINGERPRINTS = Fingerprints(config="c", weights="w", tokenizer="t")
 STEPS_PER_EPOCH = 20
 
 

@@ -92,7 +92,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def fingerprints(model: Path, from_scratch: bool = False) -> Fingerprints:
-    return Fingerprints.of(model, model, "d", from_scratch=from_scratch)
+    return Fingerprints.of(model, model, from_scratch=from_scratch)
 
 
 def test_a_fingerprint_is_of_the_content_and_not_of_its_form(model: Path) -> None:

@@ -1,0 +1,230 @@
+"""Decides where a run starts: at its first step, at a checkpoint, or not at all because it has finished.
+
+recover.mode   disabled            the run starts anew, in a free folder
+               auto                it goes on from the newest checkpoint in its folder, if there is one
+               path of another     it starts from that checkpoint, in a free folder; run again, it goes on from the
+               run's checkpoint    newest checkpoint of its own
+               path of one of      it goes back to that checkpoint; what came after it is deleted, which needs
+               its own             `--overwrite`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from fivefold.checkpoints import manifest, run_state
+from fivefold.checkpoints.changes import Changes, compare_recipes, is_below
+from fivefold.checkpoints.manifest import DamagedCheckpointError
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.start import Anew, Finished, Resume, Start
+from fivefold.checkpoints.store import Checkpoint, CheckpointStore, checkpoint_in
+from fivefold.config.paths import user_path
+from fivefold.config.schema import Recipe
+from fivefold.config.source import read_mapping
+from fivefold.observe.run_dir import RunDir
+
+RECIPE = "recipe.yaml"
+OPERATIONAL = ("cluster", "recover", "saver", "scheduler", "stats", "total_train_epochs", "total_train_steps")
+"""Keys and sections that do not change what a finished run has learnt."""
+LARGE = 10**9
+"""Bytes of a checkpoint whose verification takes so long that the user is told."""
+MOST_NAMES = 5
+"""Most names of files that a message lists."""
+
+
+def find_start(recipe: Recipe, *, overwrite: bool) -> Start:
+    """Find where the run of `recipe` starts. Nothing is changed by that.
+
+    Every file of the checkpoint is compared with its checksum, unless `recover.verify` is false.
+
+    Raises:
+        ValueError: the run's folder is in use or holds results that would be lost; `recover.mode` names no checkpoint;
+            the checkpoint is damaged, of a newer version, or of a recipe that differs in what may not change.
+    """
+    run = RunDir.of(recipe)
+    mode = recipe.recover.mode
+    if mode == "disabled" or (mode == "auto" and overwrite):
+        run.check_free(overwrite=overwrite)
+        return Anew("anew; no checkpoints are written" if mode == "disabled" else "anew", overwrite)
+    run.check_idle()
+    if mode == "auto":
+        return _in_own_folder(recipe, run)
+    if not overwrite and _started_from(run, user_path(mode).resolve()):
+        return _in_own_folder(recipe, run)
+    given = _checkpoint_at(mode)
+    if given.path.parent == run.checkpoints:
+        return _in_own_past(recipe, run, given, overwrite)
+    return _from_another(recipe, run, given, overwrite)
+
+
+def _in_own_folder(recipe: Recipe, run: RunDir) -> Start:
+    latest = CheckpointStore(run.checkpoints).latest()
+    if latest is None:
+        return _without_checkpoint(recipe, run)
+    state, changes = _opened(latest, recipe)
+    wanted = _total_steps(recipe, state)
+    if run.ending() == "finished" and run.summary.is_file() and wanted <= state.total_steps:
+        return _finished(run, changes)
+    return _resumed(latest, state, changes, recipe, in_place=True)
+
+
+def _without_checkpoint(recipe: Recipe, run: RunDir) -> Start:
+    if not run.has_results():
+        return Anew("anew; there is no checkpoint yet")
+    if run.ending() == "finished" and run.summary.is_file():
+        return _finished(run, compare_recipes(run.recipe, recipe))
+    if not _kept_checkpoints(run):
+        run.check_free(overwrite=False)
+    return Anew(f"anew; the {run.ending()} run before ended before its first checkpoint", overwrite=True)
+
+
+def _in_own_past(recipe: Recipe, run: RunDir, given: Checkpoint, overwrite: bool) -> Start:
+    latest = CheckpointStore(run.checkpoints).latest()
+    if given == latest and not overwrite:
+        return _in_own_folder(recipe, run)
+    if latest is not None and given < latest and not overwrite:
+        raise ValueError(
+            f"recover.mode={recipe.recover.mode}: this run has gone on to step {latest.step}. To go back to step "
+            f"{given.step}, delete what came after it with --overwrite; or start from there in a new run, such as "
+            f"trial_name={run.free_name()}"
+        )
+    state, changes = _opened(given, recipe)
+    return _resumed(given, state, changes, recipe, in_place=True)
+
+
+def _started_from(run: RunDir, folder: Path) -> bool:
+    """Return whether the run in its own folder started from the checkpoint `folder`, or from one of the run `folder`.
+
+    That checkpoint may be gone by now, or its run may have a newer one.
+    """
+    mine = CheckpointStore(run.checkpoints).latest()
+    origin = None if mine is None else RunState.read(mine.path).started_from
+    return origin is not None and folder in (Path(origin), *Path(origin).parents[:2])
+
+
+def _from_another(recipe: Recipe, run: RunDir, given: Checkpoint, overwrite: bool) -> Start:
+    has_checkpoints = CheckpointStore(run.checkpoints).latest() is not None
+    if has_checkpoints or run.ending() == "finished" or not _kept_checkpoints(run):
+        run.check_free(overwrite=overwrite)
+    state, changes = _opened(given, recipe)
+    return _resumed(given, state, changes, recipe, in_place=False)
+
+
+def _resumed(checkpoint: Checkpoint, state: RunState, changes: Changes, recipe: Recipe, *, in_place: bool) -> Resume:
+    """Return the start from a checkpoint, after all checks that need neither model nor data."""
+    changes.check()
+    wanted = _total_steps(recipe, state)
+    if wanted < state.step:
+        raise ValueError(
+            f"the recipe asks for {wanted} steps, and {checkpoint.path} has {state.step} already: raise "
+            "total_train_steps, or start a new run with another trial_name"
+        )
+    _verify(checkpoint, deep=recipe.recover.verify)
+    # A free folder has no results; one that is not free and was not refused has those of a start without checkpoints.
+    return Resume(checkpoint, state, changes.allowed, in_place, overwrite=not in_place)
+
+
+def _finished(run: RunDir, changes: Changes) -> Finished:
+    """Return that the run has finished, unless the recipe asks for another one."""
+    others = [change for change in (*changes.refused, *changes.allowed) if not is_below(change.key, OPERATIONAL)]
+    if others:
+        lines = "".join(f"\n- {change}" for change in others)
+        raise ValueError(
+            f"{run.path} holds a finished run of another recipe:{lines}\nChoose another trial_name, such as "
+            f"trial_name={run.free_name()}, or delete its results with --overwrite. With a larger total_train_steps, "
+            "it would go on"
+        )
+    summary = json.loads(run.summary.read_bytes())
+    words = f"{run.path} holds the finished run of this recipe, so there is nothing to do. To train further, raise "
+    return Finished(f"{words}total_train_steps or total_train_epochs; to start anew, use --overwrite", summary)
+
+
+def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:
+    """Read what a checkpoint says about its run, and compare the recipes."""
+    _verify(checkpoint, deep=False)
+    saved = checkpoint.path / RECIPE
+    has_rollout = "rollout" in type(recipe).model_fields
+    if ("rollout" in read_mapping(saved)) != has_rollout:
+        theirs, ours = ("sft", "train") if has_rollout else ("train", "sft")
+        raise ValueError(
+            f"{checkpoint.path} is a checkpoint of `fivefold {theirs}`, from which `fivefold {ours}` cannot go on: "
+            "export its model with `fivefold checkpoints`, and name that as actor.path"
+        )
+    return RunState.read(checkpoint.path), compare_recipes(saved, recipe)
+
+
+def _verify(checkpoint: Checkpoint, *, deep: bool) -> None:
+    """Refuse a damaged checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it names the files, and what to do.
+        NewerCheckpointError: a newer version of Fivefold has written it.
+    """
+    try:
+        content = checkpoint.manifest()
+    except DamagedCheckpointError as error:
+        problems = [str(error)]
+    else:
+        if deep and content.n_bytes > LARGE:
+            text = f"Comparing the checksums of {content.n_bytes / 1e9:,.0f} GB in {checkpoint.path} ..."
+            print(text, file=sys.stderr, flush=True)
+        problems = manifest.compare(checkpoint.path, content, deep=deep)
+    if problems:
+        earlier = [each for each in CheckpointStore(checkpoint.path.parent).all() if each < checkpoint]
+        others = f"delete {checkpoint.path} to go on from {earlier[-1].path.name}, or" if earlier else "or"
+        lines = "".join(f"\n- {problem}" for problem in _first(problems))
+        raise DamagedCheckpointError(
+            f"the checkpoint {checkpoint.path} is damaged:{lines}\nBring the files back, {others} start a new run"
+        )
+
+
+def _checkpoint_at(mode: str) -> Checkpoint:
+    """Return the checkpoint that `recover.mode` names: a folder of one, or the newest of a run.
+
+    Raises:
+        ValueError: there is none; it says what is there.
+    """
+    folder = user_path(mode).resolve()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(
+            f"recover.mode={mode}: {folder} {what}; give auto, disabled, or the folder of a checkpoint or of a run"
+        )
+    found = checkpoint_in(folder)
+    for root in (folder / "checkpoints", folder):
+        found = found or CheckpointStore(root).latest()
+    if found is None:
+        raise ValueError(f"recover.mode={mode}: {folder} holds no complete checkpoint; {_content(folder)}")
+    return found
+
+
+def _content(folder: Path) -> str:
+    """Return what a folder without a checkpoint holds instead, in words."""
+    if (folder / run_state.FILE).is_file() or (folder / "trainer").is_dir():
+        return f"it is one that was not finished, for {manifest.FILE}, which is written last, is missing"
+    if (folder / "config.json").is_file():
+        return "it is a model in Hugging Face format, which belongs to actor.path"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"it holds {', '.join(_first(names))}" if names else "it is empty"
+
+
+def _kept_checkpoints(run: RunDir) -> bool:
+    """Return whether the run in the folder would have written checkpoints, and ended before its first one."""
+    if not run.recipe.is_file():
+        return not run.has_results()
+    section = read_mapping(run.recipe).get("recover", {"mode": "disabled"})
+    return bool(section["mode"] != "disabled")
+
+
+def _total_steps(recipe: Recipe, state: RunState) -> int:
+    """Return the number of steps that the recipe asks for, with the data set of the checkpoint."""
+    steps_per_epoch = state.sampler["n_items"] // recipe.train_dataset.batch_size
+    return recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return the first few lines, and how many more there are."""
+    more = len(lines) - MOST_NAMES
+    return [*lines[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]
