@@ -13,6 +13,7 @@ from fivefold.importing.draft import Rule
 from fivefold.importing.rules import implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, flag, number, text, whole
+from fivefold.importing.verl import initial_weights
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -39,8 +40,6 @@ ENGINE: Mapping[str, Rule] = {
     "megatron.seed": implied(reasons.ONE_SEED),
     "megatron.use_mbridge": implied(reasons.OWN_BRIDGE),
     "megatron.vanilla_mbridge": implied(reasons.OWN_BRIDGE),
-    "megatron.use_dist_checkpointing": implied(reasons.HUGGING_FACE_FORMAT),
-    "megatron.dist_checkpointing_*": unsupported("converted checkpoints are not read: give actor.path"),
     "megatron.use_remove_padding": implied(reasons.ALWAYS_PACKED),
     "megatron.pad_*": implied(reasons.ALWAYS_PACKED),
     "megatron.override_mcore_model_config": implied("the section is empty"),
@@ -105,6 +104,7 @@ OPTIMIZER: Mapping[str, Rule] = {
 
 ACTOR_RULES: Mapping[str, Rule] = {
     **ENGINE,
+    **initial_weights.actor_rules(),
     **under(OVERRIDE, megatron.TRANSFORMER),
     **under("megatron.override_ddp_config.", megatron.DDP),
     "megatron.param_dtype": to("actor.dtype", DTYPE),
@@ -152,6 +152,7 @@ def loss_options(section: str) -> dict[str, Rule]:
 
 REFERENCE_RULES: Mapping[str, Rule] = {
     **ENGINE,
+    **initial_weights.reference_rules(ACTOR),
     **dict.fromkeys(
         (
             OVERRIDE + "*",

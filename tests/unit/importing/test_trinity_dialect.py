@@ -172,3 +172,16 @@ def test_the_kl_term_is_a_loss_or_a_penalty() -> None:
         written = tuple(recipe.get(f"actor.{name}") for name in ("kl_in", "kl_ctl", "kl_estimator"))
         assert written == (place, weight, estimator), words
     assert convert_words("trinity", f"{penalty}=k1").unsupported() >= {penalty}
+
+
+def test_a_converted_checkpoint_is_where_the_actor_starts() -> None:
+    conversion = convert_fixture(
+        "trinity",
+        "trinity_ppo_megatron.yaml",
+        [
+            f"{TREE}actor_rollout_ref.actor.megatron.use_dist_checkpointing=true",
+            f"{TREE}actor_rollout_ref.actor.megatron.dist_checkpointing_path=/data/mcore",
+        ],
+    )
+    assert conversion.recipe["actor.megatron.use_dist_checkpointing"] is True
+    assert conversion.recipe["actor.megatron.dist_checkpointing_path"] == "/data/mcore"

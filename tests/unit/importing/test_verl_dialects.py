@@ -362,3 +362,20 @@ def test_the_references_options_do_not_change_the_actor() -> None:
     assert conversion.unsupported() == set()
     assert "actor.dtype" not in conversion.recipe
     assert "actor.megatron.router_dtype" not in conversion.recipe
+
+
+def test_a_megatron_core_checkpoint_is_where_actor_and_reference_start() -> None:
+    reference = "actor_rollout_ref.ref.megatron."
+    on = [f"{section}use_dist_checkpointing=true" for section in (MEGATRON, reference)]
+    words = [f"{MODEL}path=Qwen/Qwen3-8B", *on, f"{MEGATRON}dist_checkpointing_path=/data/mcore"]
+    conversion = convert_words("siirl", *words, f"{reference}dist_checkpointing_path=/data/mcore")
+    assert conversion.recipe["actor.path"] == "Qwen/Qwen3-8B"
+    assert conversion.recipe["actor.megatron.use_dist_checkpointing"] is True
+    assert conversion.recipe["actor.megatron.dist_checkpointing_path"] == "/data/mcore"
+    assert conversion[reference + "dist_checkpointing_path"].outcome == "implied"
+    conversion = convert_words("verl", *words, f"{reference}dist_checkpointing_path=/data/other")
+    assert conversion[reference + "dist_checkpointing_path"].outcome == "unsupported"
+    assert "`fivefold convert`" in conversion[reference + "dist_checkpointing_path"].note
+    conversion = convert_words("verl", f"{MODEL}path=m", f"{MEGATRON}dist_checkpointing_path=/data/mcore")
+    assert "actor.megatron.dist_checkpointing_path" not in conversion.recipe
+    assert conversion[MEGATRON + "dist_checkpointing_path"].outcome == "implied"
