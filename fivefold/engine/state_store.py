@@ -310,5 +310,11 @@ def _pin(memory: Tensor, owner: object) -> None:
     torch's own allocator of pinned memory would round the size up to a power of two.
     """
     runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        raise RuntimeError(
+            f"{memory.nbytes:,} bytes of host memory for the snapshot cannot be page-locked: CUDA error {error} "
+            f"({runtime.cudaGetErrorString(error)}); give the process more memory, or more ranks a share of the state"
+        )
+    # At the end of the process, CUDA releases the memory by itself.
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

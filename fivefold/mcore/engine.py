@@ -220,8 +220,10 @@ class MegatronEngine:
         """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
 
         Raises:
-            ValueError: the last snapshot still exists and is not written yet, or the engine has no optimizer.
+            ValueError: the last snapshot still exists and is not written yet, the engine has no optimizer, or its
+                state was offloaded.
         """
+        self._require("params", "optimizer")
         return self._trained_state("save").snapshot(folder)
 
     def load(self, folder: Path) -> None:
@@ -231,8 +233,9 @@ class MegatronEngine:
 
         Raises:
             ValueError: the folder holds no complete training state, or that of another model; or the engine has no
-                optimizer.
+                optimizer, or its state was offloaded.
         """
+        self._require(*OFFLOADABLE)
         self._trained_state("load").load(folder)
         self._has_gradients = False
 
