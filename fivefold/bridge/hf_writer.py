@@ -24,19 +24,8 @@ from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
+from fivefold.bridge.weight_files import TOKENIZER_FILES
 from fivefold.families.read import load_shape
-
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-    "*.jinja",
-    "*.model",
-)
-"""Patterns of the files that make up a tokenizer."""
 
 
 def save_hf(
@@ -207,7 +196,7 @@ def _require_room(folder: Path, n_bytes: int) -> None:
 
 def copy_tokenizer(folder: Path, source: Path) -> None:
     """Copy the files of the tokenizer in `source` to `folder`."""
-    for file in sorted({file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}):
+    for file in sorted({file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}):
         shutil.copyfile(file, folder / file.name)
 
 

@@ -17,8 +17,21 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from fivefold.families.torch_dist import is_torch_dist
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "*.jinja",
+    "*.model",
+)
+"""Patterns of the files that make up a tokenizer."""
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""
 _GIT_LFS_POINTER = b"version https://git-lfs"
@@ -122,6 +135,11 @@ def _no_weights(folder: Path) -> str:
         fix = f"convert it once with transformers: {load}.save_pretrained({str(folder)!r})"
     elif any(name.endswith(".gguf") for name in others):
         fix = "convert it once with `fivefold convert`"
+    elif is_torch_dist(folder):
+        fix = (
+            "the folder is a Megatron-Core checkpoint: convert it with `fivefold convert`, or train from it with "
+            f"actor.megatron.use_dist_checkpointing=true actor.megatron.dist_checkpointing_path={folder}"
+        )
     else:
         fix = "fetch the weights, or set actor.init_from_scratch=true to train from random ones"
     found = f" (found {', '.join(others[:_LISTED])}{', ...' if len(others) > _LISTED else ''})" if others else ""

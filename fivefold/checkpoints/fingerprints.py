@@ -13,22 +13,13 @@ from typing import Self
 
 from xxhash import xxh3_128
 
+from fivefold.bridge.weight_files import TOKENIZER_FILES
+
 EDGE_BYTES = 2**20
 """Bytes at the beginning and at the end of a weight file by which its content is recognised."""
 CONFIG = "config.json"
 VOLATILE = ("_name_or_path", "transformers_version")
 """Keys of a config.json that say where a model came from, and not what it is."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-    "*.jinja",
-    "*.model",
-)
-"""Patterns of the files that make up a tokenizer."""
 
 
 @dataclass(frozen=True)

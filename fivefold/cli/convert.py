@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from fivefold.cli.command import OutFolder, reporting_errors
-
-if TYPE_CHECKING:
-    from fivefold.convert.megatron import Progress
+from fivefold.cli.progress import progress_bar
 
 Source = Annotated[
     str,
@@ -111,7 +107,7 @@ def _write_torch_dist(
 
     if source.startswith(PACKAGE_INDEX_PREFIX) or source.endswith(".gguf"):
         raise ValueError(f"{source} is a GGUF model: convert it to a Hugging Face folder first, and that to torch_dist")
-    with _bar() as progress:
+    with progress_bar() as progress:
         done = convert_to_torch_dist(
             source,
             out,
@@ -132,7 +128,7 @@ def _read_torch_dist(source: str, out: Path, config: str | None, dtype: str | No
 
     from fivefold.convert.megatron import convert_from_torch_dist
 
-    with _bar() as progress:
+    with progress_bar() as progress:
         done = convert_from_torch_dist(
             source,
             out,
@@ -147,22 +143,3 @@ def _read_torch_dist(source: str, out: Path, config: str | None, dtype: str | No
     )
     if done.left_out is not None:
         typer.echo(f"Not converted: {done.left_out}")
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    """Give a function that draws a bar on a terminal: what is being done, elements done, elements in all."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, object] = {}
-
-        def draw(action: str, done: int, total: int) -> None:
-            if action not in tasks:
-                tasks[action] = bars.add_task(action, total=total)
-            bars.update(tasks[action], completed=done)  # type: ignore[arg-type]
-
-        yield draw
