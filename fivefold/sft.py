@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fivefold.algorithms.loss import SFTLoss
+from fivefold.checkpoints.recovery import find_start
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.schedule import Schedule
+from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.weights import WeightSaver
 from fivefold.cluster.group import put
 from fivefold.config.load import resolved_yaml
-from fivefold.config.schema import SFTRecipe
+from fivefold.config.schema import PeriodicConfig, SFTRecipe
+from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTDataset, SFTExample, load_sft, sft_columns
 from fivefold.families.check import describe
 from fivefold.families.shape import ModelShape
-from fivefold.observe.metrics import MetricsLog
-from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.versions import versions
 from fivefold.roles.actor import Actor
+from fivefold.roles.keeping import keep
 from fivefold.roles.launch import launch_actor
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import SkipGuard, average_updates
 from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.resuming import load_state, start_facts, state_at_start
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,13 @@ class SFTSetup:
     ground: Groundwork
     data: SFTDataset
     valid: SFTDataset | None
+    sampler: EpochSampler[SFTExample]
+    """Reads the training examples, step by step."""
     total_steps: int
+
+    def schedule(self, section: PeriodicConfig) -> Schedule:
+        """Return when an action of the recipe is due; its time is measured from now on."""
+        return Schedule(section, total_steps=self.total_steps, steps_per_epoch=self.sampler.batches_per_epoch)
 
 
 def set_up(recipe: SFTRecipe) -> SFTSetup:
@@ -49,9 +61,9 @@ def set_up(recipe: SFTRecipe) -> SFTSetup:
     _check_lengths(ground.shape, "train_dataset", data)
     if valid is not None:
         _check_lengths(ground.shape, "valid_dataset", valid)
-    steps_per_epoch = data.sampler(recipe.train_dataset, recipe.seed).batches_per_epoch
-    total_steps = recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch
-    return SFTSetup(recipe, ground, data, valid, total_steps)
+    sampler = data.sampler(recipe.train_dataset, recipe.seed)
+    total_steps = recipe.total_train_steps or recipe.total_train_epochs * sampler.batches_per_epoch
+    return SFTSetup(recipe, ground, data, valid, sampler, total_steps)
 
 
 def _check_lengths(shape: ModelShape, section: str, data: SFTDataset) -> None:
@@ -64,24 +76,31 @@ def _check_lengths(shape: ModelShape, section: str, data: SFTDataset) -> None:
 
 
 def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
-    """Run `recipe` from its first step to its last. Returns the content of `summary.json`.
+    """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
 
     Raises:
         ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
-        RunFailed: a worker failed, died or hung.
+        RunFailed: a worker failed, died or hung, or a checkpoint could not be written.
+        RunStopped: the run was asked to end, and ended after a step.
     """
     began = time.perf_counter()
-    RunDir.of(recipe).check_free(overwrite=overwrite)
+    start = find_start(recipe, overwrite=overwrite)
+    if isinstance(start, Finished):
+        print(start.reason)
+        return start.summary
     setup = set_up(recipe)
-    with open_run(recipe, SFT_COLUMNS, _banner(setup), overwrite=overwrite) as run:
+    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
+    with open_run(recipe, start, SFT_COLUMNS, _banner(setup, start, note)) as run:
         actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
+        load_state(start, actor)
         run.folder.started()
-        before, after = _loop(setup, actor, run)
+        state = _loop(setup, actor, run, state, began)
+        before, after = state.evaluation_before, state.evaluation_last
         summary = {
-            "nll_before": before,
-            "nll_after": after,
+            "nll_before": before["nll"] if before else None,
+            "nll_after": after["nll"] if after else None,
             "steps": setup.total_steps,
-            "seconds": round(time.perf_counter() - began, 1),
+            "seconds": round(state.seconds, 1),
             "versions": versions(),
             "recipe": resolved_yaml(recipe),
         }
@@ -90,7 +109,7 @@ def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     return summary
 
 
-def _banner(setup: SFTSetup) -> dict[str, object]:
+def _banner(setup: SFTSetup, start: Anew | Resume, note: str | None) -> dict[str, object]:
     recipe = setup.recipe
     return {
         "model": setup.ground.describe_model(recipe),
@@ -98,37 +117,46 @@ def _banner(setup: SFTSetup) -> dict[str, object]:
         "examples": setup.data.usage,
         **({"held out": setup.valid.usage} if setup.valid else {}),
         "steps": f"{setup.total_steps} of {recipe.train_dataset.batch_size} examples",
+        **start_facts(start, note),
         **setup.ground.warnings(recipe),
     }
 
 
-def _loop(setup: SFTSetup, actor: Actor, run: OpenRun) -> tuple[float | None, float | None]:
-    """Run the training loop. Returns the held-out losses before and after it, in nats per token."""
+def _loop(setup: SFTSetup, actor: Actor, run: OpenRun, state: RunState, began: float) -> RunState:
+    """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, timers = setup.recipe, run.timers
-    sampler = setup.data.sampler(recipe.train_dataset, recipe.seed)
-    tensorboard = run.folder.tensorboard if recipe.stats.tensorboard else None
+    saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
     guard = SkipGuard()
-    with MetricsLog(run.folder.metrics, tensorboard) as log:
-        run.screen.start(setup.total_steps)
-        before = _held_out_nll(actor, setup.valid, run, "before training")
+    guard.in_a_row = state.skips_in_a_row
+    with keep(run, recipe, actor, state, setup.schedule(recipe.recover), began) as keeper:
+        run.screen.start(setup.total_steps, state.step)
+        if state.step == 0:
+            state = replace(state, evaluation_before=_held_out(actor, setup.valid, run, "before training"))
         timers.take()
-        for step in range(1, setup.total_steps + 1):
-            batch = _remote(sampler.next_batch())
+        for step in range(state.step + 1, setup.total_steps + 1):
+            batch = _remote(setup.sampler.next_batch())
             with timers.phase("train"):
                 result = actor.update(batch, SFTLoss())
             guard.check(result, step)
             seconds = timers.take()
             metrics = average_updates([result]) | {"tokens_per_second": batch.n_tokens / seconds["train"]}
+            state = replace(
+                state, step=step, sampler=setup.sampler.state_dict(), weight_version=step, skips_in_a_row=guard.in_a_row
+            )
             try:
-                if recipe.saver.is_due(step, setup.total_steps):
+                if saver.is_due(step):
                     with timers.phase("save"):
-                        actor.save(run.folder.weights)
+                        weights.save(step)
+                    saver.done()
+                if step == setup.total_steps:
+                    state = replace(state, evaluation_last=_held_out(actor, setup.valid, run, "after training"))
+                state = keeper.after_step(state, metrics)
             finally:
                 seconds |= timers.take()
-                log.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
+                keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
             run.screen.step(step, metrics, seconds)
-        after = _held_out_nll(actor, setup.valid, run, "after training")
-    return before, after
+            keeper.step_logged(state)
+    return state
 
 
 def _remote(examples: list[SFTExample]) -> RemoteBatch:
@@ -141,7 +169,7 @@ def _remote(examples: list[SFTExample]) -> RemoteBatch:
     )
 
 
-def _held_out_nll(actor: Actor, valid: SFTDataset | None, run: OpenRun, when: str) -> float | None:
+def _held_out(actor: Actor, valid: SFTDataset | None, run: OpenRun, when: str) -> dict[str, float] | None:
     """Return the mean negative log-likelihood of a held-out response token, in nats; None without held-out data."""
     if valid is None:
         return None
@@ -149,4 +177,4 @@ def _held_out_nll(actor: Actor, valid: SFTDataset | None, run: OpenRun, when: st
     with run.timers.phase("evaluation"):
         nll = -actor.sum_logprobs(batch) / batch.totals().n_trained_tokens
     run.screen.note(f"held-out loss {when}: {nll:.4f} a token on {len(valid)} examples", style="cyan")
-    return nll
+    return {"nll": nll}

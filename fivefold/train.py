@@ -8,31 +8,37 @@ next step <──────────────── rollout engines <─
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fivefold.checkpoints.recovery import find_start
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.schedule import Schedule
+from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema import PeriodicConfig, TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
-from fivefold.evaluate import Evaluation, Evaluator, check_requests
+from fivefold.data.sampler import EpochSampler
+from fivefold.evaluate import Evaluator, check_requests
 from fivefold.experience.samples import as_record, extremes, sample_metrics
 from fivefold.experience.step import StepSource
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
-from fivefold.observe.jsonl import JsonLines
-from fivefold.observe.metrics import MetricsLog
-from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.versions import versions
 from fivefold.rewards.compute import check_ground_truths
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.reward import NamedReward
+from fivefold.roles.keeping import keep
 from fivefold.roles.launch import Roles, launch_roles, replica_spec
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
+from fivefold.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,13 @@ class TrainSetup:
     data: PromptDataset
     evaluator: Evaluator | None
     sampling: SamplingParams
+    sampler: EpochSampler[Prompt]
+    """Reads the training prompts, step by step."""
     total_steps: int
-    n_left_over: int
-    """Number of prompts that each epoch leaves out, because they do not fill a step."""
+
+    def schedule(self, section: PeriodicConfig) -> Schedule:
+        """Return when an action of the recipe is due; its time is measured from now on."""
+        return Schedule(section, total_steps=self.total_steps, steps_per_epoch=self.sampler.batches_per_epoch)
 
 
 def set_up(recipe: TrainRecipe) -> TrainSetup:
@@ -72,51 +82,60 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
         data=data,
         evaluator=evaluator,
         sampling=sampling,
+        sampler=sampler,
         total_steps=recipe.total_train_steps or recipe.total_train_epochs * sampler.batches_per_epoch,
-        n_left_over=sampler.n_dropped,
     )
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
-    """Run `recipe` from its first step to its last. Returns the content of `summary.json`.
+    """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
 
     Raises:
         ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
-        RunFailed: a worker failed, died or hung.
+        RunFailed: a worker failed, died or hung, or a checkpoint could not be written.
+        RunStopped: the run was asked to end, and ended after a step.
     """
     began = time.perf_counter()
-    RunDir.of(recipe).check_free(overwrite=overwrite)
+    start = find_start(recipe, overwrite=overwrite)
+    if isinstance(start, Finished):
+        print(start.reason)
+        return start.summary
     setup = set_up(recipe)
-    with open_run(recipe, TRAIN_COLUMNS, _banner(setup), overwrite=overwrite) as run:
+    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
+    with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note)) as run:
         updates = setup.total_steps * recipe.actor.ppo_epochs * recipe.actor.ppo_n_minibatches
         roles = launch_roles(run.session, recipe, setup.ground.placement, setup.ground.path, updates)
+        load_state(start, roles.actor)
         run.folder.started()
-        before, after = _loop(setup, roles, run)
-        summary = _summary(setup, before, after, time.perf_counter() - began)
+        state = _loop(setup, roles, run, state, began)
+        summary = _summary(setup, state)
         run.folder.write_summary(summary)
-        run.screen.end(_headline(before, after, summary["seconds"]), run.folder.saved())
+        run.screen.end(_headline(state), run.folder.saved())
     return summary
 
 
-def _loop(setup: TrainSetup, roles: Roles, run: OpenRun) -> tuple[Evaluation | None, Evaluation | None]:
-    """Run the training loop. Returns the evaluations before and after it."""
+def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float) -> RunState:
+    """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, actor, rollout, timers = setup.recipe, roles.actor, roles.rollout, run.timers
-    sampler = setup.data.sampler(recipe.train_dataset, recipe.seed)
-    source = StepSource(recipe, sampler, rollout, setup.sampling, setup.reward, timers)
+    source = StepSource(recipe, setup.sampler, rollout, setup.sampling, setup.reward, timers)
     update = PolicyUpdate(recipe, actor, roles.reference, timers)
-    tensorboard = run.folder.tensorboard if recipe.stats.tensorboard else None
-    with MetricsLog(run.folder.metrics, tensorboard) as log, JsonLines(run.folder.samples) as generations:
-        run.screen.start(setup.total_steps)
+    update.guard.in_a_row = state.skips_in_a_row
+    saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
+    weights = WeightSaver(recipe.saver, run.folder.weights, actor.save)
+    with keep(run, recipe, actor, state, setup.schedule(recipe.recover), began) as keeper:
+        run.screen.start(setup.total_steps, state.step)
         with timers.phase("weight sync"):
-            rollout.take_weights(actor.offer_weights(version=0))
-        before = evaluation = _evaluate(setup, roles, run, step=0)
+            rollout.take_weights(actor.offer_weights(version=state.step))
+        if state.step == 0:
+            evaluation = _evaluate(setup, roles, run, step=0)
+            state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         timers.take()
-        for step in range(1, setup.total_steps + 1):
-            began = time.perf_counter()
+        for step in range(state.step + 1, setup.total_steps + 1):
+            step_began = time.perf_counter()
             experience = source.take(step)
             # Written before the update: if it fails, its samples are where the search begins.
             for sample in experience.samples[: recipe.stats.n_logged_samples]:
-                generations.write(as_record(sample, step=step))
+                keeper.samples.write(as_record(sample, step=step))
             with roles.training(timers):
                 batch, metrics = update.prepare(experience.samples, experience.batch)
                 with timers.phase("train"):
@@ -125,25 +144,36 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun) -> tuple[Evaluation | N
                 rollout.take_weights(actor.offer_weights(version=step))
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
-            metrics |= _speed(setup, batch, seconds, time.perf_counter() - began)
+            metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began)
+            state = replace(
+                state,
+                step=step,
+                sampler=setup.sampler.state_dict(),
+                weight_version=step,
+                skips_in_a_row=update.guard.in_a_row,
+            )
             try:
-                if recipe.saver.is_due(step, setup.total_steps):
+                if saver.is_due(step):
                     with timers.phase("save"):
-                        actor.save(run.folder.weights)
-                if recipe.evaluator.is_due(step, setup.total_steps):
-                    evaluation = _evaluate(setup, roles, run, step)
-                    metrics |= _evaluation_metrics(evaluation)
+                        weights.save(step)
+                    saver.done()
+                if evaluator.is_due(step):
+                    state = replace(state, evaluation_last=_evaluate(setup, roles, run, step))
+                    metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
+                    evaluator.done()
+                state = keeper.after_step(state, metrics)
             finally:
                 metrics |= {f"seconds/{phase}": value for phase, value in timers.take().items()}
-                log.write(step, metrics)
+                keeper.metrics.write(step, metrics)
             run.screen.step(step, metrics, seconds)
             if recipe.stats.shows_samples(step):
                 shown = [(s.reward, s.prompt.text, s.response_text) for s in extremes(experience.samples)]
                 run.screen.samples(step, shown)
-    return before, evaluation
+            keeper.step_logged(state)
+    return state
 
 
-def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> Evaluation | None:
+def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> dict[str, float] | None:
     if setup.evaluator is None:
         return None
     with run.timers.phase("evaluation"):
@@ -151,16 +181,10 @@ def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> Evalu
     when = f"after step {step}" if step else "before training"
     result = f"{evaluation.accuracy:.3f} on {evaluation.n_prompts} prompts"
     run.screen.note(f"held-out accuracy {when}: {result}", style="cyan")
-    return evaluation
-
-
-def _evaluation_metrics(evaluation: Evaluation | None) -> dict[str, float]:
-    if evaluation is None:
-        return {}
     return {
-        "eval/accuracy": evaluation.accuracy,
-        "eval/reward": evaluation.reward,
-        "eval/response_length": evaluation.response_length,
+        "accuracy": evaluation.accuracy,
+        "reward": evaluation.reward,
+        "response_length": evaluation.response_length,
     }
 
 
@@ -177,12 +201,13 @@ def _speed(setup: TrainSetup, batch: RemoteBatch, seconds: dict[str, float], ste
     }
 
 
-def _banner(setup: TrainSetup) -> dict[str, object]:
+def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[str, object]:
     recipe, placement, data = setup.recipe, setup.ground.placement, setup.data
     devices = (
         "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
     )
-    left_over = f"; {setup.n_left_over} prompts of each epoch fill no step" if setup.n_left_over else ""
+    left_over = setup.sampler.n_dropped
+    unused = f"; {left_over} prompts of each epoch fill no step" if left_over else ""
     prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
     return {
         "model": setup.ground.describe_model(recipe),
@@ -190,26 +215,29 @@ def _banner(setup: TrainSetup) -> dict[str, object]:
         "devices": devices,
         "prompts": data.usage,
         **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
-        "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{left_over}",
+        "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{unused}",
+        **start_facts(start, note),
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         **setup.ground.warnings(recipe),
     }
 
 
-def _summary(setup: TrainSetup, before: Evaluation | None, after: Evaluation | None, seconds: float) -> dict[str, Any]:
+def _summary(setup: TrainSetup, state: RunState) -> dict[str, Any]:
+    before, after = state.evaluation_before, state.evaluation_last
     return {
-        "accuracy_before": before.accuracy if before else None,
-        "accuracy_after": after.accuracy if after else None,
-        "held_out_prompts": before.n_prompts if before else 0,
+        "accuracy_before": before["accuracy"] if before else None,
+        "accuracy_after": after["accuracy"] if after else None,
+        "held_out_prompts": len(setup.evaluator.data) if setup.evaluator else 0,
         "steps": setup.total_steps,
-        "seconds": round(seconds, 1),
+        "seconds": round(state.seconds, 1),
         "versions": versions(),
         "recipe": resolved_yaml(setup.recipe),
     }
 
 
-def _headline(before: Evaluation | None, after: Evaluation | None, seconds: float) -> str:
-    took = f"finished in {seconds:.0f} s"
+def _headline(state: RunState) -> str:
+    took = f"finished in {state.seconds:.0f} s"
+    before, after = state.evaluation_before, state.evaluation_last
     if before is None or after is None:
         return took
-    return f"{took}: held-out accuracy {before.accuracy:.3f} -> {after.accuracy:.3f}"
+    return f"{took}: held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"

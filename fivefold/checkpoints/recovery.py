@@ -14,12 +14,12 @@ import json
 import sys
 from pathlib import Path
 
-from fivefold.checkpoints import manifest, run_state
+from fivefold.checkpoints import manifest
 from fivefold.checkpoints.changes import Changes, compare_recipes, is_below
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
-from fivefold.checkpoints.store import Checkpoint, CheckpointStore, checkpoint_in
+from fivefold.checkpoints.store import Checkpoint, CheckpointStore, checkpoint_in, first_few, what_is_in
 from fivefold.config.paths import user_path
 from fivefold.config.schema import Recipe
 from fivefold.config.source import read_mapping
@@ -30,8 +30,6 @@ OPERATIONAL = ("cluster", "recover", "saver", "scheduler", "stats", "total_train
 """Keys and sections that do not change what a finished run has learnt."""
 LARGE = 10**9
 """Bytes of a checkpoint whose verification takes so long that the user is told."""
-MOST_NAMES = 5
-"""Most names of files that a message lists."""
 
 
 def find_start(recipe: Recipe, *, overwrite: bool) -> Start:
@@ -174,7 +172,7 @@ def _verify(checkpoint: Checkpoint, *, deep: bool) -> None:
     if problems:
         earlier = [each for each in CheckpointStore(checkpoint.path.parent).all() if each < checkpoint]
         others = f"delete {checkpoint.path} to go on from {earlier[-1].path.name}, or" if earlier else "or"
-        lines = "".join(f"\n- {problem}" for problem in _first(problems))
+        lines = "".join(f"\n- {problem}" for problem in first_few(problems))
         raise DamagedCheckpointError(
             f"the checkpoint {checkpoint.path} is damaged:{lines}\nBring the files back, {others} start a new run"
         )
@@ -196,18 +194,8 @@ def _checkpoint_at(mode: str) -> Checkpoint:
     for root in (folder / "checkpoints", folder):
         found = found or CheckpointStore(root).latest()
     if found is None:
-        raise ValueError(f"recover.mode={mode}: {folder} holds no complete checkpoint; {_content(folder)}")
+        raise ValueError(f"recover.mode={mode}: {folder} holds no complete checkpoint; {what_is_in(folder)}")
     return found
-
-
-def _content(folder: Path) -> str:
-    """Return what a folder without a checkpoint holds instead, in words."""
-    if (folder / run_state.FILE).is_file() or (folder / "trainer").is_dir():
-        return f"it is one that was not finished, for {manifest.FILE}, which is written last, is missing"
-    if (folder / "config.json").is_file():
-        return "it is a model in Hugging Face format, which belongs to actor.path"
-    names = sorted(path.name for path in folder.iterdir())
-    return f"it holds {', '.join(_first(names))}" if names else "it is empty"
 
 
 def _kept_checkpoints(run: RunDir) -> bool:
@@ -222,9 +210,3 @@ def _total_steps(recipe: Recipe, state: RunState) -> int:
     """Return the number of steps that the recipe asks for, with the data set of the checkpoint."""
     steps_per_epoch = state.sampler["n_items"] // recipe.train_dataset.batch_size
     return recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch
-
-
-def _first(lines: list[str]) -> list[str]:
-    """Return the first few lines, and how many more there are."""
-    more = len(lines) - MOST_NAMES
-    return [*lines[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]

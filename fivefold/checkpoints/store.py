@@ -17,10 +17,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.checkpoints import manifest
+from fivefold.checkpoints import manifest, run_state
 from fivefold.checkpoints.manifest import Manifest
 from fivefold.observe.durable import PART, sync_folder
 
+MOST_NAMES = 5
+"""Most files that a message lists."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -139,6 +141,22 @@ def delete(checkpoint: Path) -> None:
     (checkpoint / manifest.FILE).unlink(missing_ok=True)
     sync_folder(checkpoint)
     shutil.rmtree(checkpoint)
+
+
+def what_is_in(folder: Path) -> str:
+    """Return what a folder without a checkpoint holds instead, in words."""
+    if (folder / run_state.FILE).is_file() or (folder / "trainer").is_dir():
+        return f"it is one that was not finished, for {manifest.FILE}, which is written last, is missing"
+    if (folder / "config.json").is_file():
+        return "it is a model in Hugging Face format, which belongs to actor.path"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"it holds {', '.join(first_few(names))}" if names else "it is empty"
+
+
+def first_few(lines: list[str]) -> list[str]:
+    """Return the first few of many lines, and how many more there are."""
+    more = len(lines) - MOST_NAMES
+    return [*lines[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _is_committed(folder: Path) -> bool:

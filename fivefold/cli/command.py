@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cluster.interrupt import INTERRUPTED, interruptible
-from fivefold.observe.errors import RunFailed
+from fivefold.observe.errors import RunFailed, RunStopped
 
 if TYPE_CHECKING:
     from fivefold.config.schema import RunConfig
@@ -63,6 +65,9 @@ def reporting_errors() -> Iterator[RunningCommand]:
     try:
         with interruptible():
             yield command
+    except RunStopped as stop:
+        typer.echo(f"\n{stop}\n{_how_to_go_on()}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     except KeyboardInterrupt:
         typer.echo(_saved_results(command.recipe), err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -92,4 +97,12 @@ def _saved_results(recipe: RunConfig | None) -> str:
 
     if recipe is None or not (run := RunDir.of(recipe)).is_ours():
         return "Nothing was saved."
-    return "\n".join([f"Saved in {run.path}:", *(f"  {name:<12}{path.name}" for name, path in run.saved().items())])
+    saved = run.saved()
+    lines = [f"Saved in {run.path}:", *(f"  {name:<12}{path.name}" for name, path in saved.items())]
+    return "\n".join([*lines, _how_to_go_on()] if "checkpoints" in saved else lines)
+
+
+def _how_to_go_on() -> str:
+    """Return the command that goes on with the run from its last checkpoint."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--overwrite"]
+    return f"To go on, run the same command again: {shlex.join(['fivefold', *arguments])}"

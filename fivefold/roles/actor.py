@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
+from fivefold.cluster.group import Pending, Remote, put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult, WriteFailed
+from fivefold.sync.device_buckets import merged
+from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
+from fivefold.sync.transport import FOLDER, Route
 
 if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenPart
@@ -18,8 +23,10 @@ if TYPE_CHECKING:
 class Actor:
     """The actor's methods, each of which runs in all of its processes."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, route: Route = FOLDER) -> None:
+        """Take the trainer's handle, and the way of its weights to the rollout."""
         self._trainer = trainer
+        self._route = route
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
@@ -36,7 +43,28 @@ class Actor:
 
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""
-        return WeightOffer(version, self._trainer.group.stream(TrainerWorker.offer_weights))
+        if self._route.transport == "folder":
+            return WeightOffer(version, self._trainer.group.stream(TrainerWorker.offer_weights))
+        return WeightOffer(version, self._device_buckets())
+
+    def _device_buckets(self) -> Iterator[Remote]:
+        """Yield announcements of buckets. A bucket is filled while the rollout loads the one before it.
+
+        The reader asks for a bucket once the rollout has begun to load the last one, and so has done with the buffer
+        that is filled next.
+        """
+        while (bucket := merged(self._trainer.group.call(TrainerWorker.next_bucket, self._route))) is not None:
+            yield put(bucket)
+
+    def open_link(self, meeting: Meeting) -> Invitation:
+        """Open the store of an NCCL group with the rollout; return what the rollout needs to enter it."""
+        [invitation, *_] = self._trainer.group.call(TrainerWorker.open_link, meeting, self._route.n_receivers)
+        assert invitation is not None
+        return invitation
+
+    def enter_link(self) -> Pending[None]:
+        """Enter the NCCL group, which waits for the rollout."""
+        return self._trainer.group.start(TrainerWorker.enter_link)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.checkpoints.fingerprints import Fingerprints
+from fivefold.checkpoints.start import Anew, Resume
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import Recipe, TrainRecipe
@@ -41,6 +43,15 @@ class Groundwork:
     def describe_model(self, recipe: Recipe) -> str:
         """Return a description of the model in one line."""
         return f"{recipe.actor.path} ({self.shape.family}, {self.shape.n_parameters / 1e6:,.1f} M parameters)"
+
+    def fingerprints(self, recipe: Recipe) -> Fingerprints:
+        """Return the fingerprints of the model and the tokenizer."""
+        tokenizer = resolve_model_path(recipe.tokenizer_path or self.path)
+        return Fingerprints.of(
+            resolve_model_folder(self.path),
+            resolve_model_folder(tokenizer),
+            from_scratch=recipe.actor.init_from_scratch,
+        )
 
     def warnings(self, recipe: Recipe) -> dict[str, object]:
         """Return the banner's entry about unused devices and keys without effect; empty if there is nothing to say."""
@@ -98,21 +109,21 @@ class OpenRun:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, columns: Sequence[Column], banner: Mapping[str, object], *, overwrite: bool
+    recipe: Recipe, start: Anew | Resume, columns: Sequence[Column], banner: Mapping[str, object]
 ) -> Iterator[OpenRun]:
     """Open the run's folder, its screen and its machines. However the block ends, it leaves no process of the run.
 
     Args:
         recipe: the recipe of the run.
+        start: where the run starts.
         columns: columns of the table of steps.
         banner: facts about the run, which the screen shows before it starts.
-        overwrite: whether the results of an earlier run of the same name are deleted.
 
     Raises:
         ValueError: the folder holds another run, or the machines lack devices that the recipe asks for.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(RunDir.create(recipe, overwrite=overwrite))
+        folder = stack.enter_context(start.open_folder(recipe))
         screen = stack.enter_context(RunConsole(columns))
         timers = PhaseTimers(on_change=screen.phase)
         screen.banner(f"{recipe.experiment_name} / {recipe.trial_name}", banner)

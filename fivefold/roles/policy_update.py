@@ -34,7 +34,7 @@ class PolicyUpdate:
         self._loss = PolicyLoss.from_config(config, recipe.gconfig)
         penalized = config.kl_in == "reward" and config.kl_ctl > 0
         self._kl = KLInReward(config.kl_ctl, config.kl_estimator) if penalized else None
-        self._guard = SkipGuard()
+        self.guard = SkipGuard()
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
         needed = penalized or config.ppo_epochs * config.ppo_n_minibatches > 1
         self._recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
@@ -68,7 +68,7 @@ class PolicyUpdate:
             seed = f"{self._seed}-{step}-{epoch}"
             for indices in minibatches(groups, self._config.ppo_n_minibatches, seed):
                 results.append(self._actor.update(batch.select(indices), self._loss, self._kl))
-                self._guard.check(results[-1], step)
+                self.guard.check(results[-1], step)
         return average_updates(results)
 
 
@@ -76,7 +76,8 @@ class SkipGuard:
     """Ends a run whose gradients are repeatedly not finite."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Number of the last updates that were skipped one after the other."""
 
     def check(self, result: UpdateResult, step: int) -> None:
         """Count updates that were skipped in a row.
@@ -84,8 +85,8 @@ class SkipGuard:
         Raises:
             RunFailed: `MOST_SKIPPED` updates in a row were skipped.
         """
-        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
-        if self._in_a_row >= MOST_SKIPPED:
+        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
+        if self.in_a_row >= MOST_SKIPPED:
             raise RunFailed(
                 f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}"
                 f"{_where(result)}. The weights are those before them. "

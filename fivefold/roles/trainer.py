@@ -6,6 +6,7 @@ rank     TrainerWorker: a training engine, and the reference model beside it whe
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,10 @@ from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.remote_batch import Piece, RemoteBatch, ShareOrder, assemble
 from fivefold.sync.buckets import Bucket, pack
+from fivefold.sync.device_buckets import DeviceBucket
+from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
+from fivefold.sync.sender import WeightSender
+from fivefold.sync.transport import Route
 from fivefold.types import Columns
 
 if TYPE_CHECKING:
@@ -139,6 +144,9 @@ class TrainerWorker:
             timeout_s=spec.timeout_s,
         )
         self._tokenizer = spec.tokenizer
+        self._timeout_s = spec.timeout_s
+        self._sender: WeightSender | None = None
+        self._link: NcclLink | None = None
         self._snapshot: Snapshot | None = None
         self._reference: TrainingEngine | None = (
             MegatronEngine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
@@ -192,6 +200,28 @@ class TrainerWorker:
         else:
             for _ in weights:
                 yield from ()
+
+    def next_bucket(self, route: Route) -> DeviceBucket | None:
+        """Announce the next bucket of all weights; see `WeightSender.next`. None: all are sent."""
+        if self._sender is None:
+            self._sender = WeightSender(self._engine.export_weights(), route, dist.get_rank(), self._link)
+        bucket = self._sender.next()
+        if bucket is None:
+            self._sender = None
+            self.release_cache()
+        return bucket
+
+    def open_link(self, meeting: Meeting, n_receivers: int) -> Invitation | None:
+        """Open the store of an NCCL group with `n_receivers` processes of the rollout, on rank 0."""
+        if dist.get_rank() != 0:
+            return None
+        self._link = NcclLink(meeting, os.environ["MASTER_ADDR"], 1 + n_receivers, self._timeout_s)
+        return self._link.invite()
+
+    def enter_link(self) -> None:
+        """Enter the NCCL group, on rank 0, together with the rollout."""
+        if self._link is not None:
+            self._link.enter()
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

@@ -1,0 +1,81 @@
+"""How a run begins where its checkpoint ended: the driver's state, the data's position and the actor's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.start import Anew, Item, Resume
+from fivefold.checkpoints.writer import TRAINER
+from fivefold.config.schema import Recipe
+from fivefold.data.sampler import EpochSampler
+from fivefold.families.check import describe
+from fivefold.observe.versions import versions
+from fivefold.roles.actor import Actor
+from fivefold.roles.opening import Groundwork
+
+
+def state_at_start(
+    recipe: Recipe,
+    start: Anew | Resume,
+    sampler: EpochSampler[Item],
+    ground: Groundwork,
+    total_steps: int,
+) -> tuple[RunState, str | None]:
+    """Return the state of the run before its next step, with `sampler` where it goes on, and a text for the user.
+
+    Args:
+        recipe: the recipe of the run.
+        start: where the run starts.
+        sampler: reads the training data; it is at its beginning.
+        ground: model and layouts of the run.
+        total_steps: the last step.
+
+    Raises:
+        ValueError: the model, the tokenizer or the data are not those of the checkpoint, which was not accepted.
+    """
+    fingerprints = ground.fingerprints(recipe)
+    layout = ground.placement["actor"].layout
+    note = None
+    if isinstance(start, Resume):
+        start.check_contents(recipe, fingerprints)
+        note = start.restore_order(recipe, sampler)
+    state = RunState(
+        step=start.step,
+        total_steps=total_steps,
+        sampler=sampler.state_dict(),
+        weight_version=start.step,
+        skips_in_a_row=0,
+        seconds=0.0,
+        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        backend=describe(layout),
+        world_size=layout.world_size,
+        fingerprints=fingerprints,
+        started_from=start.started_from,
+    )
+    if not isinstance(start, Resume):
+        return state, note
+    earlier = start.state
+    kept = replace(
+        state,
+        skips_in_a_row=earlier.skips_in_a_row,
+        seconds=earlier.seconds,
+        began=earlier.began,
+        evaluation_before=earlier.evaluation_before,
+        evaluation_last=earlier.evaluation_last,
+        kept_metric=earlier.kept_metric,
+    )
+    return kept, note
+
+
+def load_state(start: Anew | Resume, actor: Actor) -> None:
+    """Load the actor's state from the checkpoint from which the run goes on, if there is one."""
+    if isinstance(start, Resume):
+        actor.load_state(start.checkpoint.path / TRAINER)
+
+
+def start_facts(start: Anew | Resume, note: str | None) -> dict[str, object]:
+    """Return what the banner says about the start; `note` is the text of `state_at_start`."""
+    return start.facts() | ({"data": note} if note else {})
