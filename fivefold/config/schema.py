@@ -50,6 +50,9 @@ class ClusterConfig(Section):
     """Number of machines."""
     n_gpus_per_node: Annotated[int, Field(ge=0, le=256)] = 8
     """GPUs that are used on each machine; 0 runs every worker as a CPU process (gloo)."""
+    host_memory_gib: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Memory of each machine in GiB (2^30 bytes), which `fivefold plan` then compares with what it counts; null: it
+    does not."""
     fileroot: PathText = "runs"
     """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
 
@@ -241,6 +244,20 @@ class EngineConfig(Section):
     megatron: MegatronConfig = MegatronConfig()
 
     @model_validator(mode="after")
+    def _check_precision(self) -> EngineConfig:
+        if self.dtype == "float32" and self.megatron.optimizer.store_param_remainders:
+            raise ValueError(
+                "megatron.optimizer.store_param_remainders=true stores what bfloat16 weights lack, and dtype=float32 "
+                "weights lack nothing: set dtype to bfloat16, or store_param_remainders to false"
+            )
+        if self.dtype == "float32" and not self.megatron.ddp.grad_reduce_in_fp32:
+            raise ValueError(
+                "megatron.ddp.grad_reduce_in_fp32=false keeps gradients in the weights' dtype, and dtype=float32 is no "
+                "other than with true: set dtype to bfloat16, or grad_reduce_in_fp32 to true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_weights(self) -> EngineConfig:
         if self.init_from_scratch and self.megatron.use_dist_checkpointing:
             raise ValueError(
@@ -261,10 +278,27 @@ class NormConfig(Section):
     """Added to the standard deviation."""
 
 
+class OffloadConfig(Section):
+    """What leaves the actor's GPUs while a rollout generates on them.
+
+    Each key: true, false, or null to let the plan decide: gradients always leave, the others if the rollout would
+    otherwise not hold `rollout.max_batch_size` sequences.
+    """
+
+    params: bool | None = None
+    """Move the weights, and those of a reference model in the same processes, to pinned host memory."""
+    grads: bool | None = None
+    """Free the gradient buffers, which are empty then."""
+    optimizer: bool | None = None
+    """Move the optimizer's state to pinned host memory, unless it is there anyway
+    (`actor.megatron.optimizer.state_on`)."""
+
+
 class ActorConfig(EngineConfig):
     """The model that is trained, and the algorithm that trains it."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
+    offload: OffloadConfig = OffloadConfig()
     ppo_epochs: Passes = 1
     """Number of times that each sample is trained on in a step."""
     ppo_n_minibatches: Positive = 1

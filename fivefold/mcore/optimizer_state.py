@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from fivefold.config.schema import MegatronOptimizerFields
+from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
 from fivefold.mcore.host_copy import Parkable
 from fivefold.mcore.precision import join_master, noise, round_stochastically, split_master
 
@@ -28,12 +29,8 @@ STATE_KINDS: tuple[StateKind, ...] = ("param", "exp_avg", "exp_avg_sq")
 """Kinds of optimizer state: master weights, and Adam's first and second moments."""
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
-BUCKET_SIZE = 2**25
-"""Elements of a bucket. Pinned memory is allocated in powers of two, so that full buckets waste none of it."""
 _ALIGNMENT = 64
 """Elements. A piece of a bucket starts at a multiple of it, as Megatron-Core aligns parameters."""
-_SLOTS = 3
-"""Buckets on the device if the state is on the host: one arrives, one is updated, one leaves."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class OptimizerState:
         device, size = self._shards[0].weight_N.device, max(bucket.size for bucket in self._buckets)
         slots = [
             {kind: torch.empty(size, dtype=dtype, device=device) for kind, dtype in self._form.kinds.items()}
-            for _ in range(min(_SLOTS, len(self._buckets)))
+            for _ in range(min(SLOTS, len(self._buckets)))
         ]
         arrived, updated, left = ([torch.cuda.Event() for _ in self._buckets] for _ in range(3))
         # The slots' memory may still be in use by what the main stream did before.

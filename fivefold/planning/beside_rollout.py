@@ -1,26 +1,43 @@
-"""Memory that other roles keep on the rollout's devices: the one thing that training asks of planning."""
+"""What other roles keep on the rollout's devices, and what they move off: all that training asks of planning."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.config.schema import TrainRecipe
 from fivefold.planning.blueprint import draw_up
+from fivefold.planning.memory import Kind
 from fivefold.planning.question_sources import Changes, question_of_recipe
 
-_ANY_GPU = "h100-80g"
-"""A question names a GPU, but what a role keeps does not depend on it."""
+_SMALL_GPU = "h100-80g"
+"""A question names a GPU; beside the choice of what to offload, what a role keeps does not depend on it."""
 
 
-def bytes_kept_beside_rollout(
-    recipe: TrainRecipe, actor_folder: Path | str, reference_folder: Path | str | None
-) -> int:
-    """Return the bytes of each device that other roles keep while the rollout is awake, as `fivefold plan` counts them.
+@dataclass(frozen=True)
+class BesideRollout:
+    """How the roles that share the rollout's devices wait while it is awake."""
+
+    kept: int
+    """Bytes of each device that they keep."""
+    offloaded: tuple[Kind, ...]
+    """What the actor moves off the devices."""
+
+
+def beside_rollout(
+    recipe: TrainRecipe,
+    actor_folder: Path | str,
+    reference_folder: Path | str | None,
+    *,
+    device_memory: int | None = None,
+) -> BesideRollout:
+    """Return how other roles wait while the rollout is awake, as `fivefold plan` counts it.
 
     Args:
         recipe: the roles, their layouts and their cluster.
         actor_folder: local model folder of the actor.
         reference_folder: local model folder of the reference model; None: that of the actor.
+        device_memory: bytes of a GPU, by which the plan decides what must be offloaded; None: those of a small one.
 
     Raises:
         ValueError: a folder without a model that can be planned, a layout that its model cannot take, or roles that do
@@ -32,4 +49,15 @@ def bytes_kept_beside_rollout(
             "ref": recipe.ref.model_copy(update={"path": None if reference_folder is None else str(reference_folder)}),
         }
     )
-    return draw_up(question_of_recipe(local, _ANY_GPU, Changes())).rollouts[0].beside
+    question = question_of_recipe(local, _SMALL_GPU, Changes())
+    if device_memory is not None:
+        question = replace(question, gpu=replace(question.gpu, memory=device_memory))
+    blueprint = draw_up(question)
+    return BesideRollout(blueprint.rollouts[0].beside, blueprint.offloaded)
+
+
+def bytes_kept_beside_rollout(
+    recipe: TrainRecipe, actor_folder: Path | str, reference_folder: Path | str | None
+) -> int:
+    """Return `beside_rollout(...).kept`."""
+    return beside_rollout(recipe, actor_folder, reference_folder).kept

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.families.check import replica_problems
 from fivefold.families.registry import find_family
-from fivefold.layout.placement import Placement
+from fivefold.layout.placement import Placement, RolePlacement
+from fivefold.planning.host_memory import GIB, PROCESS_BYTES, host_bytes, host_problems
+from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.stages import plan_problems
+
+NAMES: Mapping[Kind, str] = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state"}
 
 HEADROOM = 0.05
 """Share of a GPU's memory that fragmentation and uneven experts may take: with less left, a plan is tight."""
@@ -25,6 +29,8 @@ class Blueprint:
     placement: Placement
     trainers: tuple[TrainerPlan, ...]
     rollouts: tuple[RolloutPlan, ...]
+    offloaded: tuple[Kind, ...]
+    """What the actor moves off its GPUs while a rollout generates there."""
     problems: tuple[str, ...]
     """Reasons why it cannot run, one a line."""
     notes: tuple[str, ...]
@@ -49,14 +55,39 @@ def draw_up(question: Question) -> Blueprint:
     on_gpus = question.gpus_per_node > 0
     kept |= {placed.role: asleep_bytes(placed.layout) if on_gpus else 0 for placed in generating}
 
-    def beside(role: str) -> int:
+    def beside(role: str, kept: Mapping[str, int]) -> int:
         return sum(kept[other] for other in placement.sharers(role))
 
-    trainers = tuple(replace(trainer, beside=beside(trainer.placed.role)) for trainer in alone)
-    rollouts = tuple(plan_rollout(question, placed, beside(placed.role)) for placed in generating)
-    blueprint = Blueprint(question, placement, trainers, rollouts, (), ())
+    trainers = tuple(replace(trainer, beside=beside(trainer.placed.role, kept)) for trainer in alone)
+    offloaded: tuple[Kind, ...] = ()
+    for offloaded in _offload_steps(question, placement, generating):
+        waiting = {
+            each.placed.role: kept_bytes(each, offloaded if each.placed.role == "actor" else ()) for each in alone
+        }
+        rollouts = tuple(plan_rollout(question, placed, beside(placed.role, kept | waiting)) for placed in generating)
+        if all(_has_room(rollout, question) for rollout in rollouts):
+            break
+    blueprint = Blueprint(question, placement, trainers, rollouts, offloaded, (), ())
     problems = (*_model_problems(blueprint), *_memory_problems(blueprint))
     return replace(blueprint, problems=problems, notes=tuple(_notes(blueprint)))
+
+
+def _offload_steps(
+    question: Question, placement: Placement, generating: Sequence[RolePlacement]
+) -> Iterator[tuple[Kind, ...]]:
+    """Yield what the actor could offload, from the least to the most; nothing if no rollout shares its GPUs."""
+    if question.gpus_per_node > 0 and any("actor" in placement.sharers(placed.role) for placed in generating):
+        yield from question.offload.steps()
+    else:
+        yield ()
+
+
+def _has_room(rollout: RolloutPlan, question: Question) -> bool:
+    """Return whether a rollout holds as many of the longest sequences as it decodes at one time."""
+    if any(_rollout_problems(rollout, question)):
+        return False
+    wanted = min(question.generation_batch, -(-question.generated // rollout.placed.layout.dp))
+    return rollout.memory.sequences >= wanted
 
 
 def _model_problems(blueprint: Blueprint) -> Iterator[str]:
@@ -80,6 +111,8 @@ def _memory_problems(blueprint: Blueprint) -> Iterator[str]:
         yield from _trainer_problems(trainer, question)
     for rollout in blueprint.rollouts:
         yield from _rollout_problems(rollout, question)
+    needed = host_bytes(blueprint.trainers, blueprint.rollouts, blueprint.offloaded)
+    yield from host_problems(needed, question.host_memory_gib)
 
 
 def _trainer_problems(trainer: TrainerPlan, question: Question) -> Iterator[str]:
@@ -140,6 +173,21 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
             )
         yield from _time_notes(trainer)
     yield from _turns(blueprint)
+    yield from _host_notes(blueprint)
+
+
+def _host_notes(blueprint: Blueprint) -> Iterator[str]:
+    """Yield a line if state is in host memory, or goes there."""
+    state = sum(stage.on_host(blueprint.offloaded) for each in blueprint.trainers for stage in each.memory)
+    if state and blueprint.question.gpus_per_node > 0:
+        needed = host_bytes(blueprint.trainers, blueprint.rollouts, blueprint.offloaded)
+        limit = blueprint.question.host_memory_gib
+        of = "" if limit is None else f", of the {gb(limit * GIB)} GB of cluster.host_memory_gib"
+        actor = next(each.binding for each in blueprint.trainers if each.placed.role == "actor")
+        yield (
+            f"a node needs up to {gb(max(needed.values()))} GB of host memory{of}: for each rank of the actor "
+            f"{gb(actor.on_host(blueprint.offloaded))} GB of pinned memory, and {gb(PROCESS_BYTES)} GB for each process"
+        )
 
 
 def _turns(blueprint: Blueprint) -> Iterator[str]:
@@ -147,9 +195,14 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
     for rollout in blueprint.rollouts:
         if sharers := blueprint.placement.sharers(rollout.placed.role):
             role, others = rollout.placed.role, " and ".join(sharers)
+            offloaded = blueprint.offloaded if "actor" in sharers else ()
+            staying = [NAMES[kind] for kind in KINDS if kind not in offloaded]
+            moved = [NAMES[kind] for kind in offloaded]
+            stay = f"the {' and '.join(staying)} of {others} stay on the devices" if staying else "nothing stays"
+            go = f", and the {' and '.join(moved)} of actor are offloaded" if moved else ""
             yield (
                 f"{role} and {others} take turns on the same devices: {role} sleeps while they train or score; while "
-                f"it generates, the weights and optimizer of {others} stay on the devices"
+                f"it generates, {stay}{go}"
             )
     for trainer in blueprint.trainers:
         if trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):

@@ -1,16 +1,19 @@
 """Memory of each rank by kind, at the moment of a step when it is highest.
 
-What lasts from step to step is the state: weights, float32 gradients, and the optimizer's float32 master weights and
-two moments, which the distributed optimizer shards over data-parallel ranks (ZeRO stage 1,
-https://arxiv.org/abs/1910.02054). Added to it are the activations of the micro-batches in flight, and between forward
+What lasts from step to step is the state: weights, gradients, and the optimizer's master weights and two moments, which
+the distributed optimizer shards over data-parallel ranks (ZeRO stage 1, https://arxiv.org/abs/1910.02054) and which may
+be in host memory. Added to it are the activations of the micro-batches in flight, and between forward
 and backward either the log-prob chunk (on the last stage) or what a layer's backward pass needs for a moment, never
 both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import LayerCosts, head_bytes, layer_costs
@@ -19,12 +22,18 @@ from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
 
+Kind = Literal["params", "grads", "optimizer"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
+"""What a trainer can move off its GPU while another role works there."""
+
 CUDA_CONTEXT = 700_000_000
 """Bytes of the driver, kernels and cuBLAS handles of one process."""
 COMMUNICATOR = 250_000_000
 """Bytes of the buffers of one NCCL communicator within a node; they are outside torch's allocator."""
 LIBRARY_WORKSPACE = 70_000_000
 """Bytes of cuBLAS workspaces, which torch allocates."""
+UPDATE_SCRATCH = 28
+"""Bytes for an element of a bucket whose state is not all float32: master weight, moments, and what rounding takes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,11 @@ class RankMemory:
     """Weights of a frozen reference model in the same process."""
     gradients: int
     optimizer: int
-    """Master weights and moments."""
+    """Master weights and moments that stay on the GPU."""
+    host_optimizer: int
+    """Master weights and moments in host memory."""
+    update: int
+    """Buckets of state that pass through the GPU during the update, when no activations are alive."""
     activations: int
     in_flight: float
     """Micro-batches whose activations are held at one time; a fraction where stages are interleaved."""
@@ -58,12 +71,27 @@ class RankMemory:
     @property
     def allocated(self) -> int:
         """Bytes that `torch.cuda.max_memory_allocated` would report."""
-        return self.resident + self.activations + max(self.logprobs, self.temporaries) + self.buffers
+        passes = self.activations + max(self.logprobs, self.temporaries)
+        return self.resident + max(passes, self.update) + self.buffers
 
     @property
     def total(self) -> int:
         """Bytes on the GPU, all kinds together."""
         return self.allocated + self.context
+
+    def kept(self, offloaded: Collection[Kind]) -> int:
+        """Return the bytes that stay on the GPU while the rank waits and `offloaded` is moved off it.
+
+        A reference model in the same process goes with the parameters.
+        """
+        params = 0 if "params" in offloaded else self.weights + self.reference
+        gradients = 0 if "grads" in offloaded else self.gradients
+        return params + gradients + (0 if "optimizer" in offloaded else self.optimizer) + self.context
+
+    def on_host(self, offloaded: Collection[Kind]) -> int:
+        """Return the bytes of host memory that the rank takes for its state; gradients are not copied there."""
+        params = self.weights + self.reference if "params" in offloaded else 0
+        return self.host_optimizer + params + (self.optimizer if "optimizer" in offloaded else 0)
 
 
 def training_memory(
@@ -90,8 +118,7 @@ def _stage_memory(
 ) -> RankMemory:
     parameters = rank_parameters(layout, shape, stage)
     weights = parameters.total * work.element_bytes
-    # Float32 weights are their own master copy.
-    state_bytes = 3 * _FLOAT if work.element_bytes < _FLOAT else 2 * _FLOAT
+    state_bytes = work.state.of(work.element_bytes)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
     kept, temporaries = _kept_and_temporary(shape, stage, work, costs)
     in_flight = micro_batches_in_flight(layout, work, stage.index)
@@ -101,8 +128,10 @@ def _stage_memory(
         stage=stage.index,
         weights=weights,
         reference=0,
-        gradients=parameters.total * _FLOAT,
-        optimizer=int(state_bytes * sharded),
+        gradients=parameters.total * work.gradient_bytes,
+        optimizer=0 if work.state.on_host else int(state_bytes * sharded),
+        host_optimizer=int(state_bytes * sharded) if work.state.on_host else 0,
+        update=_update_bytes(work, sharded),
         activations=int(in_flight * (kept + outputs * layout.vpp)),
         in_flight=in_flight,
         logprobs=head_bytes(shape, layout, work) if stage.has_head else 0,
@@ -110,6 +139,16 @@ def _stage_memory(
         buffers=_buffers(layout, shape, work, stream),
         context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout, shape),
     )
+
+
+def _update_bytes(work: Workload, sharded: float) -> int:
+    """Return the bytes of the buckets on the GPU while weights are updated, beside state that is always there."""
+    element, state = work.element_bytes, work.state
+    size = min(BUCKET_SIZE, sharded)
+    slots = SLOTS * state.of(element) if state.on_host else 0
+    is_float = min(state.exp_avg, state.exp_avg_sq) == _FLOAT and (state.master == _FLOAT or element == _FLOAT)
+    gradients = 0 if work.gradient_bytes == _FLOAT else _FLOAT
+    return int(size * (slots + (0 if is_float else UPDATE_SCRATCH) + gradients))
 
 
 def _kept_and_temporary(

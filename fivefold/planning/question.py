@@ -10,6 +10,7 @@ from fivefold.layout.allocation import Allocation
 from fivefold.layout.devices import device_text
 from fivefold.layout.placement import Placement, place_allocation, place_by_list
 from fivefold.planning.gpus import Gpu
+from fivefold.planning.offload_choice import KEEP_ALL, OffloadChoice
 from fivefold.planning.workload import Workload
 
 
@@ -36,6 +37,10 @@ class Question:
     """Share of a GPU's memory that a server takes; None for its usual share, less what other roles keep there."""
     devices: Mapping[str, tuple[int, ...]] | None = None
     """Each role's devices, numbered across nodes; None where the allocation's `+` and `|` decide."""
+    offload: OffloadChoice = KEEP_ALL
+    """What the actor may move off GPUs that a rollout shares with it."""
+    host_memory_gib: int | None = None
+    """Host memory of a node in GiB; None if it is not known."""
     notes: tuple[str, ...] = ()
     """What the recipe left open, and how it was understood."""
 

@@ -19,8 +19,9 @@ from fivefold.layout.parser import parse_role
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.planning.defaults import DEFAULT_MICRO_TOKENS, DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES
 from fivefold.planning.gpus import find_gpu
+from fivefold.planning.offload_choice import OffloadChoice
 from fivefold.planning.question import Question
-from fivefold.planning.workload import Recompute, Workload
+from fivefold.planning.workload import Recompute, StateBytes, Workload
 from fivefold.preflight import recipe_problems
 
 DEFAULT_GENERATION_BATCH = 256
@@ -79,6 +80,7 @@ def question_of_model(
         generation_batch=DEFAULT_GENERATION_BATCH,
         generated=work.sequences,
         devices=lists,
+        offload=OffloadChoice(),
     )
 
 
@@ -150,6 +152,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     question = _question(recipe, shape, gpu, changes, length=length, generated=generated, batch=batch)
     return replace(
         question,
+        offload=OffloadChoice(**recipe.actor.offload.model_dump()),
         reference=reference,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
@@ -190,7 +193,7 @@ def _question(
     recipe: Recipe, shape: ModelShape, gpu: str, changes: Changes, *, length: int, generated: int, batch: int
 ) -> Question:
     """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
-    actor = recipe.actor
+    actor, optimizer = recipe.actor, recipe.actor.megatron.optimizer
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
     work = Workload(
         sequence_length=length,
@@ -199,6 +202,13 @@ def _question(
         recompute=actor.megatron.recompute,
         element_bytes=ELEMENT_BYTES[actor.dtype],
         logprob_chunk=actor.megatron.logprob_chunk_size,
+        gradient_bytes=4 if actor.megatron.ddp.grad_reduce_in_fp32 else ELEMENT_BYTES[actor.dtype],
+        state=StateBytes(
+            master=2 if optimizer.store_param_remainders else 4,
+            exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
+            exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
+            on_host=optimizer.state_on == "host",
+        ),
     )
     return Question(
         shape=shape,
@@ -210,4 +220,5 @@ def _question(
         generation_batch=batch,
         generated=generated,
         devices=recipe_devices(recipe),
+        host_memory_gib=recipe.cluster.host_memory_gib,
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.planning.groups import GroupSpread, from_node_start, group_spreads, ranks_together
-from fivefold.planning.memory import RankMemory, training_memory
+from fivefold.planning.memory import Kind, RankMemory, training_memory
 from fivefold.planning.question import Question
 from fivefold.planning.rollout_memory import RolloutMemory, rollout_memory
 from fivefold.planning.stages import plan_problems
@@ -59,9 +59,9 @@ def largest(stages: Iterable[RankMemory]) -> RankMemory:
     return max(stages, key=lambda stage: stage.total)
 
 
-def kept_bytes(trainer: TrainerPlan) -> int:
-    """Return the bytes that a trainer keeps while it waits, which are all of its state: it never sleeps."""
-    return max(stage.resident + stage.context for stage in trainer.memory)
+def kept_bytes(trainer: TrainerPlan, offloaded: Collection[Kind] = ()) -> int:
+    """Return the bytes that a trainer keeps on a GPU while it waits and `offloaded` is moved off."""
+    return max(stage.kept(offloaded) for stage in trainer.memory)
 
 
 def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
@@ -109,7 +109,7 @@ def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
     _require_possible(placed, shape)
     context = {} if question.gpus_per_node > 0 else {"context": 0}
     memory = tuple(
-        replace(stage, gradients=0, optimizer=0, activations=0, in_flight=0.0, **context)
+        replace(stage, gradients=0, optimizer=0, host_optimizer=0, update=0, activations=0, in_flight=0.0, **context)
         for stage in training_memory(placed.layout, shape, question.work.recomputing("full"))
     )
     return TrainerPlan(placed, memory, None, group_spreads(placed, is_moe=shape.is_moe), {}, beside=0)

@@ -14,7 +14,7 @@ from fivefold.layout.placement import Device, RolePlacement
 from fivefold.planning.blueprint import HEADROOM
 from fivefold.planning.gpus import GPUS, Gpu
 from fivefold.planning.groups import ranks_together
-from fivefold.planning.memory import RankMemory, training_memory
+from fivefold.planning.memory import Kind, RankMemory, training_memory
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
@@ -70,6 +70,8 @@ class Cluster:
     """Bytes of each GPU that other roles keep while the trainer works."""
     engines: tuple[Engine, ...] = ()
     """Engines that generate on the same GPUs."""
+    offloadable: tuple[Kind, ...] = ()
+    """What the trainer may move off its GPUs while they generate."""
 
     @staticmethod
     def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
@@ -92,7 +94,8 @@ class Cluster:
         engines = tuple(
             Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
         )
-        return Cluster(question.gpu, placement["actor"].devices, reserved + frozen, engines)
+        devices = placement["actor"].devices
+        return Cluster(question.gpu, devices, reserved + frozen, engines, question.offload.possible)
 
     @property
     def n_gpus(self) -> int:
@@ -126,7 +129,7 @@ class Cluster:
         return all(stage.total <= room and self._may_keep(stage) for stage in memory)
 
     def _may_keep(self, stage: RankMemory) -> bool:
-        return self.most_kept is None or stage.resident + stage.context <= self.most_kept
+        return self.most_kept is None or stage.kept(self.offloadable) <= self.most_kept
 
 
 @dataclass(frozen=True)

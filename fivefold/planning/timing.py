@@ -38,6 +38,8 @@ PASSES_OVER_SAVED = 8
 """How often element-wise kernels read or write each saved byte or its gradient, forward and backward."""
 OPTIMIZER_BYTES = 34
 """Bytes read and written for a parameter of the shard: gradient norm, AdamW, the bfloat16 copy."""
+HOST_LINK = 55e9
+"""Bytes/s between pinned host memory and a GPU, in either direction, measured on an H200."""
 ACCUMULATION_BYTES = 12
 """Bytes read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
 LAUNCH_SECONDS = 0.003
@@ -117,9 +119,9 @@ def step_time(
     slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)
     data_parallel = sum(item.seconds(gpu) for item in traffic if item.dimension in ("dp", "edp"))
-    # Each parameter sends 4 bytes of gradient and `element_bytes` of weight. The gradients are reduced while the
-    # backward pass of the last micro-batch runs.
-    gradients = data_parallel * 4 / (4 + work.element_bytes)
+    # Each parameter sends `gradient_bytes` of gradient and `element_bytes` of weight. The gradients are reduced while
+    # the backward pass of the last micro-batch runs.
+    gradients = data_parallel * work.gradient_bytes / (work.gradient_bytes + work.element_bytes)
     hidden = min(gradients, slowest.layers * 2 / 3)
     parameters = rank_parameters(layout, shape, stage)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
@@ -132,7 +134,7 @@ def step_time(
         "exposed": slowest.exposed * count,
         "bubble": slowest.total * (layout.pp - 1) / layout.vpp,
         "data_parallel": data_parallel - hidden,
-        "optimizer": sharded * OPTIMIZER_BYTES / (gpu.bandwidth * BANDWIDTH_EFFICIENCY),
+        "optimizer": sharded * _optimizer_seconds(work, gpu),
     }
     total = sum(parts.values())
     return StepTime(
@@ -143,6 +145,12 @@ def step_time(
         mfu=flops.total / total / layout.world_size / gpu.peak,
         tokens_per_second=work.tokens / total / layout.world_size,
     )
+
+
+def _optimizer_seconds(work: Workload, gpu: Gpu) -> float:
+    """Return the seconds of the update for each parameter; state on the host goes both ways at the same time."""
+    on_device = OPTIMIZER_BYTES / (gpu.bandwidth * BANDWIDTH_EFFICIENCY)
+    return max(on_device, work.state.of(work.element_bytes) / HOST_LINK) if work.state.on_host else on_device
 
 
 def _distinct(layout: ParallelLayout, shape: ModelShape) -> list[Stage]:

@@ -7,7 +7,7 @@
     ep    all-to-all of routed rows, there and back, forward and backward
     etp   all-gather and reduce-scatter of routed rows
     pp    one residual stream a micro-batch and boundary, each way
-    dp    once a step: reduce-scatter of float32 gradients, all-gather of weights; the experts' over edp
+    dp    once a step: reduce-scatter of gradients, all-gather of weights; the experts' over edp
 
 Each of a group of n ranks sends (n - 1) / n of the gathered bytes.
 """
@@ -119,8 +119,8 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
         "ep": _share(layout.ep) * rows * stage.n_moe * (4 + 2 * again[1]),
         "etp": _share(layout.etp) * rows * layout.etp * stage.n_moe * (4 + 2 * again[1]),
         "pp": stream / tp * boundaries if layout.pp > 1 else 0.0,
-        "dp": _share(layout.dp * layout.cp) * parameters.dense * (4 + element),
-        "edp": _share(layout.edp) * parameters.experts * (4 + element),
+        "dp": _share(layout.dp * layout.cp) * parameters.dense * (work.gradient_bytes + element),
+        "edp": _share(layout.edp) * parameters.experts * (work.gradient_bytes + element),
     }
 
 

@@ -13,6 +13,24 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """Bytes of the optimizer's state for each parameter of a shard, and where they are."""
+
+    master: int = 4
+    """Bytes of a master weight beside its bfloat16 weight: 4 in float32, 2 as the remainder."""
+    exp_avg: int = 4
+    """Bytes of the first moment."""
+    exp_avg_sq: int = 4
+    """Bytes of the second moment."""
+    on_host: bool = False
+    """Whether they are in host memory, and go through the GPU in buckets."""
+
+    def of(self, element_bytes: int) -> int:
+        """Return all bytes of a parameter whose weight has `element_bytes`; float32 weights are their own masters."""
+        return (self.master if element_bytes < 4 else 0) + self.exp_avg + self.exp_avg_sq
+
+
+@dataclass(frozen=True)
 class Workload:
     """Sequences of equal length, packed into micro-batches."""
 
@@ -29,6 +47,10 @@ class Workload:
     """Tokens whose logits exist at one time."""
     n_fields: int = 5
     """Float32 values that travel with each token: advantages, old log-probs and the like."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient: 4 for float32, 2 for bfloat16."""
+    state: StateBytes = StateBytes()
+    """The optimizer's state."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "sequences", "micro_tokens", "logprob_chunk"):

@@ -16,6 +16,7 @@ MEMORY_COLOURS = {
     "reference": "#a0bbd8",
     "gradients": "#f28e2b",
     "optimizer": "#b07aa1",
+    "optimizer buckets": "#c9a0bb",
     "activations": "#59a14f",
     "log-probs": "#edc948",
     "temporaries": "#d4a83f",
@@ -51,14 +52,14 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
     turn = (
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
+    passes = {"activations": memory.activations, **turn}
     return {
         "waiting roles": beside,
         "weights": memory.weights,
         "reference": memory.reference,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        **turn,
+        **(passes if sum(passes.values()) >= memory.update else {"optimizer buckets": memory.update}),
         "buffers": memory.buffers,
         "CUDA, NCCL": memory.context,
     }

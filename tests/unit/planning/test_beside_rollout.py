@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fivefold.config.schema import TrainRecipe
 from fivefold.families.read import SHAPES, find_shape
-from fivefold.planning.beside_rollout import bytes_kept_beside_rollout
+from fivefold.planning.beside_rollout import beside_rollout, bytes_kept_beside_rollout
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
 
+KEEP_ALL = {"params": False, "grads": False, "optimizer": False}
 
-def recipe(allocation: str, kl_ctl: float = 0.0) -> TrainRecipe:
+
+def recipe(allocation: str, kl_ctl: float = 0.0, **actor: Any) -> TrainRecipe:
     values = {
         "experiment_name": "beside",
         "cluster": {"n_nodes": 1, "n_gpus_per_node": 8},
         "allocation_mode": allocation,
-        "actor": {"path": "somewhere/on-a-hub", "kl_ctl": kl_ctl},
+        "actor": {"path": "somewhere/on-a-hub", "kl_ctl": kl_ctl, **actor},
         **({"ref": {"path": "elsewhere/on-a-hub"}} if kl_ctl else {}),
         "train_dataset": {"path": "data.jsonl", "batch_size": 8, "max_length": 128},
     }
@@ -30,21 +33,58 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_actor_keeps_its_weights_gradients_and_optimizer(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("offload", "bytes_each"),
+    [
+        (KEEP_ALL, 2 + 4 + 12 / 8),
+        ({**KEEP_ALL, "grads": True}, 2 + 12 / 8),
+        ({**KEEP_ALL, "optimizer": True}, 2 + 4),
+        ({**KEEP_ALL, "params": True}, 4 + 12 / 8),
+        ({"params": True, "grads": True, "optimizer": True}, 0),
+    ],
+)
+def test_an_actor_keeps_what_it_does_not_offload(folder: Path, offload: dict[str, bool], bytes_each: float) -> None:
     """bfloat16 weights and float32 gradients on every rank; float32 weights and two moments over the 8 ranks."""
-    kept = bytes_kept_beside_rollout(recipe("vllm:d4t2|megatron:d8"), folder, None)
-    state = (2 + 4 + 12 / 8) * find_shape("Qwen3-8B").n_parameters
-    assert kept == pytest.approx(state + CUDA_CONTEXT + COMMUNICATOR, abs=1)
+    found = beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=offload), folder, None)
+    state = bytes_each * find_shape("Qwen3-8B").n_parameters
+    assert found.kept == pytest.approx(state + CUDA_CONTEXT + COMMUNICATOR, abs=1)
+    assert set(found.offloaded) == {kind for kind, moves in offload.items() if moves}
+
+
+@pytest.mark.parametrize(
+    ("device_gb", "offloaded"),
+    [(140, ("grads",)), (97, ("grads", "optimizer")), (85, ("params", "grads", "optimizer"))],
+)
+def test_the_plan_offloads_what_the_rollout_needs(folder: Path, device_gb: int, offloaded: tuple[str, ...]) -> None:
+    asked = recipe("vllm:d8|megatron:d8")
+    asked = asked.model_copy(
+        update={
+            "train_dataset": asked.train_dataset.model_copy(update={"batch_size": 256}),
+            "gconfig": asked.gconfig.model_copy(update={"max_new_tokens": 1100}),
+        }
+    )
+    assert beside_rollout(asked, folder, None, device_memory=device_gb * 10**9).offloaded == offloaded
+
+
+def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
+    megatron = {"optimizer": {"state_on": "host"}}
+    kept = [
+        bytes_kept_beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), folder, None)
+        for m in ({}, megatron)
+    ]
+    assert kept[0] - kept[1] == pytest.approx(12 / 8 * find_shape("Qwen3-8B").n_parameters, abs=1)
 
 
 @pytest.mark.parametrize("reference", [None, "Qwen3-0.6B"])
 def test_a_reference_in_the_actors_processes_adds_its_weights(folder: Path, reference: str | None) -> None:
     model = reference or "Qwen3-8B"
     with_reference, without = (
-        bytes_kept_beside_rollout(recipe("vllm:d4t2|megatron:d8", kl_ctl), folder, reference) for kl_ctl in (0.1, 0.0)
+        bytes_kept_beside_rollout(recipe("vllm:d4t2|megatron:d8", kl_ctl, offload=KEEP_ALL), folder, reference)
+        for kl_ctl in (0.1, 0.0)
     )
     assert with_reference - without == 2 * find_shape(model).n_parameters
 
 
 def test_roles_on_other_devices_keep_nothing(folder: Path) -> None:
-    assert bytes_kept_beside_rollout(recipe("vllm:d2t2+megatron:d4"), folder, None) == 0
+    found = beside_rollout(recipe("vllm:d2t2+megatron:d4"), folder, None)
+    assert (found.kept, found.offloaded) == (0, ())

@@ -18,7 +18,7 @@ from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
 from fivefold.planning.stages import plan_problems, rank_parameters, stages
 from fivefold.planning.timing import step_time
-from fivefold.planning.workload import RECOMPUTE, Workload
+from fivefold.planning.workload import RECOMPUTE, StateBytes, Workload
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "actor-update-h200.jsonl"
 RUNS: list[dict[str, Any]] = [json.loads(line) for line in MEASURED.read_text().splitlines()]
@@ -130,6 +130,40 @@ def test_state_is_so_many_bytes_a_parameter() -> None:
     # Float32 weights need no master copy.
     full = first("megatron:d1", element_bytes=4)
     assert (full.weights, full.optimizer) == (4 * shape.n_parameters, 8 * shape.n_parameters)
+
+
+@pytest.mark.parametrize(
+    ("state", "element_bytes", "bytes_each"),
+    [
+        (StateBytes(), 2, 12),
+        (StateBytes(), 4, 8),
+        (StateBytes(master=2), 2, 10),
+        (StateBytes(exp_avg=2), 2, 10),
+        (StateBytes(master=2, exp_avg=2, exp_avg_sq=2), 2, 6),
+    ],
+)
+def test_state_is_counted_in_its_precision_where_it_is(state: StateBytes, element_bytes: int, bytes_each: int) -> None:
+    n_parameters = layers_of("Qwen3-30B-A3B", 8).n_parameters
+    device = first("megatron:d2", state=state, element_bytes=element_bytes)
+    host = first("megatron:d2", state=replace(state, on_host=True), element_bytes=element_bytes)
+    assert device.optimizer == host.host_optimizer == pytest.approx(bytes_each * n_parameters / 2, abs=1)
+    assert host.optimizer == device.host_optimizer == 0
+    # Three buckets of 2^25 elements pass through the GPU.
+    assert host.update - device.update == 3 * 2**25 * bytes_each
+    assert device.kept(()) - host.kept(()) == device.optimizer
+    assert host.on_host(()) == device.on_host(("optimizer",)) == device.optimizer
+
+
+def test_gradients_in_bfloat16_take_half() -> None:
+    assert first("megatron:d1", gradient_bytes=2).gradients == first("megatron:d1").gradients // 2
+
+
+def test_buckets_and_activations_are_not_alive_together() -> None:
+    host = first("megatron:d8", state=StateBytes(on_host=True), recompute="full")
+    assert host.allocated == host.resident + host.buffers + host.activations + max(host.logprobs, host.temporaries)
+    few = {"sequence_length": 16, "sequences": 8, "micro_tokens": 16, "logprob_chunk": 1}
+    small = first("megatron:d8", find_shape("Qwen3-0.6B"), state=StateBytes(on_host=True), **few)
+    assert small.allocated == small.resident + small.buffers + small.update
 
 
 def test_more_recomputation_keeps_less() -> None:
