@@ -19,13 +19,12 @@ from fivefold.checkpoints.changes import Changes, compare_recipes, is_below
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
-from fivefold.checkpoints.store import Checkpoint, CheckpointStore, checkpoint_in, first_few, what_is_in
+from fivefold.checkpoints.store import RECIPE, Checkpoint, CheckpointStore, checkpoint_in, first_few, what_is_in
 from fivefold.config.paths import user_path
 from fivefold.config.schema import Recipe
 from fivefold.config.source import read_mapping
 from fivefold.observe.run_dir import RunDir
 
-RECIPE = "recipe.yaml"
 OPERATIONAL = ("cluster", "recover", "saver", "scheduler", "stats", "total_train_epochs", "total_train_steps")
 """Keys and sections that do not change what a finished run has learnt."""
 LARGE = 10**9

@@ -21,6 +21,10 @@ from fivefold.checkpoints import manifest, run_state
 from fivefold.checkpoints.manifest import Manifest
 from fivefold.observe.durable import PART, sync_folder
 
+RECIPE = "recipe.yaml"
+"""File of a checkpoint with the resolved recipe."""
+TRAINER = "trainer"
+"""Folder of a checkpoint with the actor's state."""
 MOST_NAMES = 5
 """Most files that a message lists."""
 _NAME = re.compile(r"step-(\d{6,})")
@@ -145,7 +149,7 @@ def delete(checkpoint: Path) -> None:
 
 def what_is_in(folder: Path) -> str:
     """Return what a folder without a checkpoint holds instead, in words."""
-    if (folder / run_state.FILE).is_file() or (folder / "trainer").is_dir():
+    if (folder / run_state.FILE).is_file() or (folder / TRAINER).is_dir():
         return f"it is one that was not finished, for {manifest.FILE}, which is written last, is missing"
     if (folder / "config.json").is_file():
         return "it is a model in Hugging Face format, which belongs to actor.path"

@@ -22,7 +22,7 @@ from typing import Protocol, Self, TypeVar
 from fivefold.checkpoints.manifest import FileEntry, Manifest
 from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.store import RECIPE, TRAINER, CheckpointStore
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema import RunConfig
 from fivefold.engine.state_store import WrittenFile, WrittenPart, finish
@@ -31,10 +31,6 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 
 Result = TypeVar("Result")
-
-TRAINER = "trainer"
-"""Folder of the actor's state in a checkpoint."""
-RECIPE = "recipe.yaml"
 
 
 class StateOwner(Protocol):

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fivefold import __version__
+from fivefold.cli.checkpoints import checkpoints
 from fivefold.cli.command import EXIT_CODES
 from fivefold.cli.convert import convert
 from fivefold.cli.data import data_app
@@ -62,5 +63,6 @@ app.command("generate", epilog=EXIT_CODES)(generate)
 app.command("plan", epilog=EXIT_CODES)(plan)
 app.command("import", epilog=EXIT_CODES)(import_recipe)
 app.command("convert", epilog=EXIT_CODES)(convert)
+app.command("checkpoints", epilog=EXIT_CODES)(checkpoints)
 app.add_typer(data_app, name="data")
 app.command("doctor", epilog=EXIT_CODES)(doctor)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Item, Resume
-from fivefold.checkpoints.writer import TRAINER
+from fivefold.checkpoints.store import TRAINER
 from fivefold.config.schema import Recipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe

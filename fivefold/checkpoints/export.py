@@ -1,0 +1,90 @@
+"""Writes the model of a checkpoint as a Hugging Face folder, in one process without a GPU.
+
+checkpoint's trainer/ ──one tensor at a time──> the dtype of the model ──> safetensors, config, tokenizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.checkpoints.fingerprints import config_fingerprint
+from fivefold.checkpoints.store import RECIPE, TRAINER, Checkpoint
+from fivefold.config.source import read_mapping
+from fivefold.engine.stored_state import StoredState
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
+
+
+def export_model(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    model: str | None = None,
+    dtype: str | None = None,
+    on_elements: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelShape:
+    """Write the model of `checkpoint` to the folder `out`, which appears when it is complete.
+
+    Args:
+        checkpoint: the checkpoint, which has been verified.
+        out: the folder to write; an earlier one is replaced.
+        model: folder or hub name of the model's config and tokenizer; None: those of the checkpoint's recipe.
+        dtype: dtype of the weights, such as `float32`; None: that of the recipe, in which the run saves weights too.
+        on_elements: called with the numbers of elements that are written, and of all.
+
+    Returns:
+        the shape of the model.
+
+    Raises:
+        ValueError: the model's config is not to be found, or is that of another model.
+        OSError: the disk is full, or the file system refuses to write.
+    """
+    recipe = read_mapping(checkpoint.path / RECIPE)
+    source = _source(checkpoint, recipe["actor"]["path"], model)
+    shape = load_shape(source)
+    expected = expected_tensors(shape)
+    state = StoredState(checkpoint.path / TRAINER)
+    state.check(expected)
+    to = getattr(torch, dtype or recipe["actor"]["dtype"])
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        done = 0
+        for name in expected:
+            tensor = state.read(name)
+            yield name, tensor.to(to)
+            done += tensor.numel()
+            on_elements(done, shape.n_parameters)
+
+    save_hf(
+        out,
+        weights(),
+        source,
+        tensors={name: TensorSpec(to, sizes) for name, sizes in expected.items()},
+        tokenizer_source=recipe["tokenizer_path"] if model is None else None,
+    )
+    return shape
+
+
+def _source(checkpoint: Checkpoint, path: str, model: str | None) -> Path:
+    """Return the folder of the model's config, which must be the one that was trained."""
+    try:
+        source = resolve_model_folder(model or path)
+    except ValueError as error:
+        raise ValueError(
+            f"the config and the tokenizer of the model are not where the run had them ({error}): name a folder that "
+            "has them with --model"
+        ) from error
+    if config_fingerprint(source) != checkpoint.manifest().model:
+        raise ValueError(
+            f"{source}/config.json is not that of the model in {checkpoint.path}, or it has changed since: name the "
+            "folder of that model with --model"
+        )
+    return source
