@@ -189,8 +189,10 @@ def finish(folder: Path, parts: Sequence[WrittenPart]) -> list[WrittenFile]:
         OSError: the file cannot be written; the error names it.
     """
     described = _describe_tensors([item for part in parts for item in part.items])
+    # torch's tools, such as `dcp_to_torch_save`, look up here where in nested dictionaries a key belongs.
+    metadata = Metadata({**described}, planner_data={key: (key,) for key in described})
     with naming(folder / METADATA):
-        FileSystemWriter(folder).finish(Metadata({**described}), [list(part.results) for part in parts])
+        FileSystemWriter(folder).finish(metadata, [list(part.results) for part in parts])
         sync_folder(folder)
         content = (folder / METADATA).read_bytes()
     index = WrittenFile(METADATA, len(content), xxh3_128(content).hexdigest())

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from xxhash import xxh3_128
 
 from fivefold.bridge.pieces import Piece
@@ -63,6 +64,10 @@ def test_torch_reads_what_was_written(tmp_path: Path, tensor: Tensor) -> None:
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     assert loaded["param/w"].equal(tensor)
     assert loaded["seed/2"].tolist() == [2]
+    dcp_to_torch_save(tmp_path, tmp_path / "all.pt")
+    state = torch.load(tmp_path / "all.pt")
+    assert state.keys() == {"param/w", "seed/0", "seed/1", "seed/2"}
+    assert state["param/w"].equal(tensor)
 
 
 @settings(max_examples=40, deadline=None)
