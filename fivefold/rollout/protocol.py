@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig
+from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.types import Completion
 
 
@@ -142,6 +143,14 @@ class RolloutEngine(Protocol):
             ValueError: a tensor that is missing, unknown, sent twice or of the wrong shape. The engine then refuses to
                 generate until an update succeeds.
             RuntimeError: the engine is asleep.
+        """
+
+    def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+        """Do what `update_weights` does, with buckets on the trainer's devices, each done before the next is taken.
+
+        Raises:
+            ValueError: as `update_weights`.
+            RuntimeError: the engine is asleep, or what arrived is not what was sent.
         """
 
     def sleep(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fivefold.sync.transport import FOLDER, Route
+
 
 @dataclass(frozen=True)
 class ReplicaSpec:
@@ -43,3 +45,5 @@ class ReplicaSpec:
     """Further arguments of the server's command line."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
+    route: Route = FOLDER
+    """How weights reach the engine."""

@@ -17,6 +17,8 @@ from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
+from fivefold.sync import cuda_ipc
+from fivefold.sync.device_buckets import CHECKSUMS, Checksum, DeviceBucket, check_arrived
 from fivefold.types import Completion
 
 
@@ -132,6 +134,24 @@ class TransformersEngine:
         self._state.begin_update()
         receive_weights(self._tensors, weights)
         self._state.end_update(version)
+
+    def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+        """Copy the weights out of buffers that the trainer has on this engine's GPU, as `update_weights` does.
+
+        Raises:
+            RuntimeError: what arrived is not what was sent, too.
+        """
+        self.update_weights(self._opened(buckets), version)
+
+    def _opened(self, buckets: Iterator[DeviceBucket]) -> Iterator[tuple[str, Tensor]]:
+        uuid = cuda_ipc.device_uuid(self._device)
+        for bucket in buckets:
+            arrived = Checksum(
+                bucket.tensors(cuda_ipc.opened(bucket.handles[uuid], self._device)), bucket.checksum is not None
+            )
+            yield from arrived
+            if bucket.checksum is not None:
+                check_arrived([arrived.total % CHECKSUMS], bucket.checksum)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights under their names in Hugging Face files, as views that an update changes.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, HttpClient
+from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.types import FinishReason
 
 REQUEST_SEEDS = 2**63
@@ -102,13 +103,14 @@ class Dialect(Protocol):
     """Module that `python -m` starts."""
     generate_path: str
     """Path to which requests are posted."""
-    environment: Mapping[str, str]
-    """Environment variables of the server process, besides those that it inherits."""
     aliases: frozenset[str]
     """Other names of the arguments that `arguments` gives."""
 
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
         """Return the command line after the module, without the further arguments of the recipe."""
+
+    def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
+        """Return environment variables of the server process, besides those that it inherits."""
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the body to post to `generate_path`."""
@@ -122,6 +124,15 @@ class Dialect(Protocol):
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         """Make the server load all weights from a Hugging Face folder, and drop what it has cached with others."""
+
+    def loader(self, http: HttpClient, spec: ReplicaSpec) -> WeightLoader:
+        """Return what hands weights on devices to the server, which is ready."""
+
+    def watch_weights(self, http: HttpClient) -> None:
+        """Make the server begin a checksum of the weights that arrive."""
+
+    def arrived(self, http: HttpClient) -> Sequence[int]:
+        """Return the checksum of what has arrived, by process of the server."""
 
     def sleep(self, http: HttpClient) -> None:
         """Make the server give back the device memory of its weights and its cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +29,9 @@ from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.process import ServerProcess
 from fivefold.rollout.servers.room import Room, asks_of
 from fivefold.rollout.state import EngineState
+from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
+from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Completion
 
 DEATH_S = 15.0
@@ -70,8 +72,9 @@ class ServerEngine:
         self._state = EngineState(0 if spec.load_weights else None)
         port = claim_port()
         self._http = HttpClient(port.number, n_connections=spec.max_batch_size)
-        self._server = ServerProcess(server_command(dialect, spec, port.number), dialect.environment, port)
+        self._server = ServerProcess(server_command(dialect, spec, port.number), dialect.environment(spec), port)
         self._server.wait_until_ready(self._http)
+        self._loader = dialect.loader(self._http, spec) if spec.route.transport != "folder" else None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each request, in the order of the requests.
@@ -129,10 +132,45 @@ class ServerEngine:
             RuntimeError: the engine is asleep, or the server failed.
         """
         self._state.begin_update()
-        wanted = self._cast(audited(self._tensors, weights))
-        with self._weights.holding(wanted, version) as folder, self._served():
+        sent = Checksum(self._cast(audited(self._tensors, weights)), self._spec.route.checksum)
+        with self._weights.holding(sent, version) as folder, self._served(), self._checked(lambda: sent.total):
             self._dialect.load(self._http, folder, version)
         self._state.end_update(version)
+
+    def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+        """Replace all weights of the server by those in buckets on the trainer's devices.
+
+        Raises:
+            ValueError: a tensor that is missing, unknown, sent twice or of the wrong shape. The engine then refuses to
+                generate until an update succeeds.
+            RuntimeError: the engine is asleep, the server failed, or what arrived is not what was sent.
+        """
+        self._state.begin_update()
+        sent: list[DeviceBucket] = []
+
+        def noted() -> Iterator[DeviceBucket]:
+            for bucket in buckets:
+                sent.append(bucket)
+                yield bucket
+
+        assert self._loader is not None
+        with self._served(), self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
+            self._loader.load(noted(), version)
+        for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
+            pass
+        self._state.end_update(version)
+
+    @property
+    def meeting(self) -> Meeting:
+        """How the server enters an NCCL group."""
+        assert self._loader is not None
+        return self._loader.meeting
+
+    def enter(self, invitation: Invitation, rank_offset: int) -> None:
+        """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
+        assert self._loader is not None
+        with self._served():
+            self._loader.enter(invitation, rank_offset)
 
     def sleep(self) -> None:
         """Make the server forget its weights, and give back the memory of weights and cache.
@@ -162,6 +200,16 @@ class ServerEngine:
     def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self._spec.dtype)
         return ((name, tensor.to(dtype)) for name, tensor in weights)
+
+    @contextmanager
+    def _checked(self, sent: Callable[[], int]) -> Iterator[None]:
+        """Compare the checksum of the weights that arrive during the block, if the route has one, with `sent`."""
+        if not self._spec.route.checksum:
+            yield
+            return
+        self._dialect.watch_weights(self._http)
+        yield
+        check_arrived(self._dialect.arrived(self._http), sent())
 
     @contextmanager
     def _served(self) -> Iterator[None]:

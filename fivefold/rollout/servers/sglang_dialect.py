@@ -24,6 +24,9 @@ from fivefold.rollout.servers.dialect import (
     integers,
     pieces,
 )
+from fivefold.rollout.servers.sglang_weights import SGLangWeights
+from fivefold.rollout.servers.weights import WeightLoader
+from fivefold.sync.cuda_ipc import visible_uuids
 
 ALL_TOKENS = -1
 """SGLang's `top_k` for no top-k."""
@@ -49,9 +52,6 @@ class SGLangDialect:
 
     module = "sglang.launch_server"
     generate_path = "/generate"
-    # Connections are idle while the actor trains, and must stay open.
-    environment: Mapping[str, str] = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
-
     aliases = frozenset(
         {"--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"}
     )
@@ -69,6 +69,10 @@ class SGLangDialect:
             *(["--enable-memory-saver"] if spec.can_sleep else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
         ]
+
+    def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
+        # Connections are idle while the actor trains, and must stay open.
+        return {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         return {
@@ -104,6 +108,15 @@ class SGLangDialect:
         update = {"model_path": str(folder), "weight_version": str(version)}
         # Without a load format, a server that began with dummy weights would make up dummy weights again.
         http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": True})
+
+    def loader(self, http: HttpClient, spec: ReplicaSpec) -> WeightLoader:
+        return SGLangWeights(http, visible_uuids() if spec.route.transport == "ipc" else [])
+
+    def watch_weights(self, http: HttpClient) -> None:
+        raise ValueError("SGLang does not tell what arrived: drop rollout.verify_weights")
+
+    def arrived(self, http: HttpClient) -> Sequence[int]:
+        raise ValueError("SGLang does not tell what arrived: drop rollout.verify_weights")
 
     def sleep(self, http: HttpClient) -> None:
         http.post("/release_memory_occupation")

@@ -5,6 +5,8 @@ The endpoints for weights and sleep exist only in development mode, so the serve
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ from fivefold.rollout.servers.dialect import (
     integers,
     pieces,
 )
+from fivefold.rollout.servers.vllm_weights import VLLMWeights
+from fivefold.rollout.servers.weights import WeightLoader
 
 FINAL_ONLY = 2
 """vLLM's `RequestOutputKind.FINAL_ONLY`."""
@@ -35,20 +39,21 @@ _FINISH_REASON = re.compile(rb'"finish_reason":\s*"?(\w+)')
 _LOGPROB = re.compile(rb'"logprob":\s*(-?[\d.][\d.eE+-]*)')
 
 
+INSIDE = Path(__file__).with_name("inside_vllm")
+"""Folder of the code that runs inside vLLM's workers."""
+CHECK = "fivefold_weight_check.WeightCheck"
+"""The class there that tells a checksum of what arrives."""
+
+
+def _transfer(spec: ReplicaSpec) -> str:
+    return json.dumps({"backend": spec.route.transport})
+
+
 class VLLMDialect:
     """The `Dialect` of vLLM."""
 
     module = "vllm.entrypoints.openai.api_server"
     generate_path = "/inference/v1/generate"
-    environment: Mapping[str, str] = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # vLLM runs some families with a second model runner and its own sampler; all families use the first one here.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # Connections are idle while the actor trains, and must stay open.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
-    }
-
     aliases = frozenset({"-tp", "-pp"})
 
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
@@ -63,10 +68,26 @@ class VLLMDialect:
             # Log-probs are those of the sampling distribution, and not of the model's logits.
             *("--logprobs-mode", "processed_logprobs"),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+            *([] if spec.route.transport == "folder" else ["--weight-transfer-config", _transfer(spec)]),
+            *(["--worker-extension-cls", CHECK] if spec.route.checksum else []),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
         ]
+
+    def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
+        path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # vLLM runs some families with a second model runner and its own sampler; all use the first one here.
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            # Connections are idle while the actor trains, and must stay open.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
+            # Handles of CUDA IPC travel as pickles.
+            **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.route.transport == "ipc" else {}),
+            **({"PYTHONPATH": os.pathsep.join(path)} if spec.route.checksum else {}),
+        }
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         return {
@@ -109,6 +130,16 @@ class VLLMDialect:
         self._on_workers(http, "update_config", {"overrides": {"load_config": {"load_format": "safetensors"}}})
         self._on_workers(http, "reload_weights", {"weights_path": str(folder)})
         http.post("/reset_prefix_cache")
+
+    def loader(self, http: HttpClient, spec: ReplicaSpec) -> WeightLoader:
+        return VLLMWeights(http, by_ipc=spec.route.transport == "ipc")
+
+    def watch_weights(self, http: HttpClient) -> None:
+        self._on_workers(http, "fivefold_watch_weights", {})
+
+    def arrived(self, http: HttpClient) -> Sequence[int]:
+        reply = http.post("/collective_rpc", {"method": "fivefold_weight_checksum"})
+        return [int(checksum) for checksum in reply["results"]]
 
     def sleep(self, http: HttpClient) -> None:
         http.post("/sleep?level=2")

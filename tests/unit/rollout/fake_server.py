@@ -30,6 +30,12 @@ DIES_IN = "FAKE_SERVER_DIES_IN"
 """Variable: `start`, or the endpoint at whose first request the server dies."""
 HAS_CHILD = "FAKE_SERVER_HAS_CHILD"
 """Variable: if set, the server starts a process that SIGTERM does not end."""
+RELEASE = "FAKE_SERVER_RELEASE"
+"""Variable: the release of vLLM that the server is; 0.25.1 without it."""
+FORGETS_VERSION = "FAKE_SERVER_FORGETS_VERSION"
+"""Variable: if set, the server says that its weights have no version."""
+CHECKSUM = "checksum"
+"""File in the folder: the checksum of what arrived."""
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
@@ -74,7 +80,7 @@ FLAVOURS = {
         flags=_words(
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
-            "--gpu-memory-utilization"
+            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls"
         ),
         switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
         sampling_keys=_words(
@@ -178,6 +184,10 @@ class FakeServer:
     folder: Path
     load_format: str
     has_stale_cache: bool = False
+    is_paused: bool = False
+    is_prepared: bool = False
+    is_in_update: bool = False
+    weight_version: str = "default"
     is_asleep: bool = False
     n_here: int = 0
     most_here: int = 0
@@ -209,6 +219,8 @@ class FakeServer:
     def _problem(self, sampling: dict[str, Any]) -> str | None:
         if self.is_asleep or self.load_format == "dummy":
             return "there are no weights"
+        if self.is_paused or self.is_in_update:
+            return "the server is paused"
         if self.has_stale_cache:
             return "keys and values of other weights are in the prefix cache"
         if sampling["stop"] and (sampling.get("detokenize") is False or self.options.get("--skip-tokenizer-init")):
@@ -260,7 +272,11 @@ class FakeServer:
         return int(switch.read_text()) if switch.exists() else None
 
     def collective_rpc(self, body: dict[str, Any]) -> Reply:
-        method, kwargs = body["method"], body["kwargs"]
+        method, kwargs = body["method"], body.get("kwargs", {})
+        if method == "fivefold_watch_weights":
+            return 200, {"results": [None]}
+        if method == "fivefold_weight_checksum":
+            return 200, {"results": [(self.folder / CHECKSUM).read_text()]}
         if method == "update_config":
             self.load_format = kwargs["overrides"]["load_config"]["load_format"]
             return 200, {"results": [None]}
@@ -276,6 +292,83 @@ class FakeServer:
     def reset_prefix_cache(self, body: dict[str, Any]) -> Reply:
         self.has_stale_cache = False
         return 200, None
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether it has the weight endpoints of vLLM 0.26 and later."""
+        return _release() >= (0, 26)
+
+    def pause(self, body: dict[str, Any]) -> Reply:
+        self.is_paused, self.has_stale_cache = True, False
+        return 200, {"status": "paused"}
+
+    def resume(self, body: dict[str, Any]) -> Reply:
+        self.is_paused = False
+        return 200, {"status": "resumed"}
+
+    def init_transfer(self, body: dict[str, Any]) -> Reply:
+        backend = json.loads(self.options["--weight-transfer-config"])["backend"]
+        packing = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
+        forms = {
+            ("ipc", False): (set(), set()),
+            ("ipc", True): (set(), {"packed"}),
+            ("nccl", False): ({"master_address", "master_port", "rank_offset", "world_size"}, set()),
+            ("nccl", True): ({"nccl_unique_id_b64", "rank_offset", "world_size"}, packing),
+        }
+        needed, allowed = forms[backend, self.is_newer]
+        keys = body["init_info"].keys()
+        if not needed <= keys <= needed | allowed:
+            return 500, {"error": {"message": f"Invalid init_info: {sorted(keys)}", "code": 500}}
+        self.is_prepared = True
+        return 200, {"message": "Weight transfer initialized"}
+
+    def start_update(self, body: dict[str, Any]) -> Reply:
+        self.is_in_update = True
+        return 200, {"message": "Weight update started"}
+
+    def update_weights(self, body: dict[str, Any]) -> Reply:
+        info = body["update_info"]
+        allowed = {"names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes"}
+        if not self.is_newer:
+            allowed |= {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
+        if not (self.is_prepared and self.is_in_update and info.keys() <= allowed) or self.is_asleep:
+            return 500, {"error": {"message": f"Invalid update_info: {sorted(info)}", "code": 500}}
+        if status := self.refusal():
+            return status, {"error": {"message": "no such weights", "type": "InternalServerError", "code": status}}
+        return 200, {"message": "Weights updated"}
+
+    def finish_update(self, body: dict[str, Any]) -> Reply:
+        self.is_in_update, self.load_format = False, "auto"
+        self.weight_version = body.get("weight_version", self.weight_version)
+        return 200, {"message": "Weight update finished"}
+
+    def enter_group(self, body: dict[str, Any]) -> Reply:
+        self.is_prepared = True
+        return 200, {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    def update_by_bucket(self, body: dict[str, Any]) -> Reply:
+        self.has_stale_cache = not body.get("flush_cache", True)
+        if status := self.refusal():
+            return status, {"success": False, "message": "no such weights"}
+        self.load_format = "auto"
+        return 200, {"success": True, "message": "Success"}
+
+    def flush_cache(self, body: dict[str, Any]) -> Reply:
+        self.has_stale_cache = False
+        return 200, None
+
+    def update_version(self, body: dict[str, Any]) -> Reply:
+        assert body["abort_all_requests"] is False
+        self.weight_version = body["new_version"]
+        return 200, {"success": True, "new_version": body["new_version"]}
+
+    def information(self) -> dict[str, Any]:
+        """Return what GET requests answer, by path."""
+        version = {"weight_version": "default" if FORGETS_VERSION in os.environ else self.weight_version}
+        if self.flavour.prompt == "input_ids":
+            return {"/health": None, "/model_info": {"model_path": "", **version}}
+        newer = {"/weight_info": version} if self.is_newer else {}
+        return {"/health": None, "/version": {"version": ".".join(map(str, _release()))}, **newer}
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         status, problem = self.refusal(), "no such weights"
@@ -304,6 +397,11 @@ class FakeServer:
             return {
                 "/generate": self.generate,
                 "/update_weights_from_disk": self.update_weights_from_disk,
+                "/init_weights_update_group": self.enter_group,
+                "/update_weights_from_tensor": self.update_by_bucket,
+                "/update_weights_from_distributed": self.update_by_bucket,
+                "/flush_cache": self.flush_cache,
+                "/update_weight_version": self.update_version,
                 "/release_memory_occupation": self.sleep,
                 "/resume_memory_occupation": self.wake,
             }
@@ -314,6 +412,12 @@ class FakeServer:
             **generate,
             "/collective_rpc": self.collective_rpc,
             "/reset_prefix_cache": self.reset_prefix_cache,
+            "/pause?mode=abort": self.pause,
+            "/resume": self.resume,
+            "/init_weight_transfer_engine": self.init_transfer,
+            "/start_weight_update": self.start_update,
+            "/update_weights": self.update_weights,
+            "/finish_weight_update": self.finish_update,
             "/sleep?level=2": self.sleep,
             "/wake_up": self.wake,
         }
@@ -373,7 +477,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.fake.log.write(kind="request", method="GET", path=self.path, body=None)
-        self._send(200 if self.server.is_ready.is_set() else 503, None)
+        information = self.server.fake.information()
+        status = 200 if self.path in information else 404
+        self._send(status if self.server.is_ready.is_set() else 503, information.get(self.path))
         self.server.is_ready.set()
 
     def do_POST(self) -> None:
@@ -410,6 +516,10 @@ class HttpServer(ThreadingHTTPServer):
         super().__init__((fake.options["--host"], int(fake.options["--port"])), Handler)
         self.fake = fake
         self.is_ready = threading.Event()
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(int(part) for part in os.environ.get(RELEASE, "0.25.1").split("."))
 
 
 def _options(flavour: Flavour, arguments: Sequence[str]) -> dict[str, str]:

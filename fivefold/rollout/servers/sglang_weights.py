@@ -1,0 +1,105 @@
+"""SGLang's endpoints for weights, in buckets that it calls flattened. Taken from the sources of 0.5.17."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from fivefold.rollout.servers.client import HttpClient
+from fivefold.rollout.servers.weights import check_version
+from fivefold.sync.cuda_ipc import on_device
+from fivefold.sync.device_buckets import DeviceBucket, Handle
+from fivefold.sync.nccl_link import GROUP, Invitation, Meeting
+from fivefold.sync.stand_in import pickled
+
+_FORMAT = "flattened_bucket"
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """SGLang's record of a tensor in a bucket, which it reads as an object of its own class."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start_idx: int
+    """First byte in the bucket."""
+    end_idx: int
+    numel: int
+    """Number of bytes."""
+
+
+FlattenedTensorMetadata.__module__ = "sglang.srt.weight_sync.tensor_bucket"
+
+
+class _Shared:
+    """Unpickles to the tensor of a handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reductions.rebuild_cuda_tensor, self._handle
+
+
+class SGLangWeights:
+    """The `WeightLoader` of SGLang."""
+
+    meeting: Meeting = "torch_group"
+
+    def __init__(self, http: HttpClient, uuids: Sequence[str]) -> None:
+        """Keep the UUIDs of the server's devices, one for each of its processes; none are needed with NCCL."""
+        self._http = http
+        self._uuids = uuids
+
+    def enter(self, invitation: Invitation, rank_offset: int) -> None:
+        body = {
+            "master_address": invitation.address,
+            "master_port": invitation.port,
+            "rank_offset": rank_offset,
+            "world_size": invitation.world_size,
+            "group_name": GROUP,
+            "backend": "nccl",
+        }
+        self._http.post("/init_weights_update_group", body)
+
+    def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+        for bucket in buckets:
+            if bucket.handles:
+                tensors = [_serialized(bucket, uuid) for uuid in self._uuids]
+                body = {"serialized_named_tensors": tensors, "load_format": _FORMAT, "flush_cache": False}
+                self._http.post("/update_weights_from_tensor", body)
+            else:
+                self._http.post("/update_weights_from_distributed", _announced(bucket))
+        self._http.send("POST", "/flush_cache", {})
+        self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        check_version(self._http.get("/model_info")["weight_version"], version)
+
+
+def _announced(bucket: DeviceBucket) -> dict[str, Any]:
+    return {
+        "names": list(bucket.names),
+        "dtypes": [bucket.dtype] * len(bucket.names),
+        "shapes": [list(shape) for shape in bucket.shapes],
+        "group_name": GROUP,
+        "load_format": _FORMAT,
+        "flush_cache": False,
+    }
+
+
+def _serialized(bucket: DeviceBucket, uuid: str) -> str:
+    """Return the bucket as the server's process on the device `uuid` reads it."""
+    metadata, start = [], 0
+    for name, shape, size in zip(bucket.names, bucket.shapes, bucket.sizes, strict=True):
+        dtype = getattr(torch, bucket.dtype)
+        metadata.append(FlattenedTensorMetadata(name, shape, dtype, start, start + size, size))
+        start += size
+    # The server looks for a device of this UUID; the indices of its devices are not those of the trainer's.
+    shared = _Shared(on_device(bucket.handles[uuid], uuid))
+    value = {"flattened_tensor": shared, "metadata": metadata}
+    return base64.b64encode(pickled(value, FlattenedTensorMetadata)).decode()

@@ -1,0 +1,38 @@
+"""The protocol by which a server takes weights from GPU to GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from fivefold.sync.device_buckets import DeviceBucket
+from fivefold.sync.nccl_link import Invitation, Meeting
+
+
+class WeightLoader(Protocol):
+    """Hands buckets on the trainer's devices to one server."""
+
+    meeting: Meeting
+    """How the server enters an NCCL group."""
+
+    def enter(self, invitation: Invitation, rank_offset: int) -> None:
+        """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
+
+    def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+        """Make the server load all buckets, each before the next is taken, and drop what it has cached with others.
+
+        Raises:
+            RuntimeError: the server refused a bucket, or has another version afterwards.
+        """
+
+
+def check_version(said: object, version: int) -> None:
+    """Compare the version that a server says it has.
+
+    Raises:
+        RuntimeError: it is another one.
+    """
+    if said != str(version):
+        raise RuntimeError(
+            f"after an update to version {version} the server says that its weights are version {said!r}"
+        )

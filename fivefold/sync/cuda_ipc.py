@@ -1,0 +1,55 @@
+"""CUDA IPC: a process opens the memory that another process has on the same GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from fivefold.sync.device_buckets import Handle
+
+_DEVICE_INDEX = 6
+"""Place of the device's index among the arguments of `rebuild_cuda_tensor`."""
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the UUID of a CUDA device, by which all processes know it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible_uuids() -> list[str]:
+    """Return the UUIDs of this process's devices. Another process asks, because the question costs device memory."""
+    question = (
+        "import torch; [print(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]"
+    )
+    answer = subprocess.run([sys.executable, "-c", question], check=True, stdout=subprocess.PIPE, text=True)
+    return answer.stdout.split()
+
+
+def exported(buffer: Tensor) -> Handle:
+    """Return a handle of a CUDA tensor, for one process to open once; what was written to it is there by then.
+
+    CUDA frees exported memory only when each handle was opened and released, so that each bucket needs a new one.
+    """
+    torch.cuda.current_stream(buffer.device).synchronize()
+    _, handle = reductions.reduce_tensor(buffer)
+    return tuple(handle)
+
+
+def opened(handle: Handle, device: torch.device) -> Tensor:
+    """Return the tensor of a handle; `device` is the name that its device has in this process."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return reductions.rebuild_cuda_tensor(*on_device(handle, index))
+
+
+def on_device(handle: Handle, device: int | str) -> Handle:
+    """Return a handle whose device is called `device`, as the process that opens it calls it."""
+    return (*handle[:_DEVICE_INDEX], device, *handle[_DEVICE_INDEX + 1 :])
+
+
+def collect() -> None:
+    """Free the exported memory that all processes have released."""
+    torch.cuda.ipc_collect()

@@ -1,0 +1,200 @@
+"""Weights as buckets that stay on the trainer's devices: whole tensors of one dtype, end to end in a flat buffer.
+
+    trainer rank   tensors ──BufferFiller──> buffer 0, buffer 1, buffer 0, ...      the same buckets on every rank
+                                               │ handle: how a process on the same device opens the buffer
+    driver         DeviceBucket: names, dtypes, shapes, and the handles of all ranks' devices
+    engine         opens the handle of its own device, or receives the buffer by NCCL
+
+Unlike the buckets of `fivefold.sync.buckets`, these hold whole tensors, because the servers' loaders take no parts: a
+tensor larger than a bucket gets a buffer of its own size.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 512 * 2**20
+"""Bytes of a buffer on each rank's device, unless a tensor is larger. Loaders take long for a tensor, not a bucket."""
+
+CHECKSUMS = 2**61
+"""Checksums are compared modulo this."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtype as which elements are added up, by their bytes."""
+
+Handle = tuple[Any, ...]
+"""Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`, of which the device's index is one."""
+
+
+@dataclass(frozen=True)
+class DeviceBucket:
+    """What a bucket holds, and how to reach it. Its bytes are not here."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    """Name of all tensors' dtype, as in `torch.<name>`."""
+    handles: Mapping[str, Handle]
+    """The handle of the buffer on each device, by the device's UUID; none where NCCL carries the bytes."""
+    checksum: int | None
+    """Checksum of all tensors; None: nobody asked for it."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor; they lie end to end."""
+        itemsize = _dtype(self.dtype).itemsize
+        return [math.prod(shape) * itemsize for shape in self.shapes]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the bucket."""
+        return sum(self.sizes)
+
+    def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that lie in `flat`, uint8 [at least n_bytes], as views of it."""
+        dtype = _dtype(self.dtype)
+        parts = flat[: self.n_bytes].split(self.sizes)
+        for name, shape, part in zip(self.names, self.shapes, parts, strict=True):
+            yield name, part.view(dtype).view(shape)
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the same names and shapes without content."""
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            yield name, torch.empty(shape, dtype=_dtype(self.dtype), device="meta")
+
+    def pickled_handles(self) -> str:
+        """Return the handles by device as base64 of a pickle, as vLLM takes them."""
+        return base64.b64encode(pickle.dumps(dict(self.handles))).decode()
+
+
+def merged(parts: Sequence[DeviceBucket | None]) -> DeviceBucket | None:
+    """Return one rank's bucket with the handles of all ranks; None if the weights are at their end."""
+    first = parts[0]
+    if first is None:
+        return None
+    handles = {uuid: handle for part in parts if part is not None for uuid, handle in part.handles.items()}
+    return replace(first, handles=handles)
+
+
+class BufferFiller:
+    """Fills buffers with tensors, in turn, so that one can be read while the next is filled."""
+
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        dtype: torch.dtype,
+        n_buffers: int,
+        max_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Begin with the first tensor.
+
+        Args:
+            weights: tensors on one device; each is copied before the next is asked for.
+            dtype: what they are cast to.
+            n_buffers: buffers that are filled in turn.
+            max_bytes: bytes of a buffer, unless a tensor is larger.
+        """
+        self._weights = iter(weights)
+        self._dtype = dtype
+        self._max_bytes = max_bytes
+        self._buffers: list[Tensor | None] = [None] * n_buffers
+        self._n_filled = 0
+        self._next = self._read()
+
+    def fill(self) -> tuple[list[tuple[str, Tensor]], Tensor] | None:
+        """Fill the next buffer with tensors. The one before it stays as it is if there are two.
+
+        Returns:
+            The tensors, as views of the buffer, and the buffer (uint8, flat); None if there are no more tensors.
+        """
+        if self._next is None:
+            return None
+        most = max(self._max_bytes, self._next[1].numel() * self._dtype.itemsize)
+        buffer = self._buffer(most)
+        tensors: list[tuple[str, Tensor]] = []
+        end = 0
+        while self._next is not None:
+            name, source = self._next
+            n_bytes = source.numel() * self._dtype.itemsize
+            if end + n_bytes > most:
+                break
+            target = buffer[end : end + n_bytes].view(self._dtype).view(source.shape)
+            target.copy_(source)
+            tensors.append((name, target))
+            end += n_bytes
+            self._next = self._read()
+        return tensors, buffer
+
+    def _read(self) -> tuple[str, Tensor] | None:
+        item = next(self._weights, None)
+        return None if item is None else (item[0], item[1].detach())
+
+    def _buffer(self, n_bytes: int) -> Tensor:
+        """Return the buffer whose turn it is, with room for `n_bytes` at least."""
+        assert self._next is not None
+        turn = self._n_filled % len(self._buffers)
+        self._n_filled += 1
+        buffer = self._buffers[turn]
+        if buffer is None or buffer.numel() < n_bytes:
+            self._buffers[turn] = buffer = None  # its memory may serve the new one
+            buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._next[1].device)
+            self._buffers[turn] = buffer
+        return buffer
+
+
+class Checksum:
+    """Passes tensors on, and adds up a number that depends on the name and the bits of each, and not on their order.
+
+    The sum of a tensor's elements, as integers, is taken on its device. It finds lost, stale and mixed-up tensors, and
+    not two elements of a tensor that change places. The code that runs inside vLLM computes the same number.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], is_wanted: bool = True) -> None:
+        """Add nothing up unless `is_wanted`."""
+        self._tensors = tensors
+        self._is_wanted = is_wanted
+        self.total = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors:
+            if self._is_wanted:
+                integers = tensor.reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
+                self.total += (1 + zlib.crc32(name.encode())) * int(integers.sum(dtype=torch.int64))
+            yield name, tensor
+
+
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return the `Checksum` of tensors."""
+    total = Checksum(tensors)
+    for _ in total:
+        pass
+    return total.total
+
+
+def check_arrived(arrived: Sequence[int], sent: int) -> None:
+    """Compare the checksum that each process of an engine found with that of what was sent.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    wanted = sent % CHECKSUMS
+    wrong = [number for number, found in enumerate(arrived) if found != wanted]
+    if wrong or not arrived:
+        raise RuntimeError(
+            f"the weights that arrived are not those that were sent: in process {', '.join(map(str, wrong))} of "
+            f"{len(arrived)} their checksum is another than {wanted}"
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

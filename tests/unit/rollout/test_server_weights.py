@@ -1,0 +1,359 @@
+"""Weights that reach a server from GPU to GPU, against a server that logs its requests. There is no GPU here."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.config.schema import GenerationConfig
+from fivefold.rollout.engines import DIALECTS
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.servers import sglang_dialect, vllm_dialect
+from fivefold.rollout.servers.command import server_command
+from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.rollout.transformers_engine import TransformersEngine
+from fivefold.sync import cuda_ipc
+from fivefold.sync.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
+from fivefold.sync.folder import NodePlace
+from fivefold.sync.nccl_link import Invitation
+from fivefold.sync.transport import Route, Transport
+from tests.unit.rollout import fake_server
+from tests.unit.rollout.conftest import spec_of
+from tests.unit.rollout.fake_server import Log, write_python
+
+Folder = Callable[..., Path]
+
+OLD, NEW = {"backend": "vllm", "release": "0.25.1"}, {"backend": "vllm", "release": "0.32.0"}
+SGLANG = {"backend": "sglang", "release": "0.25.1"}
+ALL = pytest.mark.parametrize("kind", [OLD, NEW, SGLANG], ids=["vllm-0.25", "vllm-0.32", "sglang"])
+ID = bytes(range(128))
+INVITATION = Invitation("10.0.0.1", 4321, ID, 5)
+HANDLE = ("class", (8,), (1,), 0, "storage", "uint8", 0, b"handle", 8, 0, False, b"counter", 0, b"event", True)
+"""A handle of the form of `reduce_tensor`'s."""
+
+
+def route(transport: Transport, *, with_checksum: bool = False) -> Route:
+    return Route(transport, "bfloat16", with_checksum)
+
+
+@pytest.fixture
+def start(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ServerEngine]]:
+    """Start an engine over a server of a kind, which ends with the test; `variables` are the server's."""
+    monkeypatch.setattr(sglang_dialect, "visible_uuids", lambda: ["uuid-1", "uuid-0"])
+    engines = []
+
+    def started(kind: dict[str, str], way: Route, **variables: str) -> ServerEngine:
+        model = model_folder("qwen3_moe")
+        python = write_python(tmp_path, **{fake_server.RELEASE: kind["release"], **variables})
+        spec = spec_of(kind["backend"], model, python=python, route=way)
+        save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
+        engines.append(ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save))
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def weights(model_folder: Folder) -> dict[str, Tensor]:
+    return load_file(model_folder("qwen3_moe") / "model.safetensors")
+
+
+def buckets_of(weights: dict[str, Tensor], transport: Transport, *, with_checksum: bool = False) -> list[DeviceBucket]:
+    """Return the weights in buckets of two devices."""
+    filler = BufferFiller(weights.items(), dtype=torch.bfloat16, n_buffers=1, max_bytes=20_000)
+    handles = {"uuid-0": HANDLE, "uuid-1": HANDLE} if transport == "ipc" else {}
+    buckets = []
+    while (filled := filler.fill()) is not None:
+        tensors, _ = filled
+        names, shapes = tuple(name for name, _ in tensors), tuple(tuple(tensor.shape) for _, tensor in tensors)
+        total = checksum(tensors) if with_checksum else None
+        buckets.append(DeviceBucket(names, shapes, "bfloat16", handles, total))
+    return buckets
+
+
+def generate(engine: ServerEngine) -> Sequence[int]:
+    sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=4))
+    [completion] = engine.generate([GenerationRequest((5, 6), 7)], sampling)
+    return completion.versions.tolist()
+
+
+def bodies(folder: Path, path: str) -> list[Any]:
+    return [row["body"] for row in Log(folder).rows("request") if row["path"] == path]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@ALL
+def test_a_server_loads_buckets_and_answers_with_their_version(
+    kind: dict[str, str],
+    transport: Transport,
+    start: Callable[..., ServerEngine],
+    weights: dict[str, Tensor],
+    tmp_path: Path,
+) -> None:
+    engine = start(kind, route(transport))
+    if transport == "nccl":
+        engine.enter(INVITATION, 3)
+    buckets = buckets_of(weights, transport)
+    before = len(Log(tmp_path).posts())
+    engine.load_buckets(iter(buckets), 4)
+    assert set(generate(engine)) == {4}
+    update = {"ipc": "/update_weights_from_tensor", "nccl": "/update_weights_from_distributed"}[transport]
+    expected = {
+        "vllm": [
+            "/pause?mode=abort", "/start_weight_update", *["/update_weights"] * len(buckets), "/finish_weight_update",
+            "/resume",
+        ],
+        "sglang": [*[update] * len(buckets), "/flush_cache", "/update_weight_version"],
+    }  # fmt: skip
+    assert Log(tmp_path).posts()[before:-1] == expected[kind["backend"]]
+
+
+@pytest.mark.parametrize("kind", [OLD, NEW], ids=["0.25", "0.32"])
+def test_vllm_is_told_of_handles_in_the_form_of_its_release(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine, is_old = start(kind, route("ipc")), kind is OLD
+    assert bodies(tmp_path, "/init_weight_transfer_engine") == [{"init_info": {} if is_old else {"packed": True}}]
+    buckets = buckets_of(weights, "ipc")
+    engine.load_buckets(iter(buckets), 4)
+    for body, bucket in zip(bodies(tmp_path, "/update_weights"), buckets, strict=True):
+        info = body["update_info"]
+        handles = pickle.loads(base64.b64decode(info.pop("ipc_handles_pickled")))
+        assert handles == {"uuid-0": HANDLE, "uuid-1": HANDLE}
+        sizes = [weights[name].numel() * 2 for name in bucket.names]
+        assert info == {
+            "names": list(bucket.names),
+            "dtype_names": ["bfloat16"] * len(bucket.names),
+            "shapes": [list(weights[name].shape) for name in bucket.names],
+            "tensor_sizes": sizes,
+            **({"packed": True} if is_old else {}),
+        }
+    assert bodies(tmp_path, "/finish_weight_update") == [{} if is_old else {"weight_version": "4"}]
+    [started] = Log(tmp_path).rows("start")
+    assert started["environment"]["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+@pytest.mark.parametrize("kind", [OLD, NEW], ids=["0.25", "0.32"])
+def test_vllm_enters_a_group_and_gets_each_bucket_in_one_broadcast(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = start(kind, route("nccl"))
+    assert engine.meeting == ("vllm_store" if kind is OLD else "unique_id")
+    engine.enter(INVITATION, 3)
+    [body] = bodies(tmp_path, "/init_weight_transfer_engine")
+    packing = {"packed": True, "packed_buffer_size_bytes": 2**62, "packed_num_buffers": 1}
+    place = {"rank_offset": 3, "world_size": 5}
+    if kind is OLD:
+        assert body == {"init_info": {"master_address": "10.0.0.1", "master_port": 4321, **place}}
+    else:
+        assert body == {"init_info": {"nccl_unique_id_b64": base64.b64encode(ID).decode(), **place, **packing}}
+    engine.load_buckets(iter(buckets_of(weights, "nccl")), 4)
+    for sent in bodies(tmp_path, "/update_weights"):
+        keys = {"names", "dtype_names", "shapes"} | (packing.keys() if kind is OLD else set())
+        assert sent["update_info"].keys() == keys
+    [started] = Log(tmp_path).rows("start")
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in started["environment"]
+
+
+class FakeSGLang(pickle.Unpickler):
+    """Reads what SGLang reads, with its class, and without opening CUDA memory."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "sglang.srt.weight_sync.tensor_bucket":
+            assert name == "FlattenedTensorMetadata"
+            return SimpleNamespace
+        if name == "rebuild_cuda_tensor":
+            assert module == "torch.multiprocessing.reductions"
+            return lambda *handle: handle
+        assert module.split(".")[0] in ("builtins", "copyreg", "torch")  # SGLang reads no others
+        return super().find_class(module, name)
+
+
+def test_sglang_gets_the_bucket_of_each_of_its_devices(
+    start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = start(SGLANG, route("ipc"))
+    buckets = buckets_of(weights, "ipc")
+    engine.load_buckets(iter(buckets), 4)
+    for body, bucket in zip(bodies(tmp_path, "/update_weights_from_tensor"), buckets, strict=True):
+        assert (body["load_format"], body["flush_cache"]) == ("flattened_bucket", False)
+        by_process = body["serialized_named_tensors"]
+        for uuid, serialized in zip(["uuid-1", "uuid-0"], by_process, strict=True):
+            value = FakeSGLang(io.BytesIO(base64.b64decode(serialized))).load()
+            assert value["flattened_tensor"] == (*HANDLE[:6], uuid, *HANDLE[7:])
+            ends = []
+            for entry, name in zip(value["metadata"], bucket.names, strict=True):
+                assert (entry.name, tuple(entry.shape), entry.dtype) == (name, weights[name].shape, torch.bfloat16)
+                assert entry.numel == entry.end_idx - entry.start_idx == weights[name].numel() * 2
+                assert entry.start_idx == (ends[-1] if ends else 0)
+                ends.append(entry.end_idx)
+    assert "sglang" not in sys.modules
+
+
+def test_sglang_enters_a_group_and_is_told_of_each_broadcast(
+    start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = start(SGLANG, route("nccl"))
+    engine.enter(INVITATION, 3)
+    place = {"master_address": "10.0.0.1", "master_port": 4321, "rank_offset": 3, "world_size": 5}
+    group = {"group_name": "fivefold_weights"}
+    assert bodies(tmp_path, "/init_weights_update_group") == [{**place, **group, "backend": "nccl"}]
+    buckets = buckets_of(weights, "nccl")
+    engine.load_buckets(iter(buckets), 4)
+    assert bodies(tmp_path, "/update_weights_from_distributed") == [
+        {
+            "names": list(bucket.names),
+            "dtypes": ["bfloat16"] * len(bucket.names),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            **group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        for bucket in buckets
+    ]
+
+
+@ALL
+def test_a_refused_bucket_is_an_error_at_once_and_the_engine_has_no_weights(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = start(kind, route("ipc"))
+    refusal = tmp_path / fake_server.REFUSAL
+    refusal.write_text("500")
+    taken: list[DeviceBucket] = []
+
+    def buckets() -> Iterator[DeviceBucket]:
+        for bucket in buckets_of(weights, "ipc"):
+            taken.append(bucket)
+            yield bucket
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"refused /update_weights.* with status 500: .*no such weights"):
+        engine.load_buckets(buckets(), 4)
+    assert time.monotonic() - began < 5
+    assert len(taken) == 1
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        generate(engine)
+    refusal.unlink()
+    engine.load_buckets(buckets(), 5)
+    assert set(generate(engine)) == {5}
+
+
+@pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm-0.32", "sglang"])
+def test_a_server_that_says_another_version_is_an_error(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor]
+) -> None:
+    engine = start(kind, route("ipc"), **{fake_server.FORGETS_VERSION: "1"})
+    with pytest.raises(RuntimeError, match=r"an update to version 4 the server says .* version 'default'"):
+        engine.load_buckets(iter(buckets_of(weights, "ipc")), 4)
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        generate(engine)
+
+
+def test_buckets_that_lack_a_tensor_leave_the_engine_without_weights(
+    start: Callable[..., ServerEngine], weights: dict[str, Tensor]
+) -> None:
+    engine = start(OLD, route("ipc"))
+    del weights["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"do not fit .*missing: model\.norm\.weight"):
+        engine.load_buckets(iter(buckets_of(weights, "ipc")), 4)
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        generate(engine)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "folder"])
+def test_what_arrives_in_vllm_is_compared_with_what_was_sent(
+    transport: Transport, start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = start(OLD, route(transport, with_checksum=True))
+    right = checksum((name, tensor.bfloat16()) for name, tensor in weights.items()) % CHECKSUMS
+
+    def update(version: int) -> None:
+        if transport == "ipc":
+            engine.load_buckets(iter(buckets_of(weights, "ipc", with_checksum=True)), version)
+        else:
+            engine.update_weights(weights.items(), version)
+
+    (tmp_path / fake_server.CHECKSUM).write_text(str(right))
+    update(4)
+    assert set(generate(engine)) == {4}
+    (tmp_path / fake_server.CHECKSUM).write_text(str(right + 1))
+    with pytest.raises(RuntimeError, match="the weights that arrived are not those that were sent"):
+        update(5)
+    with pytest.raises(RuntimeError, match="the last update failed"):
+        generate(engine)
+    [started] = Log(tmp_path).rows("start")
+    assert started["environment"]["PYTHONPATH"].split(":")[0] == str(vllm_dialect.INSIDE)
+
+
+def test_the_code_inside_vllm_computes_the_same_checksum(
+    weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
+    module, _, name = vllm_dialect.CHECK.rpartition(".")
+    worker = getattr(__import__(module), name)()
+    loaded: dict[str, Tensor] = {}
+    model = SimpleNamespace(load_weights=loaded.update)
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    rows = list(weights.items())
+    for _ in range(2):  # the second update begins anew
+        worker.fivefold_watch_weights()
+        model.load_weights(iter(rows[:3]))
+        model.load_weights(iter(rows[3:]))
+        assert worker.fivefold_weight_checksum() == str(checksum(rows) % CHECKSUMS)
+    assert loaded.keys() == weights.keys()
+
+
+def test_a_command_line_names_the_transport() -> None:
+    def flags(backend: str, way: Route) -> list[str]:
+        return server_command(DIALECTS[backend], spec_of(backend, Path("/models/a"), route=way), 81)
+
+    for transport in ("ipc", "nccl"):
+        command = flags("vllm", route(transport))  # type: ignore[arg-type]
+        assert command[command.index("--weight-transfer-config") + 1] == f'{{"backend": "{transport}"}}'
+        assert flags("sglang", route(transport)) == flags("sglang", route("folder"))  # type: ignore[arg-type]
+    assert "--weight-transfer-config" not in flags("vllm", route("folder"))
+    checked = flags("vllm", route("ipc", with_checksum=True))
+    assert checked[checked.index("--worker-extension-cls") + 1] == "fivefold_weight_check.WeightCheck"
+
+
+def test_the_embedded_engine_opens_the_trainers_buffers(
+    model_folder: Folder, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handles stand for buffers in this process's own memory."""
+    engine = TransformersEngine.from_path(
+        str(model_folder("qwen3_moe")), dtype="float32", device="cpu", max_batch_size=2, tokenizer_path=None,
+        load_weights=False,
+    )  # fmt: skip
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: "uuid-0")
+    monkeypatch.setattr(cuda_ipc, "opened", lambda handle, device: handle[0])
+
+    def buckets(spoils: bool) -> Iterator[DeviceBucket]:
+        filler = BufferFiller(weights.items(), dtype=torch.float32, n_buffers=2, max_bytes=20_000)
+        while (filled := filler.fill()) is not None:
+            tensors, buffer = filled
+            names, shapes = tuple(name for name, _ in tensors), tuple(tuple(tensor.shape) for _, tensor in tensors)
+            yield DeviceBucket(names, shapes, "float32", {"uuid-0": (buffer,)}, checksum(tensors) % CHECKSUMS + spoils)
+
+    engine.load_buckets(buckets(spoils=False), 3)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.weights())
+    with pytest.raises(RuntimeError, match="not those that were sent"):
+        engine.load_buckets(buckets(spoils=True), 4)

@@ -1,0 +1,154 @@
+"""Buckets that stay on the trainer's devices, here on the CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.cluster.worker import Feed
+from fivefold.sync.device_buckets import (
+    CHECKSUMS,
+    BufferFiller,
+    Checksum,
+    DeviceBucket,
+    check_arrived,
+    checksum,
+    merged,
+)
+from fivefold.sync.sender import WeightSender
+from fivefold.sync.transport import Route
+
+SIZES = [3, 50, 7, 0, 400, 1, 64, 64, 64, 2]
+"""Elements of each tensor; a bucket of 256 bytes holds 128 of bfloat16."""
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"tensor {i}": torch.randn(size, 2, generator=generator)[:, 0] for i, size in enumerate(SIZES)}
+
+
+def bucket_of(rows: list[tuple[str, Tensor]], **fields: object) -> DeviceBucket:
+    names, shapes = tuple(name for name, _ in rows), tuple(tuple(tensor.shape) for _, tensor in rows)
+    values = {"dtype": "bfloat16", "handles": {}, "checksum": None} | fields
+    return DeviceBucket(names, shapes, **values)  # type: ignore[arg-type]
+
+
+def test_every_tensor_lies_whole_in_one_buffer_where_its_bucket_says() -> None:
+    sources, arrived = tensors(), {}
+    filler = BufferFiller(sources.items(), dtype=torch.bfloat16, n_buffers=2, max_bytes=256)
+    n_buckets = 0
+    while (filled := filler.fill()) is not None:
+        rows, buffer = filled
+        n_buckets += 1
+        assert sum(tensor.nbytes for _, tensor in rows) <= 256 or len(rows) == 1
+        arrived |= {name: tensor.clone() for name, tensor in bucket_of(rows).tensors(buffer)}
+    assert list(arrived) == list(sources)
+    assert all(torch.equal(arrived[name], source.bfloat16()) for name, source in sources.items())
+    assert n_buckets == 5
+
+
+def test_a_bucket_stays_as_it_is_while_the_next_is_filled_and_not_longer() -> None:
+    filler = BufferFiller(tensors().items(), dtype=torch.float32, n_buffers=2, max_bytes=256)
+    buffers = []
+    copies = []
+    while (filled := filler.fill()) is not None:
+        buffers.append(filled[1])
+        copies.append(filled[1].clone())
+        if len(buffers) > 1:
+            assert torch.equal(buffers[-2], copies[-2])
+            assert buffers[-2].data_ptr() != buffers[-1].data_ptr()
+    assert len({buffer.data_ptr() for buffer in buffers[-4::2]}) == 1
+
+
+def test_a_slow_engine_reads_what_was_sent_while_the_next_bucket_is_filled() -> None:
+    """The feed hands over a bucket once the one before it is loaded, which is when its buffer may be filled again."""
+    sources = tensors()
+    filler = BufferFiller(sources.items(), dtype=torch.float32, n_buffers=2, max_bytes=256)
+    feed, arrived, filled_while_loading = Feed(), {}, []
+    loading = threading.Event()
+
+    def load() -> None:
+        for rows, buffer in feed:
+            loading.set()
+            time.sleep(0.02)
+            arrived.update({name: tensor.clone() for name, tensor in bucket_of(rows, dtype="float32").tensors(buffer)})
+            loading.clear()
+
+    reader = threading.Thread(target=load)
+    reader.start()
+    while (filled := filler.fill()) is not None:
+        filled_while_loading.append(loading.is_set())
+        feed.put(filled)
+    feed.end()
+    reader.join()
+    assert all(torch.equal(arrived[name], source) for name, source in sources.items())
+    assert any(filled_while_loading)
+
+
+def test_handles_of_all_ranks_are_merged() -> None:
+    rows = [("a", torch.zeros(2))]
+    parts = [bucket_of(rows, handles={"uuid-0": (0,)}), bucket_of(rows), bucket_of(rows, handles={"uuid-2": (2,)})]
+    assert merged(parts) == bucket_of(rows, handles={"uuid-0": (0,), "uuid-2": (2,)})
+    assert merged([None, None]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checksum_tells_lost_stale_and_mixed_up_tensors(dtype: torch.dtype) -> None:
+    rows = [(name, tensor.to(dtype)) for name, tensor in tensors().items()]
+    total = checksum(rows)
+    assert total == checksum(reversed(rows))
+    stale = [(name, tensor.to(dtype)) for name, tensor in tensors(seed=1).items()]
+    mixed_up = [(rows[1][0], rows[2][1]), (rows[2][0], rows[1][1]), rows[0], *rows[3:]]
+    for wrong in (rows[:-1], stale, mixed_up):
+        assert checksum(wrong) % CHECKSUMS != total % CHECKSUMS
+    silent = Checksum(rows, is_wanted=False)
+    assert [name for name, _ in silent] == [name for name, _ in rows]
+    assert silent.total == 0
+
+
+def test_each_process_of_an_engine_must_have_got_what_was_sent() -> None:
+    check_arrived([5, 5], CHECKSUMS + 5)
+    with pytest.raises(RuntimeError, match="in process 1 of 2"):
+        check_arrived([5, 6], 5)
+    with pytest.raises(RuntimeError, match="not those that were sent"):
+        check_arrived([], 5)
+
+
+class RecordingLink:
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def broadcast(self, flat: Tensor) -> None:
+        self.sent.append(flat.clone())
+
+
+def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
+    sources, link = tensors(), RecordingLink()
+    route = Route("nccl", "bfloat16", checksum=True)
+    sender = WeightSender(sources.items(), route, 0, link, max_bytes=256)
+    other = WeightSender(sources.items(), route, 1, None, max_bytes=256)
+    announced: list[DeviceBucket] = []
+    while (bucket := sender.next()) is not None:
+        assert other.next() == bucket
+        assert len(link.sent) == len(announced)
+        announced.append(bucket)
+    assert other.next() is None
+    arrived = {
+        name: tensor for bucket, flat in zip(announced, link.sent, strict=True) for name, tensor in bucket.tensors(flat)
+    }
+    assert all(torch.equal(arrived[name], source.bfloat16()) for name, source in sources.items())
+    assert sum(bucket.checksum or 0 for bucket in announced) == checksum(arrived.items())
+
+
+def test_a_failure_of_the_weights_is_the_senders() -> None:
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(3)
+        raise ValueError("a parameter is missing")
+
+    with pytest.raises(ValueError, match="a parameter is missing"):
+        WeightSender(weights(), Route("nccl", "float32", checksum=False), 0, None).next()
