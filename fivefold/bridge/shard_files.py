@@ -8,6 +8,7 @@ Data goes from the tensor's device to the file in blocks, so a process needs no 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -22,6 +23,8 @@ from fivefold.bridge.shard_plan import ShardPlan
 
 BLOCK_BYTES = 32 * 2**20
 """Most bytes that are copied to the host at one time."""
+_LARGE = 2**20
+"""Bytes from which one write goes to the disk on its own."""
 
 
 class ShardFiles:
@@ -36,6 +39,7 @@ class ShardFiles:
         self._folder = folder
         self._plan = plan
         self._open: dict[str, int] = {}
+        self._pinned: Tensor | None = None
 
     def create(self) -> None:
         """Create all files with their headers and in their final sizes. One process does this before any writes.
@@ -67,9 +71,38 @@ class ShardFiles:
         _check(name, data, row, column, place.spec.dtype, place.spec.shape)
         itemsize, width = data.element_size(), prod(place.spec.shape[1:])
         first = place.begin + (row * width + column) * itemsize
-        for offset, run in _runs(data.detach(), width):
+        for offset, run in self._runs(data.detach(), width):
             self._write_at(place.file, run.view(torch.uint8).numpy().data, first + offset * itemsize)
         return data.nbytes
+
+    def _runs(self, data: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield what is contiguous in a tensor with rows of `width` elements, on the host, each [elements].
+
+        With each comes the distance of its first element from the first of `data`, in elements of the whole tensor.
+        """
+        if data.numel() == 0:
+            return
+        most = max(1, BLOCK_BYTES // data.element_size())
+        rows_RC = data.reshape(len(data) if data.ndim else 1, -1)
+        n_columns = rows_RC.shape[1]
+        if n_columns == width or len(rows_RC) == 1:
+            flat = rows_RC.reshape(-1)
+            for start in range(0, flat.numel(), most):
+                yield start, self._on_host(flat[start : start + most])
+            return
+        step = max(1, most // n_columns)
+        for start in range(0, len(rows_RC), step):
+            for row, run in enumerate(self._on_host(rows_RC[start : start + step]), start=start):
+                yield row * width, run
+
+    def _on_host(self, block: Tensor) -> Tensor:
+        """Return a block in host memory, contiguous. One of a GPU stays there until the next one comes."""
+        if block.device.type != "cuda":
+            return block.cpu().contiguous()
+        # A GPU copies into pinned memory about thirty times as fast as into other memory.
+        if self._pinned is None or len(self._pinned) < block.nbytes:
+            self._pinned = torch.empty(max(BLOCK_BYTES, block.nbytes), dtype=torch.uint8, pin_memory=True)
+        return self._pinned[: block.nbytes].view(block.dtype).view(block.shape).copy_(block)
 
     def sync(self) -> None:
         """Wait until what this process has written is on the disk, and close the files.
@@ -101,10 +134,13 @@ class ShardFiles:
         with _naming(path):
             if file not in self._open:
                 self._open[file] = os.open(path, os.O_WRONLY)
-            left = memoryview(data)
+            left, place = memoryview(data), offset
             while left:
-                written = os.pwrite(self._open[file], left, offset)
-                left, offset = left[written:], offset + written
+                written = os.pwrite(self._open[file], left, place)
+                left, place = left[written:], place + written
+            if sys.platform == "linux" and len(data) >= _LARGE:
+                # The disk begins with it at once. Otherwise Linux waits for the fsync, or for memory to run short.
+                os.posix_fadvise(self._open[file], offset, len(data), os.POSIX_FADV_DONTNEED)
 
 
 def _check(name: str, data: Tensor, row: int, column: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -118,27 +154,6 @@ def _check(name: str, data: Tensor, row: int, column: int, dtype: torch.dtype, s
         raise ValueError(
             f"{name} has the shape {list(shape)}, and data of shape {list(sizes)} at {list(first)} is no part of it"
         )
-
-
-def _runs(data: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield what is contiguous in a tensor with rows of `width` elements, on the host, each [elements].
-
-    With each comes the distance of its first element from the first of `data`, in elements of the whole tensor.
-    """
-    if data.numel() == 0:
-        return
-    block = max(1, BLOCK_BYTES // data.element_size())
-    rows_RC = data.reshape(len(data) if data.ndim else 1, -1)
-    n_columns = rows_RC.shape[1]
-    if n_columns == width or len(rows_RC) == 1:
-        flat = rows_RC.reshape(-1)
-        for start in range(0, flat.numel(), block):
-            yield start, flat[start : start + block].cpu()
-        return
-    step = max(1, block // n_columns)
-    for start in range(0, len(rows_RC), step):
-        for row, run in enumerate(rows_RC[start : start + step].cpu().contiguous(), start=start):
-            yield row * width, run
 
 
 @contextmanager
