@@ -56,7 +56,9 @@ def convert(
     separate_layers: SeparateLayers = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a GGUF model or a Megatron-Core checkpoint as a Hugging Face folder, or such a folder as a checkpoint.
+    """Turn models of other formats into Hugging Face folders, and back.
+
+    A GGUF model or a Megatron-Core checkpoint becomes a Hugging Face folder, or such a folder becomes a checkpoint.
 
     \b
     Examples:
