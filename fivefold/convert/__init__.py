@@ -1,1 +1,1 @@
-"""Other model formats to Hugging Face folders."""
+"""Other model formats to Hugging Face folders, and these to Megatron-Core checkpoints."""
