@@ -196,8 +196,9 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
         if sharers := blueprint.placement.sharers(rollout.placed.role):
             role, others = rollout.placed.role, " and ".join(sharers)
             offloaded = blueprint.offloaded if "actor" in sharers else ()
-            staying = [NAMES[kind] for kind in KINDS if kind not in offloaded]
-            moved = [NAMES[kind] for kind in offloaded]
+            waiting = [trainer for trainer in blueprint.trainers if trainer.placed.role in sharers]
+            staying = [NAMES[kind] for kind in KINDS if kind not in offloaded and _has(waiting, kind)]
+            moved = [NAMES[kind] for kind in offloaded if _has(waiting, kind)]
             stay = f"the {' and '.join(staying)} of {others} stay on the devices" if staying else "nothing stays"
             go = f", and the {' and '.join(moved)} of actor are offloaded" if moved else ""
             yield (
@@ -207,6 +208,12 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
     for trainer in blueprint.trainers:
         if trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
             yield f"{trainer.placed.role} and actor take turns on the same devices; the weights of both stay there"
+
+
+def _has(trainers: Sequence[TrainerPlan], kind: Kind) -> bool:
+    """Return whether a trainer has anything of this kind on its GPUs."""
+    sizes = {"params": "weights", "grads": "gradients", "optimizer": "optimizer"}
+    return any(getattr(stage, sizes[kind]) for trainer in trainers for stage in trainer.memory)
 
 
 def _time_notes(trainer: TrainerPlan) -> Iterator[str]:

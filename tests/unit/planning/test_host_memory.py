@@ -1,0 +1,61 @@
+"""Host memory of a node, and the recipe that needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.families.read import find_shape
+from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.host_memory import PROCESS_BYTES, host_bytes
+from fivefold.planning.plan import plan_recipe
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
+MODEL = ["actor.path=Qwen3-30B-A3B"]
+
+
+def planned(*overrides: str) -> Blueprint:
+    plan = plan_recipe(RECIPE, [*MODEL, *overrides], gpu="h200-141g")
+    assert plan.blueprint is not None
+    return plan.blueprint
+
+
+def needed(blueprint: Blueprint) -> int:
+    return host_bytes(blueprint.trainers, blueprint.rollouts, blueprint.offloaded)[0]
+
+
+def test_the_whole_model_fits_on_two_h200s_and_their_host() -> None:
+    """Of 30.5 billion parameters, 6 bytes each are on the host: remainders and two moments."""
+    blueprint = planned()
+    assert blueprint.fits
+    assert blueprint.offloaded == ("grads",)
+    assert needed(blueprint) == pytest.approx(
+        6 * find_shape("Qwen3-30B-A3B").n_parameters + 4 * PROCESS_BYTES, rel=1e-6
+    )
+    assert any("a node needs up to 199.2 GB of host memory" in note for note in blueprint.notes)
+    assert any("the weights of actor stay on the devices, and the gradients" in note for note in blueprint.notes)
+
+
+def test_it_fits_only_with_small_state_on_the_host() -> None:
+    state = "actor.megatron.optimizer."
+    problems = planned(f"{state}state_on=device").problems
+    assert any(line.startswith("actor: rank 0") for line in problems)
+    float32 = [
+        f"{state}store_param_remainders=false",
+        *(f"{state}{m}_dtype=float32" for m in ("exp_avg", "exp_avg_sq")),
+    ]
+    (problem,) = planned(*float32).problems
+    assert "node 0: its roles need 382.4 GB of host memory, of the 274.9 GB of cluster.host_memory_gib" in problem
+    assert not planned(*float32, "cluster.host_memory_gib=null").problems
+
+
+def test_offloaded_weights_are_copied_to_the_host() -> None:
+    kept, moved = planned(), planned("actor.offload.params=true")
+    weights = sum(trainer.placed.layout.world_size * trainer.memory[0].weights for trainer in moved.trainers)
+    assert needed(moved) - needed(kept) == weights
+    assert moved.rollouts[0].beside == kept.rollouts[0].beside - moved.trainers[0].memory[0].weights
+
+
+def test_cpu_processes_offload_nothing_by_themselves() -> None:
+    assert planned("cluster.n_gpus_per_node=0", "rollout.backend=transformers:d2").offloaded == ()
