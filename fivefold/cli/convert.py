@@ -56,7 +56,7 @@ def convert(
     separate_layers: SeparateLayers = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn models of other formats into Hugging Face folders, and back.
+    """Turn models into Hugging Face folders, or into torch_dist.
 
     A GGUF model or a Megatron-Core checkpoint becomes a Hugging Face folder, or such a folder becomes a checkpoint.
 
