@@ -138,11 +138,12 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example_recipe: str
 ) -> None:
     """Runs on servers and on several GPUs cannot start here; their recipes are checked."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(example_recipe)
-    shown = [words for page in PAGES for _, words in indented_commands(page) if words[0] in ("train", "eval")]
     checkpoint = tmp_path / "models" / "Qwen3-30B-A3B-mcore"  # of docs/converting.md
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    shown = [words for page in PAGES for _, words in indented_commands(page) if words[0] in ("train", "eval")]
     assert shown
     for _, path, *overrides in shown:
         file = tmp_path / path if path == "recipe.yaml" else ROOT / path
