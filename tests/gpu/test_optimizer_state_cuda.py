@@ -1,0 +1,133 @@
+"""Optimizer state on a GPU: streamed from the host as it is updated on the device, and offloaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fivefold.config.schema import MegatronOptimizerFields
+from fivefold.mcore import optimizer_state
+from fivefold.mcore.host_copy import Parkable
+from fivefold.mcore.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.mcore.precision import join_master, noise, round_stochastically, split_master
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+SIZES = (1_000_003, 5, 64, 300_000, 77)
+
+
+def make_shards(dtype: torch.dtype) -> list[Shard]:
+    generator = torch.Generator().manual_seed(0)
+    shards = []
+    for index, size in enumerate(SIZES):
+        parameter = torch.nn.Parameter(torch.randn(size, generator=generator).to("cuda", dtype))
+        options = {**OPTIONS, "weight_decay": 0.1 * (index % 2)}
+        shards.append(Shard(f"p{index}", parameter, 0, parameter.detach().view(-1), options))
+    return shards
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bucket_size: int, grad_dtype: torch.dtype, **fields: object
+) -> tuple[list[torch.Tensor], OptimizerState, list[Shard]]:
+    """Make five steps. Returns weights and state of all shards."""
+    monkeypatch.setattr(optimizer_state, "BUCKET_SIZE", bucket_size)
+    shards = make_shards(dtype)
+    state = OptimizerState(shards, StateFormat.of(MegatronOptimizerFields(**fields), dtype))
+    generator = torch.Generator("cuda").manual_seed(1)
+    for update in range(1, 6):
+        for shard in shards:
+            size = shard.weight_N.numel()
+            grad = torch.randn(size, generator=generator, device="cuda").to(grad_dtype)
+            vars(shard.weight_N)["decoupled_grad"] = grad
+        state.update(AdamStep(update, 0.5, decoupled=True))
+    torch.cuda.synchronize()
+    kept = [state.get(shard, kind).clone() for shard in shards for kind in STATE_KINDS]
+    return [*(shard.weight_N.clone() for shard in shards), *kept], state, shards
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, SMALL, {"exp_avg_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_on_the_host_is_updated_as_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fields: dict[str, object], grad_dtype: torch.dtype
+) -> None:
+    if dtype == torch.float32:
+        fields = {key: value for key, value in fields.items() if key != "store_param_remainders"}
+    wanted, _, _ = trained(monkeypatch, dtype, 2**25, grad_dtype, **fields)
+    for bucket_size in (2**12, 2**18):
+        got, state, _ = trained(monkeypatch, dtype, bucket_size, grad_dtype, **fields, state_on="host")
+        assert all(tensor.is_pinned() for bucket in state._buckets for tensor in bucket.stored.values())
+        assert [index for index, pair in enumerate(zip(wanted, got, strict=True)) if not torch.equal(*pair)] == []
+
+
+def test_the_default_is_torchs_fused_adamw_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    got, _, _ = trained(monkeypatch, torch.float32, 2**25, torch.float32)
+    parameters = [shard.parameter for shard in make_shards(torch.float32)]
+    groups = [{"params": [p], "weight_decay": 0.1 * (i % 2)} for i, p in enumerate(parameters)]
+    reference = torch.optim.AdamW(groups, **OPTIONS, fused=True)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.numel(), generator=generator, device="cuda") * 0.5
+        reference.step()
+    assert all(torch.equal(*pair) for pair in zip(got, parameters, strict=False))
+
+
+def test_a_streaming_update_takes_three_buckets_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2**20
+    monkeypatch.setattr(optimizer_state, "BUCKET_SIZE", size)
+    parameter = torch.nn.Parameter(torch.randn(40 * size, device="cuda").bfloat16())
+    shard = Shard("p", parameter, 0, parameter.detach(), {**OPTIONS, "weight_decay": 0.0})
+    state = OptimizerState([shard], StateFormat.of(MegatronOptimizerFields(**SMALL, state_on="host"), torch.bfloat16))
+    vars(shard.weight_N)["decoupled_grad"] = torch.randn(40 * size, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    state.update(AdamStep(1, 1.0, decoupled=True))
+    taken = torch.cuda.max_memory_allocated() - before
+    # What the plan counts: three buckets of 6 bytes, and 28 bytes of scratch.
+    assert 3 * 6 * size < taken <= (3 * 6 + 28) * size
+
+
+def test_the_precision_functions_give_the_bits_of_the_cpu() -> None:
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(2))
+    results = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        x = values.to(device)
+        weight, remainder = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16)
+        split_master(x, weight, remainder)
+        assert torch.equal(join_master(weight, remainder), x)
+        first, second = noise("w/3", 12345, x.numel(), device)
+        rounded = torch.empty_like(weight)
+        round_stochastically(x, first, rounded)
+        results.append([tensor.cpu() for tensor in (weight, remainder, first, second, rounded)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("keep_values", [True, False])
+def test_parking_frees_the_memory_and_brings_the_values_back(keep_values: bool) -> None:
+    tensor = torch.randn(3 * 2**25 + 1, device="cuda")
+    view, copy, before = tensor[5:], tensor.clone(), torch.cuda.memory_allocated()
+    parkable = Parkable(tensor)
+    for _ in range(2):
+        n_bytes = parkable.park(keep_values=keep_values)
+        assert n_bytes == tensor.nbytes
+        assert abs(before - torch.cuda.memory_allocated() - n_bytes) < 2**20
+        assert parkable.park(keep_values=keep_values) == 0
+        assert parkable.fetch(keep_values=keep_values) == n_bytes
+        assert torch.equal(tensor, copy if keep_values else torch.zeros_like(copy))
+        assert torch.equal(view, tensor[5:])
+
+
+def test_offloaded_state_goes_on_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    got, state, shards = trained(monkeypatch, torch.bfloat16, 2**18, torch.float32, **SMALL)
+    before = torch.cuda.memory_allocated()
+    freed = state.park()
+    assert freed == 6 * sum(bucket.size for bucket in state._buckets)
+    assert before - torch.cuda.memory_allocated() >= freed
+    with pytest.raises(ValueError, match="onload"):
+        state.get(shards[0], "exp_avg")
+    state.fetch()
+    kept = [state.get(shard, kind) for shard in shards for kind in STATE_KINDS]
+    assert all(torch.equal(*pair) for pair in zip(got[len(shards) :], kept, strict=True))
