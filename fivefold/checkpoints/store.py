@@ -169,5 +169,5 @@ def _is_committed(folder: Path) -> bool:
 
 def _unlisted(folder: Path, content: Manifest) -> list[Path]:
     """Return the files in `folder` that the manifest does not list; what a failed `manifest.write` left is none."""
-    listed = {folder / name for name in content.files} | {folder / (manifest.FILE + PART)}
+    listed = {folder / name for name in (*content.files, manifest.FILE, manifest.FILE + PART)}
     return sorted(path for path in folder.rglob("*") if path.is_file() and path not in listed)

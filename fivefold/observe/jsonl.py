@@ -38,7 +38,8 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
