@@ -17,7 +17,15 @@ from fivefold.config.schema import RunConfig
 from fivefold.config.source import defaults, read_mapping
 from fivefold.config.yaml_reader import read_yaml
 
-FIXED = ("actor.init_from_scratch", "ref.path", "seed", "train_dataset", "valid_dataset")
+FIXED = (
+    "actor.init_from_scratch",
+    "actor.megatron.dist_checkpointing_path",
+    "actor.megatron.use_dist_checkpointing",
+    "ref.path",
+    "seed",
+    "train_dataset",
+    "valid_dataset",
+)
 """Keys and sections that may not change."""
 BY_CONTENT = ("actor.path", "tokenizer_path", "train_dataset.path")
 """Keys of which not the text but the content may not change, which fingerprints tell: a model may have moved."""

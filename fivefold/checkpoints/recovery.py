@@ -113,7 +113,8 @@ def _resumed(checkpoint: Checkpoint, state: RunState, changes: Changes, recipe: 
     """Return the start from a checkpoint, after all checks that need neither model nor data."""
     changes.check()
     wanted = _total_steps(recipe, state)
-    if wanted < state.step:
+    # A run in its own folder may have lost no more than its end: the last evaluation, the summary.
+    if wanted < state.step or (wanted == state.step and not in_place):
         raise ValueError(
             f"the recipe asks for {wanted} steps, and {checkpoint.path} has {state.step} already: raise "
             "total_train_steps, or start a new run with another trial_name"

@@ -468,10 +468,6 @@ class PeriodicConfig(Section):
     """Time since the start or the last time, in seconds or as `15m`, after which the end of a step is the next time;
     null: time is not measured."""
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to do it after step `step`, counted from 1, of `total_steps`."""
-        return step == total_steps or (self.freq_steps is not None and step % self.freq_steps == 0)
-
 
 class EvaluatorConfig(PeriodicConfig):
     """When and how the held-out prompts are evaluated. They are also evaluated before the first step."""

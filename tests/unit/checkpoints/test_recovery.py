@@ -161,6 +161,14 @@ def test_a_run_that_failed_after_its_last_step_ends_as_it_should(recipe_file: Pa
         find_start(recipe(recipe_file, "total_train_steps=49"), overwrite=False)
 
 
+def test_a_run_does_not_start_from_the_last_step_of_another(recipe_file: Path) -> None:
+    left = run(recipe(recipe_file), 50, ending="finished")
+    overrides = ("trial_name=next", f"recover.mode={left.path}")
+    with pytest.raises(ValueError, match=r"asks for 50 steps, and .*step-000050 has 50"):
+        find_start(recipe(recipe_file, *overrides), overwrite=False)
+    assert resumed(find_start(recipe(recipe_file, *overrides, "total_train_steps=51"), overwrite=False)).step == 50
+
+
 # Changes of the recipe
 
 
