@@ -1,8 +1,8 @@
 """Time of saving and loading the training state from all ranks, beside the speeds of the disk and of the link.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint_speed.py --layers 8 --backend megatron:d2e2 --folder /data
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint_speed.py --model Qwen3-0.6B --layers 4 \
-        --backend megatron:d2
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint_speed.py --backend megatron:d2 \
+        --model Qwen3-0.6B --layers 8 --vocab 8192 --sequence 32
 
 The model has random weights; without GPUs, the ranks are processes on the CPU. Each run prints one line of JSON:
 
@@ -63,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-30B-A3B", help="one of fivefold/families/shapes/, without .json")
     parser.add_argument("--layers", type=int, default=8, help="number of layers, in place of the model's own")
+    parser.add_argument("--vocab", type=int, help="size of the vocabulary, in place of the model's own")
     parser.add_argument("--backend", default="megatron:d1")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens in each of the sequences of a step")
     parser.add_argument("--sequences", type=int, default=4, help="sequences in a step, over all ranks")
@@ -73,8 +74,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def build(args: argparse.Namespace, folder: Path) -> MegatronEngine:
     if dist.get_rank() == 0:
-        config = json.loads((SHAPES / f"{args.model}.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": args.layers}))
+        config = json.loads((SHAPES / f"{args.model}.json").read_text()) | {"num_hidden_layers": args.layers}
+        if args.vocab:
+            config["vocab_size"] = args.vocab
+        (folder / "config.json").write_text(json.dumps(config))
     dist.barrier()
     config = EngineConfig(
         path=str(folder),

@@ -167,7 +167,7 @@ class HostSnapshot:
             partial.unlink()
         shares = _shares(self._items, min(_THREADS, 1 + self.n_bytes // _FILE_BYTES))
         paths = [self.folder / f"__{self._rank}_{number}.distcp" for number in range(len(shares))]
-        with ThreadPoolExecutor(len(shares), "state-writer") as pool:
+        with ThreadPoolExecutor(_THREADS, "state-writer") as pool:
             written = list(pool.map(_write_items, paths, shares))
         sync_folder(self.folder)
         self.is_written = True
@@ -235,14 +235,14 @@ def _item(
 
 
 def _shares(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """Split items into `count` runs of about the same number of bytes."""
+    """Split items into at most `count` runs of about the same number of bytes."""
     total = max(1, sum(tensor.nbytes for _, tensor in items))
     shares: list[list[Item]] = [[] for _ in range(count)]
     done = 0
     for item in items:
         shares[min(count - 1, done * count // total)].append(item)
         done += item[1].nbytes
-    return shares
+    return [share for share in shares if share]
 
 
 def _write_items(path: Path, items: Iterable[Item]) -> tuple[int, str, list[WriteResult]]:
@@ -315,8 +315,9 @@ def _pin(memory: Tensor, owner: object) -> None:
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
         raise RuntimeError(
-            f"{memory.nbytes:,} bytes of host memory for the snapshot cannot be page-locked: CUDA error {error} "
-            f"({runtime.cudaGetErrorString(error)}); give the process more memory, or more ranks a share of the state"
+            f"{memory.nbytes:,} bytes of host memory for snapshots cannot be page-locked, CUDA says "
+            f"{runtime.cudaGetErrorString(runtime.cudaError(error))}: raise the limit of locked memory (ulimit -l), or "
+            "spread the state over more ranks"
         )
     # At the end of the process, CUDA releases the memory by itself.
     weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -57,7 +57,7 @@ class TrainingState:
         self._shapes = bridge.expected_names()
         self._groups = groups
         self._layout = torch.tensor([value for value in astuple(layout) if isinstance(value, int)])
-        self._stored: dict[str, tuple[Piece, ...]] = {}
+        self._stored: set[str] = set()
         self._writer: StateWriter | None = None
 
     def snapshot(self, folder: Path) -> HostSnapshot:
@@ -103,9 +103,8 @@ class TrainingState:
             pieces = self._mappings[part.name].stored_pieces(self._groups)
             within = tuple(cut for piece in pieces for cut in piece.within(part.start, part.end))
             if within:
-                self._stored[part.name] = within
-                size = part.end - part.start
-                ranges += [StoredRange(kind, part.start, size, within) for kind in STATE_KINDS]
+                self._stored.add(part.name)
+                ranges += [StoredRange(kind, part.start, part.end - part.start, within) for kind in STATE_KINDS]
         return StateWriter(dist.get_rank(), ranges)
 
     def _tensors(self) -> Iterator[Tensor]:
