@@ -11,7 +11,7 @@ from fivefold.importing.defaults import UNKNOWN
 from fivefold.importing.draft import Degree, Draft, Role, Rule
 from fivefold.importing.models import is_moe
 from fivefold.importing.rules import Mapped, implied, off, only, to, unknown, unsupported
-from fivefold.importing.values import flag, number, one_of
+from fivefold.importing.values import DTYPE, flag, number, one_of
 
 DEGREES: Mapping[str, Degree] = {
     "tensor_model_parallel_size": "tp",
@@ -112,12 +112,24 @@ The degrees of parallelism and, for the actor, the granularity of recomputation 
 DDP: Mapping[str, Rule] = {
     "overlap_grad_reduce": to("actor.megatron.ddp.overlap_grad_reduce", flag),
     "use_distributed_optimizer": TRANSFORMER["use_distributed_optimizer"],
-    "grad_reduce_in_fp32": only(True, holds=reasons.FLOAT32_REDUCTION),
+    "grad_reduce_in_fp32": to("actor.megatron.ddp.grad_reduce_in_fp32", flag),
     "average_in_collective": off("gradients are summed, then divided by global counts"),
     # Most of these options are flags: one that is off asks for nothing.
     "*": off("this option of Megatron-Core's DistributedDataParallelConfig is not among those that are converted"),
 }
 """Options of Megatron-Core's DistributedDataParallelConfig."""
+
+OPTIMIZER_STATE: Mapping[str, Rule] = {
+    "use_precision_aware_optimizer": implied(reasons.EACH_STATE),
+    "exp_avg_dtype": to("actor.megatron.optimizer.exp_avg_dtype", DTYPE),
+    "exp_avg_sq_dtype": to("actor.megatron.optimizer.exp_avg_sq_dtype", DTYPE),
+    "store_param_remainders": to("actor.megatron.optimizer.store_param_remainders", flag),
+    **dict.fromkeys(
+        ("main_grads_dtype", "main_params_dtype"),
+        only("float32", "fp32", "torch.float32", holds="master weights and their gradients are float32"),
+    ),
+}
+"""Options of Megatron-Core's OptimizerConfig for the precision of its state."""
 
 
 def degrees(draft: Draft, role: Role, prefix: str) -> None:

@@ -40,15 +40,17 @@ ONE_BUDGET = "log-probabilities are computed with the token budget of training, 
 TOKEN_BUDGET = "micro-batches always have a token budget"
 BALANCED = "ranks are always balanced by the cost of their sequences"
 CHUNKED_LOGPROBS = "log-probabilities and entropy are always computed in chunks"
-FLOAT32_STATES = "moments and master weights are float32"
-FLOAT32_REDUCTION = "gradients are always reduced in float32"
+FLOAT32_STATES = "moments and master weights are float32 unless actor.megatron.optimizer says otherwise"
+FLOAT32_REDUCTION = "gradients are reduced in float32 unless actor.megatron.ddp.grad_reduce_in_fp32 is false"
 MIXED_PRECISION = "training runs in bfloat16 or float32"
 GLOBAL_COUNTS = "losses are divided by global counts"
-NO_OFFLOAD = "weights, gradients and optimizer states stay on their devices"
+NO_OFFLOAD = "the actor is offloaded by actor.offload, and nothing else is"
+PLAN_OFFLOADS = "the plan offloads no more than generation needs"
+EACH_STATE = "each kind of the optimizer's state has a precision of its own"
 ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
 KERNELS = "Fivefold chooses its kernels itself"
 OWN_BRIDGE = "Fivefold has one bridge between Hugging Face and Megatron-Core weights, for dense and MoE models"
-WEIGHTS_IN_BUCKETS = "weights go from actor to rollout in buckets"
+WEIGHTS_IN_BUCKETS = "the placement decides how weights go from actor to rollout (rollout.weight_transport)"
 
 # Megatron-Core in the place of FSDP and DeepSpeed
 

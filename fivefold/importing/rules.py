@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.importing.draft import Draft, Rule
-from fivefold.importing.values import Convert, whole
+from fivefold.importing.values import Convert, flag, whole
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ class MappedSteps(Mapped):
             draft.implied(source, "it is switched off, as by default")
 
 
+@dataclass(frozen=True)
+class MappedSwitch(Mapped):
+    """Maps a switch that is on; one that is off leaves the recipe's default, because `off` holds."""
+
+    off: str = ""
+
+    def __call__(self, draft: Draft, source: str) -> None:
+        if self.convert(draft.get(source)):
+            super().__call__(draft, source)
+        else:
+            draft.implied(source, self.off)
+
+
 def to(key: str, convert: Convert, note: str = "") -> Rule:
     """Map the source's key to the recipe's `key`, its value converted."""
     return Mapped(key, convert, note)
@@ -51,6 +64,11 @@ def to(key: str, convert: Convert, note: str = "") -> Rule:
 def every_steps(key: str) -> Rule:
     """Map a number of steps to the recipe's `key`; 0 and negative numbers mean never."""
     return MappedSteps(key, whole)
+
+
+def if_on(key: str, off: str) -> Rule:
+    """Map a switch that is on to the recipe's `key`; one that is off is implied, because `off`."""
+    return MappedSwitch(key, flag, off=off)
 
 
 def implied(reason: str) -> Rule:

@@ -89,4 +89,5 @@ LR_SCHEDULE = one_of(constant="constant", constant_with_warmup="constant", linea
 DTYPE = one_of(
     bfloat16="bfloat16", bf16="bfloat16", torch_bfloat16="bfloat16", float32="float32", fp32="float32", float="float32"
 )
+STATE_PLACE = one_of(true="host", false="device")
 ROLLOUT_ENGINE = one_of(vllm="vllm", vllm_async="vllm", sglang="sglang", hf="transformers", hf_infer="transformers")

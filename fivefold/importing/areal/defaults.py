@@ -59,6 +59,8 @@ RUN: Mapping[str, Any] = {
     **none("train_dataset.path", "train_dataset.split", "valid_dataset.path", "valid_dataset.split"),
     # Performance only, and left to Megatron-Core.
     **none("actor.megatron.ddp.overlap_grad_reduce", "actor.megatron.ddp.bucket_size"),
+    **none("actor.megatron.ddp.grad_reduce_in_fp32", "actor.megatron.store_param_remainders"),
+    **none("actor.megatron.exp_avg_dtype", "actor.megatron.exp_avg_sq_dtype"),
     # Only a mixture of experts has these: `megatron.router_defaults`.
     **none(
         *(f"actor.megatron.moe_{name}" for name in ("router_dtype", "token_dispatcher_type", "aux_loss_coeff")),

@@ -151,11 +151,7 @@ MEGATRON: Mapping[str, Rule] = {
     "use_torch_fsdp2": off(reasons.WHOLE_IN_PASSES),
     "use_custom_fsdp": off(reasons.WHOLE_IN_PASSES),
     "overlap_param_gather_with_optimizer_step": off(BEFORE_NEEDED),
-    "use_precision_aware_optimizer": off(reasons.FLOAT32_STATES),
-    **dict.fromkeys(
-        ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
-        only("float32", holds="gradients, moments and master weights are float32"),
-    ),
+    **megatron.OPTIMIZER_STATE,
     "async_save": off(reasons.BETWEEN_STEPS),
     "use_checkpoint_opt_param_scheduler": implied("nothing is resumed"),
     "bridge_type": implied(reasons.OWN_BRIDGE),

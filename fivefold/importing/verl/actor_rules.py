@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
 from fivefold.importing.draft import Rule
-from fivefold.importing.rules import implied, off, only, to, under, unknown, unsupported
+from fivefold.importing.rules import if_on, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
-from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, flag, number, text, whole
+from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, STATE_PLACE, flag, number, text, whole
 from fivefold.importing.verl import initial_weights
 
 ACTOR = "actor_rollout_ref.actor."
@@ -28,6 +28,13 @@ OFFLOADING: Mapping[str, Rule] = {
     "optimizer_offload": off(reasons.NO_OFFLOAD),
     "offload_policy": off(reasons.NO_OFFLOAD),
 }
+"""Offloading of the reference model."""
+ACTOR_OFFLOADING: Mapping[str, Rule] = {
+    "param_offload": if_on("actor.offload.params", reasons.PLAN_OFFLOADS),
+    "grad_offload": if_on("actor.offload.grads", reasons.PLAN_OFFLOADS),
+    "optimizer_offload": if_on("actor.offload.optimizer", reasons.PLAN_OFFLOADS),
+}
+"""Offloading of the actor while responses are generated."""
 
 ONE_SHARDING = only(-1, holds=reasons.STATES_SHARDED, otherwise=f"{reasons.STATES_SHARDED}, not over groups of them")
 
@@ -92,18 +99,25 @@ OPTIMIZER: Mapping[str, Rule] = {
     "weight_decay_incr_style": only("constant", holds="the weight decay is constant"),
     "lr_wsd_*": implied("only the schedule wsd reads this"),
     "use_checkpoint_opt_param_scheduler": implied("nothing is resumed"),
-    "use_precision_aware_optimizer": off(reasons.FLOAT32_STATES),
+    "use_precision_aware_optimizer": implied(reasons.EACH_STATE),
     "override_optimizer_config.decoupled_weight_decay": to("actor.megatron.optimizer.decoupled_weight_decay", flag),
     "override_optimizer_config.apply_wd_to_qk_layernorm": to("actor.megatron.optimizer.apply_wd_to_qk_layernorm", flag),
+    "override_optimizer_config.optimizer_cpu_offload": to("actor.megatron.optimizer.state_on", STATE_PLACE),
+    "override_optimizer_config.optimizer_offload_fraction": only(
+        0, 0.0, 1, 1.0, holds="state_on is for all of the state", otherwise="all of the state is on one side"
+    ),
     "override_optimizer_config.optimizer_*": off(reasons.NO_OFFLOAD),
+    **under("override_optimizer_config.", megatron.OPTIMIZER_STATE),
     "override_optimizer_config.overlap_cpu*": implied("only an offloaded optimizer reads this"),
-    "override_optimizer_config.use_precision_aware_optimizer": off(reasons.FLOAT32_STATES),
     "override_optimizer_config.*": unknown(OPTIMIZER_OPTIONS),
     "*": unknown(OPTIMIZER_OPTIONS),
 }
 
 ACTOR_RULES: Mapping[str, Rule] = {
     **ENGINE,
+    **under("megatron.", ACTOR_OFFLOADING),
+    **under("fsdp_config.", ACTOR_OFFLOADING),
+    **ACTOR_OFFLOADING,
     **initial_weights.actor_rules(),
     **under(OVERRIDE, megatron.TRANSFORMER),
     **under("megatron.override_ddp_config.", megatron.DDP),

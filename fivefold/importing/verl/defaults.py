@@ -25,11 +25,17 @@ OPTIMIZER: Mapping[str, Any] = {
         "eps",
         "override_optimizer_config.decoupled_weight_decay",
         "override_optimizer_config.apply_wd_to_qk_layernorm",
+        "override_optimizer_config.optimizer_cpu_offload",
+        *(f"override_optimizer_config.{name}" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
+        "override_optimizer_config.store_param_remainders",
     ),
 }
 
+OFFLOADED = ("param", "grad", "optimizer")
 MEGATRON: Mapping[str, Any] = none(
     "megatron.override_ddp_config.overlap_grad_reduce",
+    "megatron.override_ddp_config.grad_reduce_in_fp32",
+    *(f"{section}{kind}_offload" for section in ("megatron.", "fsdp_config.", "") for kind in OFFLOADED),
     # Only a mixture of experts has these: `megatron.router_defaults`.
     *(OVERRIDE + name for name in ("moe_router_dtype", "moe_token_dispatcher_type", "moe_aux_loss_coeff")),
     OVERRIDE + "moe_z_loss_coeff",

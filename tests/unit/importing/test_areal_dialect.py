@@ -43,6 +43,7 @@ def test_command_lines_for_a_mixture_of_experts_convert_without_anything_unsuppo
             "actor.megatron.token_dispatcher": "alltoall",
             "actor.megatron.recompute": "selective",
             "actor.megatron.ddp.overlap_grad_reduce": True,
+            "actor.megatron.ddp.grad_reduce_in_fp32": True,
             "actor.optimizer.lr": 5e-6,
             "actor.optimizer.warmup_steps_proportion": 0.001,  # this and the next are AReaL's defaults
             "actor.ppo_n_minibatches": 4,
@@ -89,7 +90,7 @@ def test_command_lines_override_a_recipe_as_they_stand(tmp_path: Path) -> None:
         assert (actor.dp, actor.pp, actor.tp, actor.cp, actor.ep, actor.etp) == (1, 4, 2, 2, 4, 1)
 
 
-def test_a_recipe_takes_four_of_areals_options_of_megatron(tmp_path: Path) -> None:
+def test_a_recipe_takes_five_of_areals_options_of_megatron(tmp_path: Path) -> None:
     base = tmp_path / "recipe.yaml"
     base.write_text("experiment_name: b\nactor: {path: m}\ntrain_dataset: {path: d.parquet}\n", encoding="utf-8")
     taken = {
@@ -97,10 +98,11 @@ def test_a_recipe_takes_four_of_areals_options_of_megatron(tmp_path: Path) -> No
         "virtual_pipeline_parallel_size=2",
         "ddp.bucket_size=1000",
         "ddp.overlap_grad_reduce=true",
+        "ddp.grad_reduce_in_fp32=true",
     }
     others = {
         *(f"{name}=true" for name in ("wrap_with_ddp", "async_save", "use_precision_aware_optimizer")),
-        *(f"ddp.{name}=true" for name in ("grad_reduce_in_fp32", "overlap_param_gather", "use_distributed_optimizer")),
+        *(f"ddp.{name}=true" for name in ("overlap_param_gather", "use_distributed_optimizer")),
         *(f"{name}=float32" for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
         *(
             "recompute_granularity=full",

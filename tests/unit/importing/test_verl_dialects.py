@@ -109,6 +109,7 @@ def test_ppo_with_a_critic_on_fsdp_becomes_grpo_on_megatron() -> None:
         "actor.megatron.recompute": "full",  # verl's default
         "actor.optimizer.lr": 1e-6,
         "actor.ppo_n_minibatches": 256 // 64,
+        "actor.offload.optimizer": True,
         "actor.c_clip": 3.0,
         "actor.kl_in": "reward",
         "actor.kl_ctl": 0.01,
@@ -129,7 +130,6 @@ def test_ppo_with_a_critic_on_fsdp_becomes_grpo_on_megatron() -> None:
         "critic.optim.lr",
         "critic.model.path",
         "critic.ppo_micro_batch_size_per_gpu",
-        ACTOR + "fsdp_config.optimizer_offload",
     }
 
 
@@ -188,6 +188,7 @@ def test_siirls_script_with_escaped_variables_in_an_array() -> None:
         "actor.mb_spec.max_tokens_per_mb": 4 * (1024 + 2048),
         "actor.optimizer.lr": 2e-6,
         "actor.optimizer.lr_scheduler_type": "linear",  # siiRL's default on Megatron
+        "actor.offload.params": True,
         "actor.optimizer.gradient_clipping": 0.5,
         "actor.ppo_n_minibatches": 96 // 24,
         "actor.c_clip": 3.0,  # siiRL's default
@@ -205,7 +206,7 @@ def test_siirls_script_with_escaped_variables_in_an_array() -> None:
         "valid_dataset.path": "/home/someone/data/sums/test.parquet",
         "valid_dataset.max_length": 1024,
     }
-    assert conversion.unsupported() == {MEGATRON + "param_offload", "trainer.resume_mode"}
+    assert conversion.unsupported() == {"trainer.resume_mode"}
 
 
 def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
@@ -274,7 +275,7 @@ def test_fsdp_becomes_megatron_with_a_note_on_what_differs() -> None:
         assert any("optimizer's states only" in note and "--search" in note for note in conversion.report.notes)
         checkpointing = conversion[MODEL + "enable_gradient_checkpointing"]
         assert (checkpointing.to, checkpointing.result) == ("actor.megatron.recompute", "full")
-        assert conversion.unsupported() == {ACTOR + "fsdp_config.param_offload", ACTOR + "fsdp_config.fsdp_size"}
+        assert conversion.unsupported() == {ACTOR + "fsdp_config.fsdp_size"}
         # Megatron-Core's options had no effect there.
         assert "actor.megatron.transformer.moe_z_loss_coeff" not in conversion.recipe
 
@@ -301,6 +302,30 @@ def test_an_option_of_megatrons_optimizer() -> None:
     option = ACTOR + "optim.override_optimizer_config.decoupled_weight_decay"
     conversion = convert_words("verl", f"{ACTOR}strategy=megatron", f"+{option}=False")
     assert conversion.recipe["actor.megatron.optimizer.decoupled_weight_decay"] is False
+
+
+def test_offloading_of_the_actor_is_asked_for_where_it_is_on() -> None:
+    switches = [f"{MEGATRON}{kind}_offload" for kind in ("param", "grad", "optimizer")]
+    on = convert_words("verl", f"{ACTOR}strategy=megatron", *(f"{switch}=True" for switch in switches))
+    assert {key: value for key, value in on.recipe.items() if key.startswith("actor.offload")} == {
+        "actor.offload.params": True,
+        "actor.offload.grads": True,
+        "actor.offload.optimizer": True,
+    }
+    off = convert_words("verl", f"{ACTOR}strategy=megatron", *(f"{switch}=False" for switch in switches))
+    assert not [key for key in off.recipe if key.startswith("actor.offload")]
+    assert not off.unsupported()
+    reference = convert_words("verl", f"{ACTOR}strategy=megatron", "actor_rollout_ref.ref.megatron.param_offload=True")
+    assert reference.unsupported() == {"actor_rollout_ref.ref.megatron.param_offload"}
+
+
+def test_the_place_and_the_precision_of_the_optimizers_state() -> None:
+    options = {"optimizer_cpu_offload": True, "exp_avg_dtype": "bf16", "use_precision_aware_optimizer": True}
+    section = ACTOR + "optim.override_optimizer_config."
+    conversion = convert_words("verl", f"{ACTOR}strategy=megatron", *(f"+{section}{k}={v}" for k, v in options.items()))
+    assert conversion.recipe["actor.megatron.optimizer.state_on"] == "host"
+    assert conversion.recipe["actor.megatron.optimizer.exp_avg_dtype"] == "bfloat16"
+    assert not conversion.unsupported()
 
 
 def test_what_cannot_be_converted_says_why() -> None:
