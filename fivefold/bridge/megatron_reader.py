@@ -137,12 +137,12 @@ class MegatronWeights:
         found: dict[str, tuple[WeightMapping, Spelling]] = {}
         missing: set[str] = set()
         for mapping in _stored_mappings(shape, stored):
-            ways = list(spellings(mapping, shape.n_layers))
-            whole = [way for way in ways if way.keys <= stored]
-            if whole:
-                found[mapping.megatron] = mapping, whole[0]
+            way = next((way for way in spellings(mapping, shape.n_layers) if way.keys <= stored), None)
+            if way is not None:
+                found[mapping.megatron] = mapping, way
             else:
-                missing |= min(ways, key=lambda way: len(way.keys - stored)).keys - stored
+                nearest = min(spellings(mapping, shape.n_layers), key=lambda way: len(way.keys - stored))
+                missing |= nearest.keys - stored
         used = {key for _, way in found.values() for key in way.keys}
         misfits = [line for mapping, way in found.values() for line in self._misfits(mapping, way)]
         unused = stored - used
