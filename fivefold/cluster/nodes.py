@@ -99,13 +99,11 @@ def _look_around(
     """Start a process on each node, which looks at what is there.
 
     Raises:
-        ValueError: no process starts, or it cannot import Fivefold.
+        ValueError: no process starts, or it fails, for example because it cannot import Fivefold.
     """
     look = ray.remote(look_here)
     probes = [
-        look.options(num_cpus=0 if n_gpus else 1, num_gpus=n_gpus, max_retries=0, scheduling_strategy=strategy).remote(
-            home.host
-        )
+        look.options(num_cpus=0 if n_gpus else 1, num_gpus=n_gpus, scheduling_strategy=strategy).remote(home.host)
         for home, strategy in zip(homes, strategies, strict=True)
     ]
     started, _ = ray.wait(probes, num_returns=len(probes), timeout=LOOK_S)
@@ -117,8 +115,8 @@ def _look_around(
             looks.append(ray.get(probe))
         except RayError as error:
             raise ValueError(
-                f"a process that Ray starts on node {home.host} cannot run Fivefold: install the same environment "
-                f"there as here, and start Ray from it (`.venv/bin/ray start`).\n{str(error).strip()}"
+                f"the first process that Ray started on node {home.host} failed. Fivefold must be installed there as "
+                f"here, and Ray be started from that environment (`.venv/bin/ray start`).\n{str(error).strip()}"
             ) from None
     return looks
 

@@ -1,0 +1,102 @@
+"""One training run whose roles lie on several nodes, of which one is killed, and which goes on without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import COMMAND, ROOT
+from tests.nodes.cluster import PretendCluster
+
+Row = Mapping[str, Any]
+
+COMMON = [
+    "train", str(ROOT / "recipes" / "quickstart.yaml"), "train_dataset.batch_size=4", "gconfig.n_samples=4",
+    "valid_dataset=null", "actor.kl_ctl=0.01", "actor.optimizer.lr_scheduler_type=constant",
+    "actor.optimizer.warmup_steps_proportion=0", "actor.optimizer.min_lr_ratio=0",
+    "stats.tensorboard=false", "recover.freq_steps=1",
+]  # fmt: skip
+LISTS = [
+    "rollout.backend=transformers:d2", "rollout.device_mapping=[0,5]",
+    "actor.backend=megatron:(attn:d1t2|ffn:e2)", "actor.device_mapping=[3,4]",
+    "ref.backend=megatron:d1", "ref.device_mapping=[2]",
+]  # fmt: skip
+"""With two devices on each node: rollout | reference, actor | actor, rollout | nothing."""
+WITHOUT_THE_THIRD = [
+    "rollout.backend=transformers:d1", "rollout.device_mapping=[0]",
+    "actor.backend=megatron:p2", "actor.device_mapping=[1,2]",
+    "ref.backend=megatron:d1", "ref.device_mapping=[5]",
+]  # fmt: skip
+LOST = "127.0.0.4"
+"""The third node: it has rank 1 of both actor and rollout."""
+END_S = 60.0
+"""The run ends in four seconds on a machine that has nothing else to do."""
+
+
+def command(cluster: PretendCluster, root: Path, n_nodes: int, n_gpus: int, n_steps: int, keys: list[str]) -> list[str]:
+    where = [
+        "scheduler.type=ray", f"scheduler.address={cluster.address}", f"cluster.n_nodes={n_nodes}",
+        f"cluster.n_gpus_per_node={n_gpus}", f"cluster.fileroot={root}", f"total_train_steps={n_steps}",
+    ]  # fmt: skip
+    return [*COMMAND, *COMMON, *where, *keys]
+
+
+def rows(root: Path) -> list[Row]:
+    file = root / "quickstart" / "trial-0" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def untimed(row: Row) -> Row:
+    """Return the metrics that do not depend on how long something took."""
+    timed = ("seconds", "tokens_per_second", "tflops", "rollout/")
+    return {name: value for name, value in row.items() if not any(word in name for word in timed)}
+
+
+def test_a_run_over_nodes_ends_with_a_lost_node_and_goes_on_without_it(cluster: PretendCluster, tmp_path: Path) -> None:
+    over_nodes, on_one = tmp_path / "over nodes", tmp_path / "on one"
+    checkpoints = over_nodes / "quickstart" / "trial-0" / "checkpoints"
+    environment = {**cluster.environment, "PYTHONPATH": str(ROOT)}
+
+    # Four nodes, until one is lost.
+    killed = subprocess.Popen(
+        command(cluster, over_nodes, 4, 2, 300, LISTS),
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while len(rows(over_nodes)) < 2 or not list(checkpoints.glob("step-*/manifest.json")):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.1)
+    cluster.kill(LOST)
+    began = time.monotonic()
+    output, errors = killed.communicate(timeout=120)
+    assert time.monotonic() - began < END_S
+    assert killed.returncode == 1, output + errors
+    assert f"lost node {LOST} (actor rank 1, rollout rank 1) in phase '" in errors.replace("\n", " ")
+    assert "cluster.n_nodes=3" in errors
+    assert "Traceback" not in output + errors
+    before = rows(over_nodes)
+
+    # One node has the same processes and the same arithmetic.
+    result = subprocess.run(
+        command(cluster, on_one, 1, 6, 2, LISTS), env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [untimed(row) for row in rows(on_one)] == [untimed(row) for row in before[:2]]
+
+    # The three nodes that are left go on, with another layout.
+    n_steps = len(before) + 2
+    result = subprocess.run(
+        command(cluster, over_nodes, 3, 2, n_steps, WITHOUT_THE_THIRD),
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = rows(over_nodes)
+    assert [row["step"] for row in after] == list(range(1, n_steps + 1))
+    assert after[:1] == before[:1]
+    assert after[-1]["loss"] == pytest.approx(0, abs=2)
+    cluster.add(n_gpus=8)
