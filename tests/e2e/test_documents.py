@@ -53,6 +53,7 @@ SHORT = ("total_train_steps=2", "valid_dataset.limit=32")
 """Keys that make a training run of the README short enough for a test."""
 BLOCKS = {
     "README.md": ["", "bash"],
+    "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python"],
     "metrics.md": ["python"],
     "rewards.md": ["python", "yaml", "bash", "python"],
