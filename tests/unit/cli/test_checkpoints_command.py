@@ -20,6 +20,7 @@ from fivefold.cli.main import app
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema import TrainRecipe
 from fivefold.engine.state_store import StateWriter, StoredRange, finish
+from tests.e2e.documents import DOCS, indented_commands
 from tests.unit.checkpoints.examples import manifest_of, run_state, save
 
 MODEL = Path(__file__).parents[3] / "fivefold/models/tiny-moe"
@@ -118,7 +119,7 @@ def save_model(store: CheckpointStore, recipe: TrainRecipe, weights: dict[str, t
         parts.append(StateWriter(rank, ranges).snapshot(folder / "trainer", tensors, {}).write())
     finish(folder / "trainer", parts)
     (folder / "recipe.yaml").write_text(resolved_yaml(recipe))
-    run_state(10).write(folder)
+    run_state(10, kept_metric=MetricHistory("eval/accuracy", {10: 0.5})).write(folder)
     files = manifest_of(folder, 10).files
     store.commit(folder, Manifest(10, "2026-05-04T10:00:00+00:00", config_fingerprint(MODEL), files))
 
@@ -159,12 +160,23 @@ def test_an_exported_model_is_that_of_the_checkpoint(
     assert "exists: pass --overwrite" in invoke(trained, "--export", "10", "-o", tmp_path / "out").stderr
 
 
+def test_the_commands_of_the_documents_work(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "runs/quickstart/trial-0"
+    place.parent.mkdir(parents=True)
+    trained.rename(place)
+    monkeypatch.chdir(tmp_path)
+    shown = [words for _, words in indented_commands(DOCS / "recovery.md") if words[0] == "checkpoints"]
+    assert [words[2] if len(words) > 2 else "" for words in shown] == ["", "--verify", "--export", "--prune"]
+    for words in shown:
+        result = invoke(*words[1:])
+        assert result.exit_code == 0, (words, result.output)
+    assert (tmp_path / "models/best/model.safetensors").exists()
+
+
 def test_a_model_is_not_exported_from_a_damaged_checkpoint_or_with_another_config(
     trained: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert "kept no metric (recover.keep_best)" not in invoke(trained, "--export", "latest", "-o", out).stderr
-    shutil.rmtree(out)
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
     assert f"{config} is not that of the model" in invoke(trained, "--export", "10", "-o", out).stderr
