@@ -61,7 +61,7 @@ def main() -> None:
     ]
     # Lengths of completions are skewed: half as long to twice as long as the mean, and some that are cut off.
     lengths = np.clip(generator.lognormal(0.0, 0.6, n) * args.sequence / 1.2, PROMPT + 1, 4 * args.sequence).astype(int)
-    told = [pickle.dumps(_responses(part)) for part in np.array_split(lengths, REPLICAS)]
+    told = [pickle.dumps(_responses(part, lengths[part])) for part in np.array_split(np.arange(n), REPLICAS)]
     layout = parse_backend(args.layout)
     planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
     config = ActorConfig(path="", ppo_n_minibatches=args.minibatches)
@@ -76,7 +76,7 @@ def main() -> None:
     def receive() -> tuple[list[Sample], RemoteBatch]:
         answers = [pickle.loads(part) for part in told]
         asked = [prompt for prompt in prompts for _ in range(GROUP)]
-        made = generated(asked, [(answer, None) for answer in answers])  # type: ignore[misc]
+        made = generated(asked, [(answer, None) for answer in answers], 1.0)  # type: ignore[misc]
         return [sample.rewarded({"math": float(i % 3 == 0)}) for i, sample in enumerate(made.samples)], made.batch
 
     def order(batch: RemoteBatch) -> None:
@@ -101,13 +101,15 @@ def main() -> None:
     print(f"  {'together':<24}{sum(seconds.values()):8.3f} s    Python {platform.python_version()}")
 
 
-def _responses(lengths: np.ndarray) -> Responses:
+def _responses(indices: np.ndarray, lengths: np.ndarray) -> Responses:
     return Responses(
+        indices_N=indices,
         texts=["x" * (length - PROMPT) * CHARACTERS_PER_TOKEN for length in lengths.tolist()],
         finish_reasons=["stop"] * len(lengths),
         lengths_N=lengths.astype(np.int64),
         sampled_N=lengths.astype(np.int64) - PROMPT,
         versions_N2=np.full((len(lengths), 2), 3),
+        busy_s=1.0,
     )
 
 

@@ -259,25 +259,22 @@ class WorkerGroup:
             for worker in self._workers
         ]
         summaries = self._pend([summary for summary, _ in pairs])
-        asking = {self._ask(feed_id, rank): rank for rank in range(len(self))}
+        asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in range(len(self))}
+        pushed = []
         for job in jobs:
-            ref = self._session.watch.wait_any(list(asking), phase, seconds, began)
-            rank = asking.pop(ref)
-            self._watched(self._workers[rank].push.options(**_FEED).remote(feed_id, job), rank).wait()
-            asking[self._ask(feed_id, rank)] = rank
-        ends = [worker.push_end.options(**_FEED).remote(feed_id) for worker in self._workers]
-        self._pend(ends)
-        self._session.watch.wait([*asking, *ends], phase, seconds, began)
+            rank = asking.pop(self._session.watch.wait_any(list(asking), phase, seconds, began))
+            # A worker's feed runs its calls in their order, so that the question comes after the job.
+            pushed.append(self._in_feed(rank, "push", feed_id, job))
+            asking[self._in_feed(rank, "wanted", feed_id)] = rank
+        pushed += [self._in_feed(rank, "push_end", feed_id) for rank in range(len(self))]
+        self._session.watch.wait([*asking, *pushed], phase, seconds, began)
         return list(zip(summaries.wait(), [payload for _, payload in pairs], strict=True))
 
-    def _ask(self, feed_id: int, rank: int) -> Remote:
-        """Return a reference that is ready once the rank wants an item."""
-        ref = self._workers[rank].wanted.options(**_FEED).remote(feed_id)
-        self._watched(ref, rank)
+    def _in_feed(self, rank: int, method: str, *args: Any) -> Remote:
+        """Call a method of one worker in its thread for feeds; return the watched reference to the answer."""
+        ref: Remote = getattr(self._workers[rank], method).options(**_FEED).remote(*args)
+        self._pend([ref], [rank])
         return ref
-
-    def _watched(self, ref: Remote, rank: int) -> Pending[Any]:
-        return self._pend([ref], [rank])
 
     def kill(self) -> None:
         """End the processes at once."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
-from fivefold.cluster.group import Pending, Remote, put
+from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult, WriteFailed
 from fivefold.sync.device_buckets import merged
@@ -43,9 +43,11 @@ class Actor:
 
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""
+        group = self._trainer.group
         if self._route.transport == "folder":
-            return WeightOffer(version, self._trainer.group.stream(TrainerWorker.offer_weights))
-        return WeightOffer(version, self._device_buckets())
+            buckets = group.stream(TrainerWorker.offer_weights, self._route.checksum)
+            return WeightOffer(version, buckets)
+        return WeightOffer(version, self._device_buckets(), close=lambda: _free(group))
 
     def _device_buckets(self) -> Iterator[Remote]:
         """Yield announcements of buckets. A bucket is filled while the rollout loads the one before it.
@@ -94,3 +96,7 @@ class Actor:
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""
         self._trainer.release()
+
+
+def _free(group: WorkerGroup) -> None:
+    group.call(TrainerWorker.free_buckets)

@@ -105,6 +105,7 @@ class Rollout:
     def take_weights(self, offer: WeightOffer) -> None:
         """Give every replica the weights that the actor offers, bucket by bucket."""
         self._group.feed(RolloutWorker.take_weights, offer.buckets, offer.version)
+        offer.close()
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""

@@ -27,6 +27,7 @@ from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.remote_batch import Piece, RemoteBatch, ShareOrder, assemble
+from fivefold.sync import cuda_ipc
 from fivefold.sync.buckets import Bucket, pack
 from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
@@ -192,11 +193,11 @@ class TrainerWorker:
         metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
         return UpdateResult(metrics, step.skipped, step.non_finite)
 
-    def offer_weights(self) -> Iterator[Bucket]:
+    def offer_weights(self, with_checksum: bool) -> Iterator[Bucket]:
         """Yield all weights under their Hugging Face names, on rank 0; other ranks take part and yield nothing."""
         weights = self._engine.export_weights()
         if dist.get_rank() == 0:
-            yield from pack(weights, BUCKET_BYTES)
+            yield from pack(weights, BUCKET_BYTES, with_checksum=with_checksum)
         else:
             for _ in weights:
                 yield from ()
@@ -205,11 +206,14 @@ class TrainerWorker:
         """Announce the next bucket of all weights; see `WeightSender.next`. None: all are sent."""
         if self._sender is None:
             self._sender = WeightSender(self._engine.export_weights(), route, dist.get_rank(), self._link)
-        bucket = self._sender.next()
-        if bucket is None:
-            self._sender = None
-            self.release_cache()
-        return bucket
+        return self._sender.next()
+
+    def free_buckets(self) -> None:
+        """Free the buffers of the buckets, which every engine has loaded."""
+        self._sender = None
+        if torch.cuda.is_available():
+            cuda_ipc.collect()
+        self.release_cache()
 
     def open_link(self, meeting: Meeting, n_receivers: int) -> Invitation | None:
         """Open the store of an NCCL group with `n_receivers` processes of the rollout, on rank 0."""

@@ -150,6 +150,8 @@ class TransformersEngine:
                 bucket.tensors(cuda_ipc.opened(bucket.handles[uuid], self._device)), bucket.checksum is not None
             )
             yield from arrived
+            if self._device.type == "cuda":  # the trainer fills the buffer again once the copies are made
+                torch.cuda.synchronize(self._device)
             if bucket.checksum is not None:
                 check_arrived([arrived.total % CHECKSUMS], bucket.checksum)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -47,9 +48,11 @@ class Bucket:
     entries: tuple[BucketEntry, ...]
     data: np.ndarray
     """uint8 [bytes], in host memory. Read-only if it comes out of an object store."""
+    checksum: int | None = None
+    """CRC-32 of `data`; None: nobody asked for it."""
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, with_checksum: bool = False) -> Iterator[Bucket]:
     """Pack tensors, in order, into buckets of at most `max_bytes`.
 
     Tensors may be of any dtype, shape (empty ones too), stride and device. A bucket is filled on its first tensor's
@@ -61,7 +64,7 @@ def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Buck
     """
     if max_bytes < _ALIGNMENT:
         raise ValueError(f"max_bytes={max_bytes} is below {_ALIGNMENT}, the alignment of tensors in a bucket: raise it")
-    bucket = _OpenBucket(max_bytes)
+    bucket = _OpenBucket(max_bytes, with_checksum)
     for name, tensor in weights:
         source = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if not bucket.has_room(source.numel()):
@@ -82,9 +85,15 @@ def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Ite
 
     Raises:
         ValueError: a part of a tensor is missing.
+        RuntimeError: a bucket's checksum is another than that of its data.
     """
     split = _SplitTensor()
     for bucket in buckets:
+        if bucket.checksum is not None and zlib.crc32(bucket.data.data) != bucket.checksum:
+            first = bucket.entries[0].name
+            raise RuntimeError(
+                f"the weights that arrived are not those that were sent, in the bucket from {first!r} on"
+            )
         flat = _as_tensor(bucket.data).to(device)
         for entry in bucket.entries:
             piece = flat[entry.offset : entry.offset + entry.n_bytes]
@@ -97,8 +106,9 @@ def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Ite
 class _OpenBucket:
     """The bucket being filled."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, with_checksum: bool) -> None:
         self._max_bytes = max_bytes
+        self._with_checksum = with_checksum
         self._entries: list[BucketEntry] = []
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._end = 0
@@ -129,7 +139,8 @@ class _OpenBucket:
 
     def close(self) -> Bucket:
         """Return the bucket, and begin the next one."""
-        bucket = Bucket(tuple(self._entries), self._flat[: self._end].cpu().numpy())
+        data = self._flat[: self._end].cpu().numpy()
+        bucket = Bucket(tuple(self._entries), data, zlib.crc32(data.data) if self._with_checksum else None)
         self._entries, self._end = [], 0
         return bucket
 

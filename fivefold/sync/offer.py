@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,4 +14,6 @@ class WeightOffer:
     version: int
     """Number of training steps behind the weights."""
     buckets: Iterator[Any]
-    """References to `Bucket`s in the object store, in order."""
+    """References to `Bucket`s in the object store, in order, or to announcements of `DeviceBucket`s."""
+    close: Callable[[], None] = lambda: None
+    """Frees the memory of the buckets. Call it once every engine has loaded all of them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.sync import cuda_ipc
 from fivefold.sync.folder import NodePlace
+from fivefold.sync.sender import WeightSender
+from fivefold.sync.transport import Route, Transport
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import END, byte_tokenizer
 
@@ -70,7 +73,7 @@ def save_model(family: str, seed: int, folder: Path) -> Path:
     return folder
 
 
-def start(backend: str, python: str, model: Path) -> ServerEngine:
+def start(backend: str, python: str, model: Path, transport: Transport) -> ServerEngine:
     further = f"{ARGUMENTS[backend]} {os.environ.get(f'{backend.upper()}_ARGS', '')}"
     spec = ReplicaSpec(
         backend=backend,
@@ -89,9 +92,16 @@ def start(backend: str, python: str, model: Path) -> ServerEngine:
         memory_fraction=FRACTION if ON_CUDA else None,
         python=python,
         arguments=tuple(further.split()),
+        route=route_of(backend, transport),
     )
     save = partial(save_hf, config_source=model, tokenizer_source=model)
     return ServerEngine(DIALECTS[backend], spec, NodePlace(spec.run, 0, 1), save)
+
+
+def route_of(backend: str, transport: Transport) -> Route:
+    """Return a route with checksums where the server tells them."""
+    exporters = frozenset({0} if transport == "ipc" else ())
+    return Route(transport, str(DTYPE).removeprefix("torch."), checksum=backend == "vllm", exporters=exporters)
 
 
 @dataclass
@@ -102,10 +112,22 @@ class Served:
     engine: ServerEngine
     folders: tuple[Path, Path]
     free_before: int
+    transport: Transport = "folder"
 
     def use(self, which: int, version: int = 0) -> PreTrainedModel:
         """Send a set of weights to the server; return transformers' model of them."""
-        self.engine.update_weights(load_file(self.folders[which] / "model.safetensors").items(), version)
+        weights = load_file(
+            self.folders[which] / "model.safetensors", device="cuda" if self.transport == "ipc" else "cpu"
+        )
+        if self.transport == "ipc":
+            # This process is the trainer: it shares the GPU with the server, and sends in small buckets.
+            route = route_of(self.backend, self.transport)
+            sender = WeightSender(weights.items(), route, 0, None, max_bytes=100_000)
+            self.engine.load_buckets(iter(sender.next, None), version)
+            del sender, weights
+            cuda_ipc.collect()
+        else:
+            self.engine.update_weights(weights.items(), version)
         model = AutoModelForCausalLM.from_pretrained(
             self.folders[which], dtype=torch.float32, attn_implementation="eager"
         )
@@ -114,17 +136,25 @@ class Served:
         return model.eval()
 
 
-@pytest.fixture(scope="module", params=["vllm-qwen3_moe", "vllm-qwen3", "sglang-qwen3_moe", "sglang-qwen3"])
+KINDS = [
+    f"{backend}-{family}-{transport}"
+    for backend in ("vllm", "sglang")
+    for family in ("qwen3_moe", "qwen3")
+    for transport in (("ipc", "folder") if ON_CUDA else ("folder",))
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server of each kind for each model."""
-    backend, family = request.param.split("-")
+    backend, family, transport = request.param.split("-")
     variable = f"{backend.upper()}_PYTHON"
     if variable not in os.environ:
         pytest.skip(f"{variable} names no Python that has {backend}")
     first, second = (save_model(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}")) for seed in range(2))
     free = torch.cuda.mem_get_info()[0] if ON_CUDA else 0
-    engine = start(backend, os.environ[variable], first)
-    yield Served(backend, engine, (first, second), free)
+    engine = start(backend, os.environ[variable], first, transport)
+    yield Served(backend, engine, (first, second), free, transport)
     engine.close()
 
 
@@ -191,6 +221,14 @@ def test_more_requests_than_are_decoded_together(served: Served) -> None:
     model, requests = served.use(0), requests_of(60, seed=1)
     completions = served.engine.generate(requests, sampling(max_new_tokens=5))
     assert_logprobs(model, requests, completions)
+
+
+def test_a_group_gets_different_completions_of_one_prompt(served: Served) -> None:
+    model, requests = served.use(0), requests_of(6, seed=9)
+    completions = served.engine.generate(requests, replace(sampling(), seeded=False))
+    assert_logprobs(model, requests, completions)
+    pairs = [tuple(tuple(c.token_ids.tolist()) for c in completions[i : i + 2]) for i in range(0, len(completions), 2)]
+    assert sum(first != second for first, second in pairs) > len(pairs) // 2
 
 
 def test_greedy_completions_have_the_log_probs_of_the_likeliest_tokens(served: Served) -> None:

@@ -109,3 +109,12 @@ def test_missing_buckets_are_errors() -> None:
 def test_a_limit_below_the_alignment_is_refused() -> None:
     with pytest.raises(ValueError, match="max_bytes=8 is below 16"):
         next(pack([("w", torch.ones(1))], 8))
+
+
+def test_a_bucket_that_was_changed_on_its_way_is_an_error() -> None:
+    weights = {"a": torch.arange(6.0), "b": torch.ones(5)}
+    buckets = list(pack(weights.items(), 64, with_checksum=True))
+    assert {name: tensor.tolist() for name, tensor in unpack(buckets)} == {k: v.tolist() for k, v in weights.items()}
+    buckets[-1].data[-1] ^= 1
+    with pytest.raises(RuntimeError, match="the weights that arrived are not those that were sent"):
+        list(unpack(buckets))

@@ -1,0 +1,118 @@
+"""Buckets pass from one process to another by CUDA IPC on one GPU, and by NCCL on two."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from fivefold.sync import cuda_ipc
+from fivefold.sync.device_buckets import CHECKSUMS, DeviceBucket, checksum
+from fivefold.sync.nccl_link import GROUP, Invitation, NcclLink
+from fivefold.sync.sender import WeightSender
+from fivefold.sync.transport import Route
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+BUCKET = 1 << 20
+WAIT_S = 120
+
+
+def weights(seed: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for i in range(40):
+        shape = (1000 + 61 * i, 64) if i != 7 else (3 * BUCKET // 64, 64)  # one is larger than a bucket
+        yield f"tensor {i}", torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def open_buckets(announced: Any, arrived: Any) -> None:
+    """Answer each announced bucket with the checksum of what is in its buffer."""
+    device = torch.device("cuda", 0)
+    while (bucket := announced.get(timeout=WAIT_S)) is not None:
+        flat = cuda_ipc.opened(bucket.handles[cuda_ipc.device_uuid(device)], device)
+        arrived.put(checksum(bucket.tensors(flat)) % CHECKSUMS)
+        del flat
+
+
+def test_another_process_reads_every_bucket_and_the_memory_comes_back() -> None:
+    context = mp.get_context("spawn")
+    announced, arrived = context.Queue(), context.Queue()
+    reader = context.Process(target=open_buckets, args=(announced, arrived), daemon=True)
+    reader.start()
+    route = Route("ipc", "bfloat16", checksum=True, exporters=frozenset({0}))
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    for seed in range(3):
+        sender = WeightSender(weights(seed), route, 0, None, max_bytes=BUCKET)
+        total, bucket = 0, sender.next()
+        while bucket is not None:
+            announced.put(bucket)
+            upcoming = sender.next()  # the other buffer is filled while this one is read
+            found = arrived.get(timeout=WAIT_S)
+            assert found == (bucket.checksum or 0) % CHECKSUMS
+            total, bucket = total + found, upcoming
+        assert total % CHECKSUMS == checksum(weights(seed)) % CHECKSUMS
+        del sender
+    announced.put(None)
+    reader.join(WAIT_S)
+    assert reader.exitcode == 0
+    gc.collect()
+    cuda_ipc.collect()
+    assert torch.cuda.memory_allocated() == allocated
+
+
+def receive(meeting: str, invitation: Invitation, announced: Any, arrived: Any) -> None:
+    """Enter the group as a server does, as rank 1 on the second GPU, and answer with checksums."""
+    torch.cuda.set_device(1)
+    group = communicator = None
+    if meeting == "torch_group":
+        store = TCPStore(invitation.address, invitation.port, 2, is_master=False)
+        prefixed, timeout = c10d.PrefixStore(GROUP, store), timedelta(seconds=WAIT_S)
+        group, _ = c10d._new_process_group_helper(
+            2, 1, [], c10d.Backend("nccl"), prefixed, group_name=GROUP, backend_options=None, timeout=timeout  # type: ignore[arg-type]
+        )
+        c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    else:
+        communicator = torch.cuda.nccl.init_rank(2, invitation.unique_id, 1)
+        torch.cuda.nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[communicator])
+    while (bucket := announced.get(timeout=WAIT_S)) is not None:
+        flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device="cuda")
+        if group is not None:
+            dist.broadcast(flat, src=0, group=group)
+        else:
+            torch.cuda.nccl.broadcast([flat], comms=[communicator])
+        torch.cuda.synchronize()
+        arrived.put(checksum(bucket.tensors(flat)) % CHECKSUMS)
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("meeting", ["unique_id", "vllm_store", "torch_group"])
+def test_another_gpu_gets_every_bucket(meeting: Any) -> None:
+    context = mp.get_context("spawn")
+    announced, arrived = context.Queue(), context.Queue()
+    link = NcclLink(meeting, "127.0.0.1", 2, WAIT_S)
+    arguments = (meeting, link.invite(), announced, arrived)
+    receiver = context.Process(target=receive, args=arguments, daemon=True)
+    receiver.start()
+    link.enter()
+    route = Route("nccl", "bfloat16", checksum=True, n_receivers=1)
+    sender = WeightSender(weights(0), route, 0, link, max_bytes=BUCKET)
+    sent: list[DeviceBucket] = []
+    while (bucket := sender.next()) is not None:  # sends the bucket before
+        if sent:
+            assert arrived.get(timeout=WAIT_S) == (sent[-1].checksum or 0) % CHECKSUMS
+        sent.append(bucket)
+        announced.put(bucket)
+    assert arrived.get(timeout=WAIT_S) == (sent[-1].checksum or 0) % CHECKSUMS
+    announced.put(None)
+    receiver.join(WAIT_S)
+    assert receiver.exitcode == 0
