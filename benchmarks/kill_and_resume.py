@@ -36,13 +36,14 @@ import psutil
 import torch
 
 from fivefold.checkpoints.store import CheckpointStore
-from fivefold.engine.state_store import KINDS, StoredState
+from fivefold.engine.stored_state import StoredState
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 OVERRIDES = (
     "total_train_steps=8", "train_dataset.batch_size=8", "gconfig.n_samples=4", "valid_dataset.limit=32",
     "recover.freq_steps=1", "recover.max_to_keep=1", "stats.n_logged_samples=32", "stats.tensorboard=false",
 )  # fmt: skip
+KINDS = ("param", "exp_avg", "exp_avg_sq")
 VICTIMS = ("driver", "worker", "everything", "asked to end")
 MOMENTS = ("any time", "in a save")
 TIMEOUT_S = 600.0
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="number of kills over all trials")
     parser.add_argument("--jobs", type=int, default=1, help="trials at one time")
     parser.add_argument("--most", type=int, default=6, help="most kills of one trial")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no trial after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="keys of the recipe to set, such as actor.backend=megatron:d1")
     args = parser.parse_args()
@@ -77,6 +79,7 @@ def main() -> None:
         whole = time.monotonic() - began
         expected = _outcome(folder / "quickstart" / "undisturbed")
         tally = Tally()
+        args.until = began + 60 * args.minutes
         seeds = iter(range(args.seed, sys.maxsize))
         with ThreadPoolExecutor(args.jobs) as pool:
             for _ in pool.map(
@@ -91,13 +94,15 @@ def _trials(
     folder: Path, job: int, args: argparse.Namespace, seeds: Iterator[int], tally: Tally, whole: float, expected: Any
 ) -> None:
     """Run trials until there were enough kills."""
-    while sum(tally.kills.values()) < args.kills:
+    while sum(tally.kills.values()) < args.kills and time.monotonic() < args.until:
         seed = next(seeds)
         name = f"trial-{seed}"
         problem = _trial(folder, name, random.Random(seed), args, tally, whole)
         if problem is None:
             got = _outcome(folder / "quickstart" / name)
-            problem = next((f"{key} differ" for key, value in expected.items() if got[key] != value), None)
+            problem = next(
+                (_difference(key, got[key], value) for key, value in expected.items() if got[key] != value), None
+            )
         tally.trials += 1
         if problem is not None:
             tally.wrong.append(f"{name}: {problem}")
@@ -192,13 +197,22 @@ def _outcome(run: Path) -> dict[str, Any]:
     }
 
 
+def _difference(what: str, got: Any, expected: Any) -> str:
+    """Return what differs, with the first difference."""
+    if not isinstance(got, list) or len(got) != len(expected):
+        return f"{what} differ"
+    row, other = next((row, other) for row, other in zip(got, expected, strict=True) if row != other)
+    keys = [key for key in row.keys() | other.keys() if row.get(key) != other.get(key)]
+    return f"{what} differ at step {row['step']}: {', '.join(sorted(keys))}"
+
+
 def _is_time(metric: str) -> bool:
-    return metric.startswith("seconds/") or "per_second" in metric or "tflops" in metric
+    return any(word in metric for word in ("seconds/", "per_second", "tflops", "replica_busy"))
 
 
 def _digests(folder: Path, kind: str) -> dict[str, int]:
-    with StoredState(folder, kind) as state:
-        return {name: hash(state.read(name).contiguous().view(torch.uint8).numpy().tobytes()) for name in state.names}
+    state = StoredState(folder, kind)
+    return {name: hash(state.read(name).contiguous().view(torch.uint8).numpy().tobytes()) for name in state.names}
 
 
 def _report(tally: Tally, whole: float, seconds: float) -> None:

@@ -69,7 +69,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def is_time(metric: str) -> bool:
-    return metric.startswith("seconds/") or "per_second" in metric or "tflops" in metric
+    return any(word in metric for word in ("seconds/", "per_second", "tflops", "replica_busy"))
 
 
 def assert_the_same(run: Path, other: Path) -> None:
