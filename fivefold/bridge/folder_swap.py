@@ -1,7 +1,7 @@
 """Puts a finished folder in the place of an earlier one.
 
-    .weights.partial     the new folder, while it is written     ──┐ exchanged by one system call
-    weights              the earlier folder, or nothing          ──┘
+    .weights.partial-5f3a     the new folder, while it is written     ──┐ exchanged by one system call
+    weights                   the earlier folder, or nothing          ──┘
 
 Local file systems of Linux exchange two names at once, so `weights` is a whole folder at every instant. Others, such as
 NFS, refuse that. There the earlier folder moves to `.weights.old` and the new one takes its place; whoever is killed
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -23,13 +24,8 @@ _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What file systems and kernels answer that cannot exchange names."""
 
 
-def partial_of(target: Path) -> Path:
-    """Return the folder in which the successor of `target` is written, on the same file system."""
-    return _beside(target, "partial")
-
-
-def begin(target: Path) -> None:
-    """Make the folder `partial_of(target)`, empty.
+def begin(target: Path) -> Path:
+    """Return a new, empty folder beside `target`, in which its successor is written.
 
     What saves that were killed have left is put right first: their partial folders are removed, and an earlier
     `target` that one of them had moved away is moved back.
@@ -38,24 +34,27 @@ def begin(target: Path) -> None:
         OSError: the folder cannot be made.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = partial_of(target), _beside(target, "old")
+    old = _old(target)
     if old.exists() and not target.exists():
         old.rename(target)
-    for leftover in (partial, old):
+    for leftover in (old, *_partials(target)):
         if leftover.exists():
             shutil.rmtree(leftover)
+    # Another name each time: a node of a network file system may remember for a minute what a name meant, and the last
+    # partial folder is the target now.
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
+    return partial
 
 
-def commit(target: Path) -> None:
-    """Put `partial_of(target)` in the place of `target`, and remove an earlier `target`.
+def commit(partial: Path, target: Path) -> None:
+    """Put `partial`, a folder of `begin`, in the place of `target`, and remove an earlier `target`.
 
     The files must be on the disk already. When this returns, so are the names.
 
     Raises:
         OSError: the folder cannot be put there; an earlier `target` is then as it was.
     """
-    partial = partial_of(target)
     sync(partial)
     earlier = _put(partial, target)
     sync(target.parent)
@@ -81,7 +80,7 @@ def _put(partial: Path, target: Path) -> Path | None:
         return None
     if _exchange(partial, target):
         return partial
-    old = _beside(target, "old")
+    old = _old(target)
     target.rename(old)
     try:
         partial.rename(target)
@@ -108,5 +107,11 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def _beside(target: Path, state: str) -> Path:
-    return target.with_name(f".{target.name}.{state}")
+def _partials(target: Path) -> list[Path]:
+    """Return the partial folders of `target`, and those of folders that were to be written into one of them."""
+    hidden = [path for path in target.parent.iterdir() if path.name.startswith(".")]
+    return [path for path in hidden if path.name.lstrip(".").startswith(f"{target.name.lstrip('.')}.partial-")]
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")

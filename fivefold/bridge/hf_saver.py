@@ -11,6 +11,7 @@ writing of them. All ranks must see the folder, so several nodes need storage th
 from __future__ import annotations
 
 import errno
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from fivefold.bridge.hf_writer import HFFolder
 from fivefold.bridge.mapping import Domain, WeightMapping
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_files import BLOCK_BYTES, ShardFiles
+from fivefold.bridge.shard_plan import ShardPlan
 
 Result = TypeVar("Result")
 
@@ -51,29 +53,25 @@ def save_shards(new: HFFolder, shards: Iterable[tuple[WeightMapping, Tensor]], g
     """
     leads = dist.get_rank() == 0
     turns = _turns(groups)
+    partial, *_ = _together(new.target, lambda: new.begin() if leads else Path())
     try:
-        _together(new.target, new.begin if leads else _nothing)
-        n_bytes = _together(new.target, lambda: _write_own(new, _own_blocks(shards, groups, turns)))
+        n_bytes = _together(new.target, lambda: _write_own(partial, new.plan, _own_blocks(shards, groups, turns)))
         if sum(n_bytes) != new.plan.data_bytes:
             raise ValueError(
                 f"the ranks hold {sum(n_bytes):,} bytes of weights, and the model has {new.plan.data_bytes:,}: the "
                 "pieces of the mappings do not tile its tensors"
             )
-        _together(new.target, new.finish if leads else _nothing)
+        _together(new.target, lambda: new.finish(partial) if leads else None)
     finally:
         if leads:
-            new.discard()
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _nothing() -> None:
-    """Do what other ranks than the first do where one is enough."""
-
-
-def _write_own(new: HFFolder, blocks: Iterable[tuple[Piece, Tensor]]) -> int:
+def _write_own(partial: Path, plan: ShardPlan, blocks: Iterable[tuple[Piece, Tensor]]) -> int:
     """Write this rank's blocks, each given with its shard, and wait until they are on the disk. Returns their bytes."""
     n_bytes = 0
     try:
-        with ShardFiles(new.partial, new.plan) as files:
+        with ShardFiles(partial, plan) as files:
             for block, shard in blocks:
                 n_bytes += files.write(block.name, block.view(shard), *block.offsets)
             files.sync()

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -61,11 +60,15 @@ def save_hf(
     if tensors is None:
         tensors, weights = _described(source, weights)
     new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), source, tokenizer_source)
-    with new.begun(), ShardFiles(new.partial, new.plan) as files:
-        for name, tensor in _once_each(weights, tensors):
-            files.write(name, tensor)
-        files.sync()
-        new.finish()
+    partial = new.begin()
+    try:
+        with ShardFiles(partial, new.plan) as files:
+            for name, tensor in _once_each(weights, tensors):
+                files.write(name, tensor)
+            files.sync()
+        new.finish(partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class HFFolder:
@@ -87,60 +90,43 @@ class HFFolder:
         self._source = config_source
         self._tokenizer_source = config_source if tokenizer_source is None else tokenizer_source
 
-    @property
-    def partial(self) -> Path:
-        """The folder while it is written."""
-        return folder_swap.partial_of(self.target)
+    def begin(self) -> Path:
+        """Return a new folder beside the target with weight files that have headers and no data yet.
 
-    @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Inside the block, the partial folder is there, with weight files that have headers and no data yet.
-
-        If the block does not get to `finish`, the partial folder is removed, and an earlier folder stays as it is.
+        Whoever calls this removes the folder if it does not come to `finish`.
 
         Raises:
-            ValueError: something that is no folder stands at the target, or the source has no config.
+            ValueError: something that is no folder stands at the target, or a source is no model folder.
             OSError: there is too little room, or the folder cannot be written.
         """
-        self.begin()
-        try:
-            yield
-        finally:
-            self.discard()
-
-    def begin(self) -> None:
-        """Make the partial folder and the weight files, which have headers and no data yet; see `begun`."""
         if self.target.exists() and not self.target.is_dir():
             raise ValueError(f"{self.target} is a file, and a model is a folder: give another path, or remove the file")
         if not (self._source / "config.json").is_file():
             raise ValueError(f"{self._source} holds no config.json; config_source must be a Hugging Face model folder")
         resolve_model_folder(self._tokenizer_source)  # a tokenizer that is not there is an error before any writing
-        folder_swap.begin(self.target)
+        partial = folder_swap.begin(self.target)
         try:
-            _require_room(self.partial, self.plan.file_bytes)
-            with ShardFiles(self.partial, self.plan) as files:
+            _require_room(partial, self.plan.file_bytes)
+            with ShardFiles(partial, self.plan) as files:
                 files.create()
                 files.sync()
         except BaseException:
-            self.discard()
+            shutil.rmtree(partial, ignore_errors=True)
             raise
+        return partial
 
-    def finish(self) -> None:
-        """Add the other files, and put the folder in its place. All weights must be on the disk."""
+    def finish(self, partial: Path) -> None:
+        """Add the other files to the folder of `begin`, and put it in its place. All weights must be on the disk."""
         if (index := self.plan.index()) is not None:
             name, text = index
-            (self.partial / name).write_text(text)
-        copy_configs(self.partial, self._source, self.plan.main_dtype)
-        copy_tokenizer(self.partial, resolve_model_folder(self._tokenizer_source))
+            (partial / name).write_text(text)
+        copy_configs(partial, self._source, self.plan.main_dtype)
+        copy_tokenizer(partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
-        for file in self.partial.iterdir():
+        for file in partial.iterdir():
             if file.name not in weight_files:
                 folder_swap.sync(file)
-        folder_swap.commit(self.target)
-
-    def discard(self) -> None:
-        """Remove the partial folder, if it is still there."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        folder_swap.commit(partial, self.target)
 
 
 def _described(

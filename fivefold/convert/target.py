@@ -37,10 +37,9 @@ def written_beside(target: Path) -> Iterator[Path]:
 
     The block has to see to it that its files are on the disk.
     """
-    folder_swap.begin(target)
-    partial = folder_swap.partial_of(target)
+    partial = folder_swap.begin(target)
     try:
         yield partial
-        folder_swap.commit(target)
+        folder_swap.commit(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -18,9 +18,9 @@ def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def put(target: Path, text: str) -> None:
-    folder_swap.begin(target)
-    (folder_swap.partial_of(target) / "file").write_text(text)
-    folder_swap.commit(target)
+    partial = folder_swap.begin(target)
+    (partial / "file").write_text(text)
+    folder_swap.commit(partial, target)
 
 
 def test_a_folder_takes_the_place_of_the_earlier_one(target: Path) -> None:
@@ -43,8 +43,9 @@ def test_this_file_system_exchanges_names_at_once(tmp_path: Path) -> None:
 
 def test_what_a_killed_save_has_written_is_removed(target: Path) -> None:
     put(target, "first")
-    folder_swap.begin(target)
-    (folder_swap.partial_of(target) / "half").touch()
+    partial = folder_swap.begin(target)
+    (folder_swap.begin(partial / "inner") / "half").touch()
+    (folder_swap.begin(partial) / "half").touch()
     put(target, "second")  # the process above was killed
     assert [file.name for file in target.iterdir()] == ["file"]
     assert list(target.parent.iterdir()) == [target]
@@ -77,8 +78,25 @@ def test_a_folder_that_cannot_be_moved_leaves_the_earlier_one(tmp_path: Path, mo
     monkeypatch.setattr(folder_swap, "_exchange", lambda one, other: False)
     target = tmp_path / "model"
     put(target, "first")
-    folder_swap.begin(target)
-    folder_swap.partial_of(target).rmdir()
+    partial = folder_swap.begin(target)
+    partial.rmdir()
     with pytest.raises(FileNotFoundError):
-        folder_swap._put(folder_swap.partial_of(target), target)
+        folder_swap._put(partial, target)
     assert (target / "file").read_text() == "first"
+
+
+def test_folders_with_similar_names_are_left_alone(target: Path) -> None:
+    others = [target.with_name(name) for name in ("model.partial-1", ".models.partial-1", ".other", "model.old")]
+    for other in others:
+        other.mkdir()
+    put(target, "first")
+    assert {*target.parent.iterdir()} == {target, *others}
+
+
+def test_no_two_saves_write_to_folders_of_one_name(target: Path) -> None:
+    names = []
+    for _ in range(3):
+        partial = folder_swap.begin(target)
+        names.append(partial.name)
+        folder_swap.commit(partial, target)
+    assert len({*names}) == 3
