@@ -122,10 +122,10 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
     forward = rows * row + (held + rows * row if exchanges else 0)
     router = tokens / layout.tp * (_FLOAT * (shape.hidden + 3 * shape.n_experts))
     forward = max(forward, router)
-    # After the activation's backward pass there are its gradient, the rows' gradient, and two gradients of the weight:
-    # one that is added to the float32 buffer, and one that only starts the hook. The activation's tensors are freed.
+    # After the activation's backward pass there are its gradient, the rows' gradient, and an empty gradient of the
+    # weight, which only starts the hook: the kernel has added the real one. The activation's tensors are freed.
     weight = element * shape.n_experts / layout.ep * 2 * shape.expert_ffn_hidden / layout.etp * shape.hidden
-    backward = 2 * weight + rows * (row + 2 * width) - rows * 3 * width
+    backward = weight + rows * (row + 2 * width) - rows * 3 * width
     backward = max(backward, weight + rows * (row + width), (3 if exchanges else 1) * rows * row - rows * 3 * width)
     if shape.shared_expert_ffn_hidden:
         saved += element * tokens * 5 * shape.shared_expert_ffn_hidden / layout.tp
