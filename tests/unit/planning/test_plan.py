@@ -148,7 +148,8 @@ def small(tmp_path: Path) -> Path:
     "recipe", sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml")), ids=lambda it: it.stem
 )
 def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
-    planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"])
+    # A model that has yet to be converted is stood in for.
+    planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
     assert planned.blueprint is not None
     roles = [placed.role for placed in planned.blueprint.placement.roles]
     assert roles == (["actor"] if recipe.stem == "tiny-moe-sft" else ["rollout", "actor"])
