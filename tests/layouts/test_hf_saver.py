@@ -6,6 +6,7 @@ import hashlib
 import json
 import resource
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -101,18 +102,25 @@ def test_all_ranks_report_the_rank_that_cannot_write_and_the_earlier_model_stays
     assert workers(4).run(save, case, model, out) == [""] * 4
 
 
-def save_elsewhere(case: Case, model: Path, out: Path) -> str:
-    """In a worker: save to a folder that only rank 0 sees, as on nodes without shared storage."""
+def save_without_seeing(case: Case, model: Path, out: Path) -> str:
+    """In a worker: save on a node that does not see what rank 0 has made, unless this is rank 0. Returns the error."""
     engine = case.engine(model)
-    rank = torch.distributed.get_rank()
-    with pytest.raises(OSError, match="not written") as raised:
-        engine.save_hf(out / f"disk of rank {rank}" / "saved")
+    write = hf_saver._write_own
+    sees = torch.distributed.get_rank() == 0
+
+    def write_own(partial: Path, *args: Any) -> int:
+        return write(partial if sees else partial / "of another node", *args)
+
+    with patch.object(hf_saver, "_write_own", write_own), pytest.raises(OSError, match="not written") as raised:
+        engine.save_hf(out)
     return str(raised.value)
 
 
 def test_storage_that_is_not_shared_is_an_error(workers: Workers, models: Path, tmp_path: Path) -> None:
-    errors = workers(2).run(save_elsewhere, Case("megatron:t2"), models / "qwen2", tmp_path)
+    out = tmp_path / "saved"
+    errors = workers(2).run(save_without_seeing, Case("megatron:t2"), models / "qwen2", out)
     assert all("rank 1 on " in error and "need storage that they share" in error for error in errors)
+    assert list(tmp_path.iterdir()) == []
 
 
 def peak_growth(case: Case, model: Path, out: Path) -> int:
