@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fivefold.config import paths
-from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig
+from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig, TrainRecipe
+from fivefold.families.check import server_problems
 from fivefold.rollout.protocol import SamplingParams, group_requests
 
 
@@ -79,3 +81,27 @@ def test_training_is_seeded_and_asks_for_log_probs_as_the_recipe_says() -> None:
     assert (plain.seeded, plain.logprob_share) == (False, 1.0)
     chosen = SamplingParams.for_training(config, RolloutConfig(seeded=True, logprob_share=0.25))
     assert (chosen.seeded, chosen.logprob_share) == (True, 0.25)
+
+
+def recipe_of(backend: str, rollout: dict[str, Any], **actor: Any) -> TrainRecipe:
+    values = {"experiment_name": "test", "actor": {"path": "model", **actor}, "train_dataset": {"path": "data"}}
+    return TrainRecipe.model_validate({**values, "rollout": {"backend": backend, **rollout}})
+
+
+def test_old_log_probs_of_the_rollout_need_all_of_them() -> None:
+    with pytest.raises(
+        ValueError, match=r"recompute_logprob=false takes .* rollout\.logprob_share=0\.5 asks for .* part"
+    ):
+        recipe_of("vllm:d1", {"logprob_share": 0.5}, recompute_logprob=False)
+    recipe_of("vllm:d1", {"logprob_share": 0.5}, recompute_logprob=True)
+
+
+def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() -> None:
+    keys = {"logprob_share": 0.5, "seeded": True}
+    assert list(server_problems(recipe_of("vllm:d1", keys))) == []
+    lines = list(server_problems(recipe_of("transformers:d1", keys)))
+    assert [line.partition(" is for servers")[0] for line in lines] == [
+        "rollout.seeded=true",
+        "rollout.logprob_share=0.5",
+    ]
+    assert all("transformers always has a seed" in line for line in lines)

@@ -47,7 +47,7 @@ class FixedRollout(Rollout):
         asked = [prompt for prompt in prompts for _ in range(n_samples)]
         samples = [Sample(p, "56", "length", len(p.token_ids) + 2, 2, (0, 0)) for p in asked]
         lengths = np.array([sample.n_tokens for sample in samples])
-        return Generated(samples, RemoteBatch(lengths, np.full(len(samples), 2), ()))
+        return Generated(samples, RemoteBatch(lengths, np.full(len(samples), 2), ()), {})
 
     def take_weights(self, offer: WeightOffer) -> None: ...
 
