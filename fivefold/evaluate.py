@@ -108,10 +108,15 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     Only the rollout engine is started.
 
     Raises:
-        ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, or the model's weight files are
-            broken or of another model.
+        ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, its actor starts from a
+            Megatron-Core checkpoint, or the model's weight files are broken or of another model.
         RunFailed: a worker or the reward failed.
     """
+    if model is None and (checkpoint := recipe.actor.megatron.dist_checkpointing_path) is not None:
+        raise ValueError(
+            f"the recipe's actor starts from the Megatron-Core checkpoint {checkpoint}, which a rollout engine cannot "
+            "load: convert it with `fivefold convert`, and name the Hugging Face folder with --model"
+        )
     path = resolve_model_path(model or recipe.actor.path)
     folder = resolve_model_folder(path)
     shape = load_shape(folder)

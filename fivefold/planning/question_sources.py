@@ -183,7 +183,8 @@ def _folder_notes(recipe: Recipe) -> Iterator[str]:
     folder = user_path(recipe.actor.path)
     if not folder.is_dir():
         return
-    if not recipe.actor.init_from_scratch and not any(folder.glob("*.safetensors")):
+    has_own_weights = not (recipe.actor.init_from_scratch or recipe.actor.megatron.use_dist_checkpointing)
+    if has_own_weights and not any(folder.glob("*.safetensors")):
         yield f"{folder} has no weights (*.safetensors), which training needs unless actor.init_from_scratch is true"
     if recipe.tokenizer_path is None and not any(folder.glob("*token*")):
         yield f"{folder} has no tokenizer, which training needs: put its files there, or set tokenizer_path"

@@ -82,6 +82,23 @@ def test_a_checkpoint_that_does_not_fit_is_refused(command: str, checkpoint: Pat
 
 
 @pytest.mark.usefixtures("nothing_starts")
+def test_an_evaluation_does_not_take_other_weights_than_the_checkpoint(checkpoint: Path) -> None:
+    words = ["eval", str(QUICKSTART), *start(checkpoint, "package:tiny-moe")]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
+    assert result.exit_code == 2
+    assert "convert it with `fivefold convert`, and name the Hugging Face folder with --model" in result.output
+
+
+def test_a_plan_does_not_miss_weights_that_the_checkpoint_has(checkpoint: Path) -> None:
+    words = ["plan", str(QUICKSTART), f"actor.path={checkpoint}"]
+    assert "has no weights" in CliRunner(env={"COLUMNS": "400"}).invoke(app, words).output
+    words += start(checkpoint, checkpoint)
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "has no weights" not in result.output
+
+
+@pytest.mark.usefixtures("nothing_starts")
 def test_a_checkpoint_in_the_place_of_a_model_folder_is_told_apart(checkpoint: Path) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", str(QUICKSTART), f"actor.path={checkpoint}"])
     assert result.exit_code == 2
