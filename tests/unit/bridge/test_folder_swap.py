@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from fivefold.bridge import folder_swap
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.shard_plan import TensorSpec
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -72,6 +82,44 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path, monkeypatch: p
         assert not target.exists()
     folder_swap.begin(target)
     assert (target / "file").read_text() == "first"
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """Return a folder in which a save takes milliseconds."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.usefixtures("target")
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_model(in_memory: Path) -> None:
+    target, source = in_memory / "model", in_memory / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    # Made here, because a forked process must not start threads of its own.
+    models = [{f"layer.{i}": torch.full((100_000,), value) for i in range(8)} for value in (1.0, 2.0)]
+    tensors = {name: TensorSpec.of(tensor) for name, tensor in models[0].items()}
+
+    def save_for_ever() -> None:
+        for model in itertools.cycle(models):
+            save_hf(target, model.items(), source, tensors=tensors, max_shard_bytes=1_000_000)
+
+    save_hf(target, models[0].items(), source, tensors=tensors)
+    for seed in range(10):
+        process = multiprocessing.get_context("fork").Process(target=save_for_ever)
+        process.start()
+        time.sleep(random.Random(seed).uniform(0.005, 0.08))
+        process.kill()
+        process.join()
+        if not target.exists():
+            # Only two renames leave this, and the next save, which is killed too, begins by moving the folder back.
+            assert folder_swap._old(target).exists()
+            folder_swap.begin(target)
+        with HFWeights(target) as weights:
+            found = {float(weights.read(name).unique()) for name in tensors}
+        assert found in ({1.0}, {2.0})
+    save_hf(target, models[0].items(), source, tensors=tensors)
+    assert {*target.parent.iterdir()} == {source, target}
 
 
 def test_a_folder_that_cannot_be_moved_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
