@@ -100,7 +100,7 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback_and_log(
     recipe: str, tmp_path: Path, loop: Callable[[str, Loop], None]
 ) -> None:
     def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
-        member = Member("actor", 3, "10.0.0.1", tmp_path / "actor-3.log")
+        member = Member("actor", 3, "10.0.0.1", tmp_path / "actor-3.log", strategy=None)  # type: ignore[arg-type]
         with RunDir.create(recipe, overwrite=overwrite) as run:
             run.started()
             raise WorkerError(member, "train", "Traceback ...\nValueError: no good")
