@@ -123,7 +123,7 @@ class Resume:
             return None
         accepted = recipe.recover.accept_changes
         if all(_is_accepted(key, accepted) for key in differing):
-            return "the training data has changed, and is read from its beginning"
+            return "the training data or its order has changed, so it is read from its beginning"
         values = "".join(f"\n- {_difference(key, saved, here)}" for key in differing)
         raise ValueError(
             f"the training data is not that of the checkpoint {self.checkpoint.path}:{values}\nGo on with the old "

@@ -136,6 +136,7 @@ class RunConsole:
         if not self.console.is_terminal:
             width = max((len(name) for name in facts), default=0)
             lines = [f"  {name.ljust(width)}  {value}" for name, value in facts.items()]
+            lines = [line.replace("\n", f"\n{' ' * (width + 4)}") for line in lines]
             self.console.print(Text("\n".join([title, *lines])), soft_wrap=True)
             return
         grid = Table.grid(padding=(0, 2))

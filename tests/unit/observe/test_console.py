@@ -134,6 +134,17 @@ def test_a_file_gets_no_colour_no_box_and_no_status_line() -> None:
     assert text.startswith("title\n  model  m\n")
 
 
+def test_a_fact_of_several_lines_stays_in_its_column() -> None:
+    console, out = screen(100, terminal=False)
+    console.banner("a run", {"model": "tiny-moe", "changed": "seed: 1 -> 2\nactor.optimizer.lr: 1e-06 -> 2e-06"})
+    assert out.getvalue().splitlines() == [
+        "a run",
+        "  model    tiny-moe",
+        "  changed  seed: 1 -> 2",
+        "           actor.optimizer.lr: 1e-06 -> 2e-06",
+    ]
+
+
 def test_a_terminal_has_a_status_line_with_step_phase_and_times() -> None:
     console, out = screen(120, terminal=True)
     with console:
