@@ -144,7 +144,7 @@ class Session:
             hosts.append(joined.head)
         if not hosts:
             return None
-        members = [member for group in self._groups.values() for member in group.members]
+        members = [member for _, group in sorted(self._groups.items()) for member in group.members]
         lost = [LostNode(host, tuple(member for member in members if member.host == host)) for host in hosts]
         n_left = sum(node.host not in hosts for node in self.nodes)
         return NodesLost(lost, self.timers.current, n_left, joined.head if is_headless else None)

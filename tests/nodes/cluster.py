@@ -15,8 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,21 +73,25 @@ class PretendNode:
 
 @dataclass
 class PretendCluster:
-    """The nodes, head first. A driver joins with `environment` at `address`."""
+    """The nodes. A driver joins with `environment` at `address`."""
 
     folder: Path
     port: int
     token: str
     nodes: list[PretendNode] = field(default_factory=list)
+    _hosts: set[str] = field(default_factory=set)
+    """Addresses of `nodes`, and of those that are starting."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     @contextmanager
-    def running(cls, n_nodes: int, n_gpus: int, **variables: str) -> Iterator[Self]:
+    def running(cls, n_nodes: int, n_gpus: int) -> Iterator[Self]:
         """Start `n_nodes` nodes of `n_gpus` pretend GPUs each; all of them end with the block."""
         cluster = cls(Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp")), free_port(), secrets.token_hex(32))
         try:
-            for _ in range(n_nodes):
-                cluster.add(n_gpus, **variables)
+            cluster.add(n_gpus)
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(cluster.add, [n_gpus] * (n_nodes - 1)))
             yield cluster
         finally:
             for node in reversed(cluster.nodes):
@@ -113,20 +119,20 @@ class PretendCluster:
         (node,) = (node for node in self.nodes if node.host == host)
         node.kill()
         self.nodes.remove(node)
+        self._hosts.remove(host)
 
-    def add(self, n_gpus: int, **variables: str) -> PretendNode:
+    def add(self, n_gpus: int) -> PretendNode:
         """Start one more node, the first as head, at the first address that no other has."""
-        taken = {node.host for node in self.nodes}
-        host = next(host for index in range(2, 255) if (host := f"127.0.0.{index}") not in taken)
+        with self._lock:
+            host = next(host for index in range(2, 255) if (host := f"127.0.0.{index}") not in self._hosts)
+            self._hosts.add(host)
         folder = Path(tempfile.mkdtemp(prefix=f"{host.rpartition('.')[2]}-", dir=self.folder))
         head, other = (line for line in blocks(PAGE, "bash")[0].splitlines() if line.startswith("ray start"))
-        line = (other if self.nodes else head).replace("10.0.0.1", HEAD).replace("6379", str(self.port))
+        line = (head if host == HEAD else other).replace("10.0.0.1", HEAD).replace("6379", str(self.port))
         command = [str(Path(sys.executable).with_name("ray")), *shlex.split(line)[1:], *small(host, n_gpus, folder)]
         for _ in range(START_ATTEMPTS):
             with (folder / "output.log").open("wb") as log:
-                process = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env={**self.environment, **variables}
-                )
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.environment)
             node = PretendNode(host, folder, process)
             if node.has_started():
                 self.nodes.append(node)

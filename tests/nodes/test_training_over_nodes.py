@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import COMMAND, ROOT
 from tests.nodes.cluster import PretendCluster
 
@@ -54,7 +52,7 @@ def rows(root: Path) -> list[Row]:
 
 def untimed(row: Row) -> Row:
     """Return the metrics that do not depend on how long something took."""
-    timed = ("seconds", "tokens_per_second", "tflops", "rollout/")
+    timed = ("seconds", "tokens_per_second", "tflops", "replica_busy")
     return {name: value for name, value in row.items() if not any(word in name for word in timed)}
 
 
@@ -80,6 +78,7 @@ def test_a_run_over_nodes_ends_with_a_lost_node_and_goes_on_without_it(cluster: 
     assert "cluster.n_nodes=3" in errors
     assert "Traceback" not in output + errors
     before = rows(over_nodes)
+    n_kept = max(int(manifest.parent.name.removeprefix("step-")) for manifest in checkpoints.glob("*/manifest.json"))
 
     # One node has the same processes and the same arithmetic.
     result = subprocess.run(
@@ -97,6 +96,5 @@ def test_a_run_over_nodes_ends_with_a_lost_node_and_goes_on_without_it(cluster: 
     assert result.returncode == 0, result.stdout + result.stderr
     after = rows(over_nodes)
     assert [row["step"] for row in after] == list(range(1, n_steps + 1))
-    assert after[:1] == before[:1]
-    assert after[-1]["loss"] == pytest.approx(0, abs=2)
+    assert after[:n_kept] == before[:n_kept]
     cluster.add(n_gpus=8)
