@@ -26,6 +26,9 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, p
 from fivefold.bridge.weight_files import TOKENIZER_FILES
 from fivefold.families.read import load_shape
 
+_LISTED = 5
+"""Most tensors that an error names."""
+
 
 def save_hf(
     folder: str | Path,
@@ -63,7 +66,7 @@ def save_hf(
     partial = new.begin()
     try:
         with ShardFiles(partial, new.plan) as files:
-            for name, tensor in _once_each(weights, tensors):
+            for name, tensor in _fitting(weights, tensors):
                 files.write(name, tensor)
             files.sync()
         new.finish(partial)
@@ -141,27 +144,34 @@ def _described(
     return tensors, chain([first], weights)
 
 
-def _once_each(
-    weights: Iterable[tuple[str, Tensor]], tensors: Mapping[str, TensorSpec]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield `weights`.
+def _fitting(weights: Iterable[tuple[str, Tensor]], tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of `weights` that fit, and check at the end that every tensor came once.
+
+    All of `weights` are consumed before anything is reported, because collectives that other ranks take part in may
+    stand behind them.
 
     Raises:
-        ValueError: one has another shape or dtype than planned, is unknown or comes twice, or some never come.
+        ValueError: some have another shape or dtype than planned, are unknown, came twice or never came.
     """
     missing = dict.fromkeys(tensors)
+    problems = []
     for name, tensor in weights:
-        if name not in missing:
-            problem = "comes a second time" if name in tensors else "is not a tensor of the model"
-            raise ValueError(f"{name} {problem}: a model folder holds each of its {len(tensors)} tensors once")
-        if TensorSpec.of(tensor) != tensors[name]:
-            raise ValueError(f"{name} is {TensorSpec.of(tensor)}, and the model has {tensors[name]}")
-        del missing[name]
-        yield name, tensor
-    if missing:
+        if name not in tensors:
+            problems.append(f"{name} is not a tensor of the model")
+        elif name not in missing:
+            problems.append(f"{name} came a second time")
+        else:
+            del missing[name]
+            if (spec := TensorSpec.of(tensor)) == tensors[name]:
+                yield name, tensor
+            else:
+                problems.append(f"{name} is {spec}, and the model has {tensors[name]}")
+    problems += [f"{name} is missing" for name in missing]
+    if problems:
+        more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise ValueError(
-            f"{len(missing)} of {len(tensors)} tensors of the model are missing, among them {next(iter(missing))}: "
-            "the weights ended early, perhaps because the iterator had been consumed before"
+            f"the weights are not the {len(tensors)} tensors of the model, each once: "
+            f"{'; '.join(problems[:_LISTED])}{more}"
         )
 
 

@@ -50,6 +50,9 @@ class TensorSpec:
         """Return those of `tensor`."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     @property
     def n_elements(self) -> int:
         """Number of elements."""

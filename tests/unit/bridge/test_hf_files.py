@@ -205,20 +205,29 @@ def test_a_link_to_a_folder_stays_one_and_a_file_is_refused(source: Path, tmp_pa
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_weights_that_are_not_the_planned_ones_are_refused(source: Path, tmp_path: Path) -> None:
-    first, *others = TENSORS.items()
-    wrong: dict[str, list[tuple[str, Tensor]]] = {
-        "no weights": [],
-        "4 of 5 tensors of the model are missing, among them layer.1": [first],
-        "layer.0 comes a second time": [first, first, *others],
-        "layer.9 is not a tensor of the model": [*TENSORS.items(), ("layer.9", torch.zeros(1))],
-        r"layer.0 is .*\(10, 1\).*, and the model has .*\(10, 10\)": [("layer.0", torch.zeros(10, 1)), *others],
-        "layer.0 is .*bfloat16.*, and the model has .*float32": [("layer.0", first[1].bfloat16()), *others],
-    }
-    for message, weights in wrong.items():
-        tensors = specs(TENSORS) if weights else None
-        with pytest.raises(ValueError, match=message):
-            save_hf(tmp_path / "out", iter(weights), source, tensors=tensors)
+def test_weights_that_are_not_the_planned_ones_are_refused_when_all_have_come(source: Path, tmp_path: Path) -> None:
+    consumed: list[str] = []
+
+    def wrong() -> Iterator[tuple[str, Tensor]]:
+        yield from {"layer.9": torch.zeros(1), "layer.0": TENSORS["layer.0"].bfloat16()}.items()
+        yield from [("layer.1", TENSORS["layer.1"])] * 2
+        yield "layer.2", torch.zeros(10, 1)
+        yield "layer.3", TENSORS["layer.3"]
+        consumed.append("all")
+
+    with pytest.raises(ValueError, match="not the 5 tensors of the model") as raised:
+        save_hf(tmp_path / "out", wrong(), source, tensors=specs(TENSORS))
+    for problem in (
+        "layer.9 is not a tensor of the model",
+        "layer.0 is bfloat16 [10, 10], and the model has float32 [10, 10]",
+        "layer.1 came a second time",
+        "layer.2 is float32 [10, 1], and the model has float32 [10, 10]",
+        "layer.4 is missing",
+    ):
+        assert problem in str(raised.value)
+    assert consumed, "other ranks wait in the collectives behind the iterator"
+    with pytest.raises(ValueError, match="no weights"):
+        save_hf(tmp_path / "out", iter([]), source)
     assert {folder.name for folder in tmp_path.iterdir()} == {"source"}
 
 
@@ -229,7 +238,7 @@ def test_tensors_are_those_of_the_config_unless_they_are_given(hf_models: dict[s
     assert stored.keys() == weights.keys()
     assert all(stored[name].equal(tensor) for name, tensor in weights.items())
     weights.popitem()
-    with pytest.raises(ValueError, match="are missing"):
+    with pytest.raises(ValueError, match="is missing"):
         save_hf(tmp_path / "out", weights.items(), hf_models["llama"])
 
 
