@@ -77,7 +77,7 @@ class LostNode:
 
 
 class NodesLost(RunFailed):
-    """Machines went away, with the processes on them: their Ray accepts no connection any more."""
+    """Machines went away, with the processes on them: their Ray does not answer any more."""
 
     def __init__(self, lost: Sequence[LostNode], phase: str, n_left: int, head: str | None) -> None:
         """`n_left` is the number of the run's machines that are left, `head` the cluster's head if that is lost."""
@@ -98,8 +98,8 @@ class NodesLost(RunFailed):
         else:
             fix = f"Start the run again when the node{plural} {are} back, or on others."
         super().__init__(
-            f"lost node{plural} {', '.join(map(str, lost))} in phase '{phase}': Ray's process there accepts no "
-            f"connection any more, because it or the whole machine ended, or the network broke.\n{fix}"
+            f"lost node{plural} {', '.join(map(str, lost))} in phase '{phase}': Ray's process there does not answer "
+            f"any more, because it or the whole machine ended, or the network broke.\n{fix}"
         )
 
 

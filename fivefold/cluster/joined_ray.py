@@ -51,13 +51,20 @@ class JoinedRay:
         """Return whether the head node accepts no connection any more, without which Ray works nowhere."""
         return not _accepts(self.head, self.port)
 
+    def lost_nodes(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return which of `nodes` are lost; waits `LOSS_S` for a first one.
 
-def lost_nodes(nodes: Sequence[Node]) -> list[Node]:
-    """Return which of `nodes` are lost: Ray's process there accepts no connection. Waits `LOSS_S` for a first one."""
-    deadline = time.monotonic() + LOSS_S
-    while not (lost := [node for node in nodes if not _accepts(node.host, node.port)]) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    return lost
+        Ray's process on a lost node accepts no connection, or Ray's health checks have given the node up.
+        """
+        living = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
+        deadline = time.monotonic() + LOSS_S
+        while True:
+            lost = [
+                node for node in nodes if (node.host, node.port) not in living or not _accepts(node.host, node.port)
+            ]
+            if lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(POLL_S)
 
 
 def _accepts(host: str, port: int) -> bool:

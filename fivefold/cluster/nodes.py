@@ -114,9 +114,10 @@ def _look_around(
         try:
             looks.append(ray.get(probe))
         except RayError as error:
+            what = str(error).strip().splitlines()[-1]
             raise ValueError(
                 f"the first process that Ray started on node {home.host} failed. Fivefold must be installed there as "
-                f"here, and Ray be started from that environment (`.venv/bin/ray start`).\n{str(error).strip()}"
+                f"here, and Ray be started from that environment (`.venv/bin/ray start`).\n{what}"
             ) from None
     return looks
 

@@ -25,7 +25,7 @@ import ray
 from fivefold.cluster.compat import hush
 from fivefold.cluster.errors import LostNode, Member, NodesLost, RayEnded
 from fivefold.cluster.group import WorkerGroup
-from fivefold.cluster.joined_ray import JoinedRay, lost_nodes
+from fivefold.cluster.joined_ray import JoinedRay
 from fivefold.cluster.local_ray import LocalRay
 from fivefold.cluster.nodes import Node, reserve
 from fivefold.cluster.role import Role
@@ -138,10 +138,14 @@ class Session:
         return RayEnded(ending, self.timers.current, logs)
 
     def _why_nodes_are_lost(self, joined: JoinedRay, failed: Collection[Member]) -> NodesLost | None:
+        # Without its head, Ray does not answer for the other nodes.
         is_headless = joined.has_lost_its_head()
-        hosts = [node.host for node in lost_nodes(self.nodes)] if failed else []
-        if is_headless and joined.head not in hosts:
-            hosts.append(joined.head)
+        if is_headless:
+            hosts = [joined.head]
+        elif failed:
+            hosts = [node.host for node in joined.lost_nodes(self.nodes)]
+        else:
+            hosts = []
         if not hosts:
             return None
         members = [member for _, group in sorted(self._groups.items()) for member in group.members]

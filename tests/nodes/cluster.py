@@ -94,8 +94,8 @@ class PretendCluster:
                 list(threads.map(cluster.add, [n_gpus] * (n_nodes - 1)))
             yield cluster
         finally:
-            for node in reversed(cluster.nodes):
-                node.kill()
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(PretendNode.kill, cluster.nodes))
             shutil.rmtree(cluster.folder, ignore_errors=True)
 
     @property
@@ -121,8 +121,8 @@ class PretendCluster:
         self.nodes.remove(node)
         self._hosts.remove(host)
 
-    def add(self, n_gpus: int) -> PretendNode:
-        """Start one more node, the first as head, at the first address that no other has."""
+    def add(self, n_gpus: int, **variables: str) -> PretendNode:
+        """Start one more node, the first as head, at the first address that no other has, with further variables."""
         with self._lock:
             host = next(host for index in range(2, 255) if (host := f"127.0.0.{index}") not in self._hosts)
             self._hosts.add(host)
@@ -132,7 +132,9 @@ class PretendCluster:
         command = [str(Path(sys.executable).with_name("ray")), *shlex.split(line)[1:], *small(host, n_gpus, folder)]
         for _ in range(START_ATTEMPTS):
             with (folder / "output.log").open("wb") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.environment)
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env={**self.environment, **variables}
+                )
             node = PretendNode(host, folder, process)
             if node.has_started():
                 self.nodes.append(node)

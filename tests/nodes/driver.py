@@ -70,11 +70,21 @@ def refused(address: str, folder: Path) -> dict[str, str]:
     """Ask for more than the cluster has. Returns the messages."""
     messages = {}
     for name, n_nodes, n_gpus in (("nodes", 5, 8), ("GPUs", 4, 9)):
-        try:
-            open_session(address, folder, n_nodes, n_gpus, wait_s=1)
-        except ValueError as error:
-            messages[name] = str(error)
+        messages[name] = _why_not(address, folder, n_nodes, n_gpus)
     return messages
+
+
+def without_fivefold(address: str, folder: Path) -> dict[str, str]:
+    """Ask for two nodes, one of which cannot import Fivefold. Returns the message."""
+    return {"message": _why_not(address, folder, 2, 1)}
+
+
+def _why_not(address: str, folder: Path, n_nodes: int, n_gpus: int) -> str:
+    try:
+        open_session(address, folder, n_nodes, n_gpus, wait_s=1)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("the session was opened")
 
 
 def areal(address: str, folder: Path) -> dict[str, Any]:
@@ -142,7 +152,13 @@ def apart(address: str, folder: Path) -> dict[str, str]:
     return messages
 
 
-CASES: Mapping[str, Any] = {"refused": refused, "areal": areal, "lost": lost, "apart": apart}
+CASES: Mapping[str, Any] = {
+    "refused": refused,
+    "areal": areal,
+    "lost": lost,
+    "apart": apart,
+    "without": without_fivefold,
+}
 
 if __name__ == "__main__":
     _, address, folder, case = sys.argv

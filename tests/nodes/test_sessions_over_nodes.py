@@ -73,8 +73,28 @@ def test_nodes_that_do_not_share_the_run_folder_are_named_and_their_logs_still_r
     assert "last words" in told["dies"]
 
 
-def test_a_lost_head_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with PretendCluster.running(2, n_gpus=2) as cluster:
+HIDES_FIVEFOLD = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fivefold":
+            raise ModuleNotFoundError("No module named 'fivefold'")
+
+sys.meta_path.insert(0, Hidden())
+"""
+"""A module that Python imports at its start from PYTHONPATH."""
+
+
+def test_a_node_without_fivefold_and_then_a_lost_head_are_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDES_FIVEFOLD)
+    with PretendCluster.running(1, n_gpus=2) as cluster:
+        cluster.add(2, PYTHONPATH=str(tmp_path))
+        message = drive(cluster, tmp_path, "without")["message"]
+        assert f"on node {HOSTS[1]} failed. Fivefold must be installed there as here" in message
+        assert message.endswith("\nModuleNotFoundError: No module named 'fivefold'")
+        cluster.kill(HOSTS[1])
+        cluster.add(2)
         command = [*DRIVER, cluster.address, str(tmp_path), "lost"]
         driver = subprocess.Popen(command, env=cluster.environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert driver.stdout is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from engines import Engine, GlooEngine, broken_build, gone
@@ -144,3 +145,14 @@ def test_a_reader_that_raises_ends_the_feed_and_is_named(session: Session) -> No
 def test_a_failure_at_a_job_ends_the_queue(session: Session) -> None:
     with pytest.raises(WorkerError, match="job 7 cannot be done"):
         launch(session, 2).deal(Engine.work, [*range(7), "job 7 cannot be done", *range(5)], 0.0)
+
+
+def test_a_log_that_cannot_be_written_is_told_with_the_fix(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").touch()
+    monkeypatch.setattr(session, "logs", tmp_path / "run" / "logs")
+    with pytest.raises(WorkerError, match=r"cannot write its log on this machine .*: set cluster.fileroot") as caught:
+        launch(session, 1)
+    assert (caught.value.role, caught.value.rank) == ("actor", 0)
+    assert "killed" not in str(caught.value)
