@@ -31,7 +31,7 @@ from fivefold.rewards.compute import check_ground_truths
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.reward import NamedReward
 from fivefold.roles.keeping import keep
-from fivefold.roles.launch import Roles, launch_roles, replica_spec
+from fivefold.roles.launch import ActorState, Roles, launch_roles, replica_spec
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.remote_batch import RemoteBatch
@@ -105,7 +105,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note)) as run:
         updates = setup.total_steps * recipe.actor.ppo_epochs * recipe.actor.ppo_n_minibatches
         roles = launch_roles(run.session, recipe, setup.ground.placement, setup.ground.path, updates)
-        load_state(start, roles.actor)
+        with roles.saving(run.timers):
+            load_state(start, roles.actor)
         run.folder.started()
         state = _loop(setup, roles, run, state, began)
         summary = _summary(setup, state)
@@ -116,16 +117,16 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
 
 def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float) -> RunState:
     """Run the training loop from `state` on. Returns the state after its last step."""
-    recipe, actor, rollout, timers = setup.recipe, roles.actor, roles.rollout, run.timers
-    source = StepSource(recipe, setup.sampler, rollout, setup.sampling, setup.reward, timers)
-    update = PolicyUpdate(recipe, actor, roles.reference, timers)
+    recipe, timers = setup.recipe, run.timers
+    source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.reward, timers)
+    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers)
     update.guard.in_a_row = state.skips_in_a_row
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
-    weights = WeightSaver(recipe.saver, run.folder.weights, actor.save)
-    with keep(run, recipe, actor, state, setup.schedule(recipe.recover), began) as keeper:
+    weights = WeightSaver(recipe.saver, run.folder.weights, roles.actor.save)
+    owner = ActorState(roles, timers)
+    with keep(run, recipe, owner, state, setup.schedule(recipe.recover), began) as keeper:
         run.screen.start(setup.total_steps, state.step)
-        with timers.phase("weight sync"):
-            rollout.take_weights(actor.offer_weights(version=state.step))
+        roles.send_weights(state.step, timers)
         if state.step == 0:
             evaluation = _evaluate(setup, roles, run, step=0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
@@ -140,8 +141,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                 batch, metrics = update.prepare(experience.samples, experience.batch)
                 with timers.phase("train"):
                     metrics |= update.run(batch, experience.groups, step)
-            with timers.phase("weight sync"):
-                rollout.take_weights(actor.offer_weights(version=step))
+            roles.send_weights(step, timers)
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
             metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began)
@@ -154,7 +154,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             )
             try:
                 if saver.is_due(step):
-                    with timers.phase("save"):
+                    with timers.phase("save"), roles.saving(timers):
                         weights.save(step)
                     saver.done()
                 if evaluator.is_due(step):

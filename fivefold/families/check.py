@@ -81,8 +81,8 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
         for name in ("seeded", "logprob_share"):
             if (value := getattr(recipe.rollout, name)) != RolloutConfig.model_fields[name].default:
                 yield (
-                    f"rollout.{name}={str(value).lower()} is for servers ({server_titles()}): {backend.name} always has "
-                    "a seed for each request, and gives every log-prob; drop it"
+                    f"rollout.{name}={str(value).lower()} is for servers ({server_titles()}): "
+                    f"{backend.name} always has a seed for each request, and gives every log-prob; drop it"
                 )
     if backend.temperatures is not None:
         low, high = backend.temperatures

@@ -50,7 +50,7 @@ EACH_STATE = "each kind of the optimizer's state has a precision of its own"
 ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
 KERNELS = "Fivefold chooses its kernels itself"
 OWN_BRIDGE = "Fivefold has one bridge between Hugging Face and Megatron-Core weights, for dense and MoE models"
-WEIGHTS_IN_BUCKETS = "the placement decides how weights go from actor to rollout (rollout.weight_transport)"
+WEIGHTS_IN_BUCKETS = "rollout.weight_transport decides how weights go from actor to rollout"
 
 # Megatron-Core in the place of FSDP and DeepSpeed
 

@@ -54,10 +54,3 @@ def beside_rollout(
         question = replace(question, gpu=replace(question.gpu, memory=device_memory))
     blueprint = draw_up(question)
     return BesideRollout(blueprint.rollouts[0].beside, blueprint.offloaded)
-
-
-def bytes_kept_beside_rollout(
-    recipe: TrainRecipe, actor_folder: Path | str, reference_folder: Path | str | None
-) -> int:
-    """Return `beside_rollout(...).kept`."""
-    return beside_rollout(recipe, actor_folder, reference_folder).kept

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
+from fivefold.engine.contract import Offloadable
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult, WriteFailed
 from fivefold.sync.device_buckets import merged
@@ -92,6 +93,16 @@ class Actor:
     def load_state(self, folder: Path) -> None:
         """Load the training state that was written below `folder`, on this layout or any other."""
         self._trainer.group.call(TrainerWorker.load_state, folder)
+
+    def offload(self, what: Sequence[Offloadable]) -> None:
+        """Move state off the devices."""
+        if what:
+            self._trainer.group.call(TrainerWorker.offload, what)
+
+    def onload(self, what: Sequence[Offloadable]) -> None:
+        """Bring back what `offload` moved; what is on the devices stays there."""
+        if what:
+            self._trainer.group.call(TrainerWorker.onload, what)
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""

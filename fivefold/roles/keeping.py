@@ -16,13 +16,12 @@ from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.checkpoints.time_limit import TimeLimit
-from fivefold.checkpoints.writer import Checkpointer
+from fivefold.checkpoints.writer import Checkpointer, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema import Recipe
 from fivefold.observe.errors import RunStopped
 from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.metrics import MetricsLog
-from fivefold.roles.actor import Actor
 from fivefold.roles.opening import OpenRun
 
 
@@ -103,7 +102,7 @@ class Keeper:
 
 @contextmanager
 def keep(
-    run: OpenRun, recipe: Recipe, actor: Actor, state: RunState, schedule: Schedule, began: float
+    run: OpenRun, recipe: Recipe, owner: StateOwner, state: RunState, schedule: Schedule, began: float
 ) -> Iterator[Keeper]:
     """Yield the keeper of a training loop. Inside the block, Ctrl-C and SIGTERM end the run after the step in progress.
 
@@ -112,7 +111,7 @@ def keep(
     Args:
         run: folder, screen and timers of the run.
         recipe: its recipe.
-        actor: whose state is saved.
+        owner: whose state is saved.
         state: the state of the run before its next step.
         schedule: the frequencies of checkpoints.
         began: time on `time.perf_counter` at which the command was started.
@@ -122,7 +121,7 @@ def keep(
     checkpoints = Checkpointer(
         recipe,
         CheckpointStore(folder.checkpoints),
-        actor,
+        owner,
         run.timers,
         schedule=schedule,
         history=state.kept_metric,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -13,19 +15,23 @@ from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema import EngineConfig, Recipe, TrainRecipe
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape
 from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
-from fivefold.planning.beside_rollout import bytes_kept_beside_rollout
+from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
 from fivefold.roles.actor import Actor
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.transport import FOLDER, choose_route
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import WrittenPart
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,65 @@ class Roles:
     rollout: Rollout
     reference: Reference | None
 
+    offloaded: tuple[Offloadable, ...] = ()
+    """What the actor moves off its devices while the rollout that shares them is awake."""
+
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
-        """Give the actor, inside the block, the devices that the rollout shares with it."""
+        """Give the actor, inside the block, the devices that the rollout shares with it, and all of its state.
+
+        Behind the block its weights stay on the devices, for `send_weights`.
+        """
         if not self.rollout.shares_devices:
             yield
             return
         with timers.phase("hand-over"):
             self.rollout.sleep()
+            self.actor.onload(self.offloaded)
         yield
         with timers.phase("hand-over"):
+            self.actor.offload([kind for kind in self.offloaded if kind != "params"])
             self.actor.release()
             self.rollout.wake()
+
+    @contextmanager
+    def saving(self, timers: PhaseTimers) -> Iterator[None]:
+        """Have all of the actor's state on its devices inside the block, which saves it or loads it."""
+        if not self.offloaded:
+            yield
+            return
+        with self.training(timers):
+            yield
+        self._offload_weights(timers)
+
+    def send_weights(self, version: int, timers: PhaseTimers) -> None:
+        """Send the actor's weights to the rollout, as version `version`."""
+        with timers.phase("weight sync"):
+            self.actor.onload([kind for kind in self.offloaded if kind == "params"])
+            self.rollout.take_weights(self.actor.offer_weights(version))
+        self._offload_weights(timers)
+
+    def _offload_weights(self, timers: PhaseTimers) -> None:
+        if "params" in self.offloaded:
+            with timers.phase("hand-over"):
+                self.actor.offload(["params"])
+
+
+@dataclass(frozen=True)
+class ActorState:
+    """The actor's state as checkpoints take it: what is offloaded comes back for the copy."""
+
+    roles: Roles
+    timers: PhaseTimers
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+        with self.roles.saving(self.timers):
+            return self.roles.actor.snapshot(folder)
+
+    def write_snapshot(self) -> list[WrittenPart]:
+        """Write the files of the last snapshot; see `Actor.write_snapshot`."""
+        return self.roles.actor.write_snapshot()
 
 
 def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int) -> Roles:
@@ -59,7 +112,9 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
     if reference is not None and "ref" in placement:
         alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
         roles.append(_trainer_role("ref", placement, alone))
-    groups = _launch(session, rollout_role(recipe, placement, path, load_weights=False), roles, placement)
+    offloaded = _offloaded(recipe, placement, path)
+    server = rollout_role(recipe, placement, path, load_weights=False)
+    groups = _launch(session, server, roles, placement, offloaded)
     trainer = _trainer(groups["actor"], spec)
     route = choose_route(recipe, placement)
     actor = Actor(trainer, route)
@@ -74,6 +129,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         actor=actor,
         rollout=rollout,
         reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
+        offloaded=offloaded,
     )
 
 
@@ -111,13 +167,20 @@ def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
     return Trainer(group, BatchPlanner.of(spec.model, spec.layout, shape))
 
 
-def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement: Placement) -> dict[str, WorkerGroup]:
+def _launch(
+    session: Session,
+    rollout: Role,
+    trainers: Sequence[Role],
+    placement: Placement,
+    offloaded: Collection[Offloadable],
+) -> dict[str, WorkerGroup]:
     """Start all roles at once. A server that shares devices starts first, because it measures their free memory."""
     if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
         return session.launch(rollout, *trainers)
     groups = session.launch(rollout)
     groups["rollout"].call(RolloutWorker.sleep)
     groups |= session.launch(*trainers)
+    groups["actor"].call(TrainerWorker.offload, [kind for kind in offloaded if kind != "params"])
     groups["actor"].call(TrainerWorker.release_cache)
     groups["rollout"].call(RolloutWorker.wake)
     return groups
@@ -158,7 +221,7 @@ def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
         max_length=_longest(recipe),
         seed=recipe.seed,
         can_sleep=is_shared,
-        reserved=_kept_beside_rollout(recipe, path) if is_shared and layout.is_server else 0,
+        reserved=_beside_rollout(recipe, path).kept if is_shared and layout.is_server else 0,
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
@@ -188,9 +251,18 @@ def check_engines(placement: Placement) -> None:
             )
 
 
-def _kept_beside_rollout(recipe: TrainRecipe, path: str) -> int:
+def _offloaded(recipe: TrainRecipe, placement: Placement, path: str) -> tuple[Offloadable, ...]:
+    """Return what the actor moves off the devices while the rollout is awake: as the plan says, on GPUs."""
+    if "actor" not in placement.sharers("rollout"):
+        return ()
+    if placement.is_cpu:
+        return tuple(kind for kind in OFFLOADABLE if getattr(recipe.actor.offload, kind))
+    return _beside_rollout(recipe, path).offloaded
+
+
+def _beside_rollout(recipe: TrainRecipe, path: str) -> BesideRollout:
     reference = recipe.ref.path
-    return bytes_kept_beside_rollout(
+    return beside_rollout(
         recipe, resolve_model_folder(path), None if reference is None else resolve_model_folder(reference)
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import WorkerGroup
 from fivefold.config.schema import EngineConfig, OptimizerConfig
-from fivefold.engine.contract import TrainingEngine
+from fivefold.engine.contract import Offloadable, TrainingEngine
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
@@ -258,6 +258,24 @@ class TrainerWorker:
     def load_state(self, folder: Path) -> None:
         """Load the training state below `folder`, in place of the model's weights."""
         self._engine.load(folder)
+
+    def offload(self, what: Collection[Offloadable]) -> int:
+        """Move state of this rank off its device, and the weights of the reference beside it with the model's own.
+
+        Returns:
+            The bytes that were freed.
+        """
+        freed = self._engine.offload(what)
+        if self._reference is not None and "params" in what:
+            freed += self._reference.offload(["params"])
+        return freed
+
+    def onload(self, what: Collection[Offloadable]) -> int:
+        """Bring back what `offload` moved. Returns the bytes that were allocated on the device."""
+        allocated = self._engine.onload(what)
+        if self._reference is not None and "params" in what:
+            allocated += self._reference.onload(["params"])
+        return allocated
 
     def release_cache(self) -> None:
         """Release cached device memory, for the role that shares the device."""

@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.config.schema import TrainRecipe
 from fivefold.families.read import SHAPES, find_shape
-from fivefold.planning.beside_rollout import beside_rollout, bytes_kept_beside_rollout
+from fivefold.planning.beside_rollout import beside_rollout
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
 
 KEEP_ALL = {"params": False, "grads": False, "optimizer": False}
@@ -69,7 +69,7 @@ def test_the_plan_offloads_what_the_rollout_needs(folder: Path, device_gb: int, 
 def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
     megatron = {"optimizer": {"state_on": "host"}}
     kept = [
-        bytes_kept_beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), folder, None)
+        beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), folder, None).kept
         for m in ({}, megatron)
     ]
     assert kept[0] - kept[1] == pytest.approx(12 / 8 * find_shape("Qwen3-8B").n_parameters, abs=1)
@@ -79,7 +79,7 @@ def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
 def test_a_reference_in_the_actors_processes_adds_its_weights(folder: Path, reference: str | None) -> None:
     model = reference or "Qwen3-8B"
     with_reference, without = (
-        bytes_kept_beside_rollout(recipe("vllm:d4t2|megatron:d8", kl_ctl, offload=KEEP_ALL), folder, reference)
+        beside_rollout(recipe("vllm:d4t2|megatron:d8", kl_ctl, offload=KEEP_ALL), folder, reference).kept
         for kl_ctl in (0.1, 0.0)
     )
     assert with_reference - without == 2 * find_shape(model).n_parameters

@@ -45,11 +45,12 @@ def route_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None
     ],
 )
 def test_the_fastest_way_that_the_placement_allows_is_taken(allocation: str, n_gpus: int, transport: str) -> None:
-    assert route_of(allocation, n_gpus).transport == transport
+    assert route_of(allocation, n_gpus, {"weight_transport": "auto"}).transport == transport
+    assert route_of(allocation, n_gpus).transport == "folder"
 
 
 def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
-    lists = {"device_mapping": [2, 3], "backend": "vllm:d2"}
+    lists = {"device_mapping": [2, 3], "backend": "vllm:d2", "weight_transport": "auto"}
     recipe = recipe_of("vllm:d2|megatron:d2", 4).model_copy(update={"allocation_mode": None})
     values = recipe.model_dump(exclude_none=True)
     values |= {"rollout": lists, "actor": {"path": "m", "backend": "megatron:d4", "device_mapping": [3, 0, 1, 2]}}
@@ -58,8 +59,8 @@ def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
 
 
 def test_nccl_counts_the_processes_of_all_engines() -> None:
-    assert route_of("vllm:d2t2+megatron:d4", 8).n_receivers == 4
-    assert route_of("vllm:d2t2+megatron:d4", 4, {"dtype": "float32"}, n_nodes=2) == Route(
+    assert route_of("vllm:d2t2+megatron:d4", 8, {"weight_transport": "auto"}).n_receivers == 4
+    assert route_of("vllm:d2t2+megatron:d4", 4, {"dtype": "float32", "weight_transport": "auto"}, n_nodes=2) == Route(
         "nccl", "float32", False, n_receivers=4
     )
 

@@ -25,7 +25,7 @@ TRAIN = (
 )  # fmt: skip
 SFT = (
     "sft", str(ROOT / "recipes" / "tiny-moe-sft.yaml"), f"total_train_steps={N_STEPS}", "train_dataset.batch_size=8",
-    "train_dataset.limit=64", "valid_dataset.limit=16", "recover.freq_steps=1",
+    "valid_dataset=null", "recover.freq_steps=1",
 )  # fmt: skip
 
 
@@ -128,11 +128,15 @@ def test_a_finished_run_says_so_and_stays_as_it_is(undisturbed: Path, fivefold: 
 
 
 def test_supervised_fine_tuning_goes_on_with_the_same_bits(folder: Path, fivefold: Fivefold) -> None:
+    examples = folder / "examples.jsonl"
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a in range(8) for b in range(8)]
+    examples.write_text("\n".join(lines))
+    command = (*SFT, f"train_dataset.path={examples}", f"cluster.fileroot={folder}")
     whole = folder / "tiny-moe-sft" / "undisturbed"
-    result = fivefold(*SFT, f"cluster.fileroot={folder}", f"trial_name={whole.name}")
+    result = fivefold(*command, f"trial_name={whole.name}")
     assert result.returncode == 0, result.stderr + result.stdout
     run = whole.with_name("killed")
-    interrupted(run, SFT, subprocess.Popen.kill)
-    result = fivefold(*SFT, f"cluster.fileroot={folder}", f"trial_name={run.name}")
+    interrupted(run, command, subprocess.Popen.kill)
+    result = fivefold(*command, f"trial_name={run.name}")
     assert result.returncode == 0, result.stderr + result.stdout
     assert_the_same(run, whole)
