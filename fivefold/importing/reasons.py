@@ -45,6 +45,7 @@ FLOAT32_REDUCTION = "gradients are reduced in float32 unless actor.megatron.ddp.
 MIXED_PRECISION = "training runs in bfloat16 or float32"
 GLOBAL_COUNTS = "losses are divided by global counts"
 NO_OFFLOAD = "the actor is offloaded by actor.offload, and nothing else is"
+ALL_LEAVES = "and actor.offload.grads and .optimizer: all of the actor's state"
 PLAN_OFFLOADS = "the plan offloads no more than generation needs"
 EACH_STATE = "each kind of the optimizer's state has a precision of its own"
 ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
@@ -91,8 +92,8 @@ AS_IN_TRAINING = "evaluation samples as training does"
 
 # The run
 
-NO_RESUME = "an interrupted run cannot be resumed"
 NO_RETRY = "an error ends the run: nothing is tried again"
+SAME_COMMAND = "an error ends the run, and the same command goes on from its newest checkpoint"
 ONE_SEED = "the recipe's `seed` is the only one"
 TIMEOUT = "scheduler.timeout_s is the limit of every phase"
 OWN_ENVIRONMENT = "set environment variables in the shell that starts the run"
@@ -102,9 +103,16 @@ OWN_OUTPUTS = "everything is written below <cluster.fileroot>/<experiment_name>/
 SAMPLES_FILE = "the samples of each step are written to samples.jsonl"
 METRICS = "metrics go to the console, TensorBoard and metrics.jsonl"
 NO_PROFILER = "there is no profiler to configure"
-HUGGING_FACE_FORMAT = "weights are read and written in the Hugging Face format, whatever the layout"
 BETWEEN_STEPS = "weights are written between steps"
-NEWEST_WEIGHTS = "only the newest weights are kept"
+LAST_WEIGHTS = "the weights are saved after the last step, as a Hugging Face folder"
+OWN_FREQUENCY = "it is off: checkpoints are written every recover.freq_secs, unless recover.mode is disabled"
+IN_BACKGROUND = "the files of a checkpoint are always written while training goes on"
+WHOLE_CHECKPOINTS = "checkpoints hold all that a run needs to go on, and are read as a whole"
+OTHER_CHECKPOINTS = (
+    "a run goes on from checkpoints that Fivefold has written: name one in recover.mode, or, to start from the "
+    "weights of this one, convert them and name their folder in actor.path"
+)
+RECIPES_SCHEDULE = "a run that goes on takes the schedule of the learning rate from its recipe"
 
 # Values
 

@@ -182,6 +182,9 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         draft.notes.append(
             "with one response to each prompt, a group has no differences, so rewards are normalised over the batch"
         )
+    if "recover.freq_steps" in recipe or "recover.freq_epochs" in recipe:
+        # The source's own frequency takes the place of Fivefold's.
+        recipe.setdefault("recover.freq_secs", None)
     missing = [key for key in NEEDED if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return missing
@@ -200,6 +203,9 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if not recipe.get("actor.kl_ctl"):
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
+    if recipe.get("recover.mode") == "disabled":
+        for key in [key for key in recipe if key.startswith("recover.") and key != "recover.mode"]:
+            draft.demote(key, "recover.mode is disabled: no checkpoints are written", "implied")
     for section in ("train_dataset", "valid_dataset"):
         if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
             draft.demote(f"{section}.split", "a data set of one file has no splits", "implied")

@@ -5,7 +5,7 @@ A table maps patterns of keys to rules; a rule says what becomes of a key that n
     RULES = {
         "trainer.nnodes": to("cluster.n_nodes", whole),                      # mapped
         "trainer.balance_batch": implied("ranks are always balanced"),       # holds in Fivefold anyway
-        "trainer.resume_mode": off("an interrupted run is not resumed"),     # implied if off, else unsupported
+        "trainer.profile_steps": off("there is no profiler to configure"),   # implied if off, else unsupported
         "trainer.*": unsupported("the option has no counterpart"),           # every other key of the section
     }
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.importing import reasons
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.values import Convert, flag, whole
 
@@ -34,13 +35,15 @@ class Mapped:
 
 @dataclass(frozen=True)
 class MappedSteps(Mapped):
-    """Maps a number of steps, where 0 and negative numbers mean never."""
+    """Maps a number of steps, where 0 and negative numbers mean never; that is implied, because `never` holds."""
+
+    never: str = "it is switched off, as by default"
 
     def __call__(self, draft: Draft, source: str) -> None:
         if self.convert(draft.get(source)) > 0:
             super().__call__(draft, source)
         else:
-            draft.implied(source, "it is switched off, as by default")
+            draft.implied(source, self.never)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,20 @@ def to(key: str, convert: Convert, note: str = "") -> Rule:
 def every_steps(key: str) -> Rule:
     """Map a number of steps to the recipe's `key`; 0 and negative numbers mean never."""
     return MappedSteps(key, whole)
+
+
+def checkpoint_every_steps() -> Rule:
+    """Map the number of steps between checkpoints; without one, those of Fivefold's own frequency are written."""
+    return MappedSteps("recover.freq_steps", whole, never=reasons.OWN_FREQUENCY)
+
+
+def offload_all(draft: Draft, source: str) -> None:
+    """Map a switch that moves all of the actor's state away while responses are generated."""
+    if flag(draft.get(source)):
+        for kind in ("grads", "optimizer"):
+            draft.recipe.setdefault(f"actor.offload.{kind}", True)
+        draft.mapped(source, "actor.offload.params", True, reasons.ALL_LEAVES)
+    draft.implied(source, reasons.PLAN_OFFLOADS)
 
 
 def if_on(key: str, off: str) -> Rule:

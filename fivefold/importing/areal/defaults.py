@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fivefold.importing.areal.rules import FREQUENCIES
 from fivefold.importing.defaults import none
 from fivefold.importing.rules import under
 
@@ -51,7 +52,11 @@ RUN: Mapping[str, Any] = {
     "seed": 1,
     # None of these is switched on, or has a value, unless it is written.
     **none("actor.eps_clip_higher", "actor.c_clip", "gconfig.stop_token_ids", "gconfig.stop", "total_train_steps"),
-    **none("saver.freq_steps", "evaluator.freq_steps", "tokenizer_path", "ref.path"),
+    **none("tokenizer_path", "ref.path"),
+    # Checkpoints change nothing about the training, so Fivefold's own hold unless the source has some.
+    **none(*(f"{part}.{name}" for part in ("saver", "evaluator", "recover", "checkpointer") for name in FREQUENCIES)),
+    # The plan decides, unless it is switched on.
+    **none("actor.optimizer.offload"),
     # A mini-batch in one pass, however large, and prompts of any length.
     **none("actor.mb_spec.max_tokens_per_mb", "train_dataset.max_length", "valid_dataset.max_length"),
     # Names, folders and data.

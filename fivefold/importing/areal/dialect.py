@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.areal.defaults import ENGINES, NORMALISATION, RUN
-from fivefold.importing.areal.rules import RULES
+from fivefold.importing.areal.rules import FREQUENCIES, RULES
 from fivefold.importing.defaults import own_default
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
@@ -48,6 +48,9 @@ def convert(draft: Draft) -> None:
     _engines(draft)
     _evaluation(draft)
     draft.apply(RULES)
+    if any(f"saver.{name}" in draft.recipe for name in FREQUENCIES):
+        draft.recipe["saver.max_to_keep"] = None
+        draft.notes.append("AReaL keeps all the weights that it saves: saver.max_to_keep=null, each in its own folder")
     if "train_dataset.path" in draft.recipe:
         draft.notes.append(
             "AReaL chooses columns by the data set's name; set prompt_key and answer_key of train_dataset and "

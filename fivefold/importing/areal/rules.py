@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
 from fivefold.importing.draft import Draft, Rule
-from fivefold.importing.rules import for_each, implied, off, only, to, under, unknown, unsupported
+from fivefold.importing.rules import for_each, if_on, implied, off, offload_all, only, to, under, unknown, unsupported
 from fivefold.importing.values import (
     DTYPE,
     LR_SCHEDULE,
@@ -22,7 +22,6 @@ from fivefold.importing.values import (
 )
 
 RAY_PLACES = "Ray places one worker on each device"
-IN_STEPS = "it is counted in steps: set freq_steps"
 BEFORE_NEEDED = "parameters are gathered before they are needed"
 
 
@@ -35,6 +34,9 @@ def whole_numbers(value: object) -> list[int]:
     """Return a whole number, or a list of whole numbers, as a list."""
     return [whole(item) for item in value] if isinstance(value, list) else [whole(value)]
 
+
+FREQUENCIES: Mapping[str, Convert] = {"freq_epochs": whole, "freq_steps": whole, "freq_secs": number}
+"""The keys that say how often something is done; each of them makes it due."""
 
 NATIVE: Mapping[str, Convert] = {
     "experiment_name": run_name,
@@ -89,8 +91,11 @@ NATIVE: Mapping[str, Convert] = {
     },
     "train_dataset.batch_size": whole,
     "train_dataset.shuffle": flag,
-    "saver.freq_steps": whole,
-    "evaluator.freq_steps": whole,
+    **{
+        f"{section}.{name}": convert
+        for section in ("saver", "evaluator", "recover")
+        for name, convert in FREQUENCIES.items()
+    },
 }
 """Keys that mean the same in AReaL and in Fivefold, each with the conversion that checks its value."""
 
@@ -103,6 +108,21 @@ def _scheduler(draft: Draft, key: str) -> None:
     else:
         reason = f"jobs are not submitted to {value}: start Ray there, and join it with scheduler.type=ray"
         draft.unsupported(key, reason)
+
+
+def _recovery(draft: Draft, key: str) -> None:
+    """Convert whether a run goes on from its newest checkpoint; `fault` and `resume` are older releases'."""
+    match draft.get(key):
+        case True | "on" | "auto":
+            draft.mapped(key, key, "auto")
+        case False | "off" | "disabled":
+            draft.mapped(key, key, "disabled")
+        case "fault":
+            draft.mapped(key, key, "auto", "the same command goes on, whether or not an error has ended the run")
+        case "resume":
+            draft.mapped(key, key, "auto", "without a checkpoint, the run starts from its beginning")
+        case other:
+            draft.unsupported(key, f"{other!r} is not offered; there are auto and disabled")
 
 
 ENGINE: Mapping[str, Rule] = {
@@ -152,8 +172,8 @@ MEGATRON: Mapping[str, Rule] = {
     "use_custom_fsdp": off(reasons.WHOLE_IN_PASSES),
     "overlap_param_gather_with_optimizer_step": off(BEFORE_NEEDED),
     **megatron.OPTIMIZER_STATE,
-    "async_save": off(reasons.BETWEEN_STEPS),
-    "use_checkpoint_opt_param_scheduler": implied("nothing is resumed"),
+    "async_save": implied(reasons.IN_BACKGROUND),
+    "use_checkpoint_opt_param_scheduler": implied(reasons.RECIPES_SCHEDULE),
     "bridge_type": implied(reasons.OWN_BRIDGE),
     "use_mbridge_save": implied(reasons.OWN_BRIDGE),
     "use_bridge_for_update_weights": implied(reasons.OWN_BRIDGE),
@@ -165,7 +185,8 @@ ACTOR: Mapping[str, Rule] = {
     "optimizer.type": only("adam", holds=reasons.ADAMW),
     "optimizer.*loss_scale*": implied("bfloat16 and float32 need no loss scale"),
     "optimizer.hysteresis": implied("bfloat16 and float32 need no loss scale"),
-    "optimizer.offload": off(reasons.NO_OFFLOAD),
+    "offload": offload_all,
+    "optimizer.offload": if_on("actor.offload.optimizer", reasons.PLAN_OFFLOADS),
     "m2_threshold": clipped_loss_only(name="m2po"),
     "overlong_reward_penalty": off(reasons.OWN_REWARD),
     "overlong_*": implied("only overlong_reward_penalty reads this"),
@@ -249,7 +270,7 @@ TOP: Mapping[str, Rule] = {
     "cluster.cluster_name": implied("Ray finds the workers"),
     "cluster.*": unknown("the cluster"),
     "async_training": off(reasons.SYNCHRONOUS),
-    "enable_offload": off(reasons.NO_OFFLOAD),
+    "enable_offload": offload_all,
     "dynamic_bs": off("each step trains on whole groups of train_dataset.batch_size prompts"),
     "total_train_n_seqs": unsupported("training ends after epochs or steps"),
     "weight_update_mode": implied(reasons.WEIGHTS_IN_BUCKETS),
@@ -261,11 +282,13 @@ TOP: Mapping[str, Rule] = {
     "gconfig.lora_name": implied(reasons.ONLY_LORA),
     "gconfig.*": unknown("sampling"),
     "saver.mode": implied(reasons.BETWEEN_STEPS),
-    **for_each(("saver.", "evaluator."), {"freq_epochs": unsupported(IN_STEPS), "freq_secs": unsupported(IN_STEPS)}),
     "evaluator.eval_before_train": implied(reasons.EVALUATES_FIRST),
-    "checkpointer.*": unsupported(reasons.NO_RESUME),
-    "recover.mode": off(reasons.NO_RESUME),
-    "recover.*": implied("only recover.mode says whether a run is resumed"),
+    **{f"checkpointer.{name}": to(f"recover.{name}", convert) for name, convert in FREQUENCIES.items()},
+    "checkpointer.*": unknown("checkpoints"),
+    "recover.mode": _recovery,
+    "recover.retries": implied(reasons.SAME_COMMAND),
+    "recover.no_*_optim": off(reasons.WHOLE_CHECKPOINTS),
+    "recover.*": unknown("checkpoints"),
     "stats_logger.wandb.mode": off(reasons.METRICS),
     "stats_logger.swanlab.mode": off(reasons.METRICS),
     "stats_logger.trackio.mode": off(reasons.METRICS),

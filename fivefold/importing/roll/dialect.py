@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.defaults import UNKNOWN
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft, Role, RolePlan
@@ -60,6 +61,7 @@ def convert(draft: Draft) -> None:
     _evaluation(draft)
     _rewards(draft)
     draft.apply(RULES)
+    note_kept(draft, "ROLL")
     if "train_dataset.path" in draft.recipe and "train_dataset.answer_key" not in draft.recipe:
         draft.recipe["train_dataset.answer_key"] = ANSWERS
         draft.notes.append(f"train_dataset.answer_key={ANSWERS}, the column that holds the answer in ROLL's rows")

@@ -6,8 +6,21 @@ from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
+from fivefold.importing.checkpoints import goes_on, kept
 from fivefold.importing.draft import Rule
-from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
+from fivefold.importing.rules import (
+    checkpoint_every_steps,
+    every_steps,
+    for_each,
+    implied,
+    off,
+    offload_all,
+    only,
+    to,
+    under,
+    unknown,
+    unsupported,
+)
 from fivefold.importing.settings import one_path, trackers
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, flag, number, run_name, text, top_k, whole
 
@@ -135,17 +148,18 @@ TOP: Mapping[str, Rule] = {
     "logging_dir": implied(reasons.OWN_OUTPUTS),
     "base_dir": implied(reasons.OWN_OUTPUTS),
     "rollout_dump_dir": implied(reasons.SAMPLES_FILE),
-    "checkpoint_config.*": implied(reasons.HUGGING_FACE_FORMAT),
+    "checkpoint_config.async_*": implied(reasons.IN_BACKGROUND),
+    "checkpoint_config.*": implied(reasons.OWN_OUTPUTS),
     "track_with": trackers,
     "tracker_kwargs.*": implied(reasons.OWN_OUTPUTS),
     "rpc_timeout": to("scheduler.timeout_s", number),
     "max_steps": to("total_train_steps", whole),
-    "save_steps": every_steps("saver.freq_steps"),
+    "save_steps": checkpoint_every_steps(),
     "eval_steps": every_steps("evaluator.freq_steps"),
     "validation.eval_steps": every_steps("evaluator.freq_steps"),
     "logging_steps": only(1, holds="every step is logged"),
-    "max_ckpt_to_keep": implied(reasons.NEWEST_WEIGHTS),
-    "resume_from_checkpoint": off(reasons.NO_RESUME),
+    "max_ckpt_to_keep": kept,
+    "resume_from_checkpoint": goes_on("save_steps"),
     "rollout_batch_size": to("train_dataset.batch_size", whole),
     "val_batch_size": implied(reasons.ALL_HELD_OUT),
     "val_n_sample": to("evaluator.n_samples", whole),
@@ -191,7 +205,8 @@ TOP: Mapping[str, Rule] = {
     "max_additional_running_prompts": implied("only is_use_additional_prompts reads this"),
     "enable_reference": implied("a reference is loaded if actor.kl_ctl is above 0"),
     "enable_old_logprobs_recompute": implied(reasons.OLD_LOGPROBS),
-    "offload_backend": implied("nothing is offloaded"),
+    "offload_backend": implied("what is offloaded goes to pinned host memory"),
+    "is_offload_states": offload_all,
     "is_offload_*": off(reasons.NO_OFFLOAD),
     "model_update_buffer_size_mb": implied(reasons.WEIGHTS_IN_BUCKETS),
     "profiler_*": off(reasons.NO_PROFILER),

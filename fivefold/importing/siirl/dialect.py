@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
 from fivefold.importing.siirl.defaults import DECAY, TREE, WARMUP_STYLE
@@ -20,6 +21,7 @@ def convert(draft: Draft) -> None:
     else:
         draft.implied(WARMUP_STYLE, f"with Megatron, siiRL reads {DECAY} in its place")
     draft.apply(RULES)
+    note_kept(draft, "siiRL", "100")
 
 
 DIALECT = Dialect("siiRL", convert, TREE, SIGNS)

@@ -9,7 +9,7 @@ from fivefold.importing.defaults import none
 from fivefold.importing.rules import under
 from fivefold.importing.trinity.rules import TREE
 from fivefold.importing.verl.actor_rules import ACTOR, MODEL
-from fivefold.importing.verl.defaults import MEGATRON, OPTIMIZER
+from fivefold.importing.verl.defaults import MEGATRON, OFFLOADED, OPTIMIZER
 
 ENGINE = "explorer.rollout_model."
 TASKS = "buffer.explorer_input.taskset."
@@ -57,6 +57,7 @@ RUN: Mapping[str, Any] = {
     **none(TASKS + "format.response_key", HELD_OUT + "format.response_key"),
     **none(HELD_OUT + "repeat_times", HELD_OUT + "rollout_args.max_tokens"),
     **none(ENGINE + "dtype"),  # bfloat16, as the actor's
+    **none(*(f"trainer.{kind}_offload" for kind in OFFLOADED)),
     # The trainer's own tree repeats the keys above, with the same defaults.
     **none(TREE + MODEL + "tokenizer_path", *under(TREE + ACTOR + "optim.", OPTIMIZER), *under(TREE + ACTOR, MEGATRON)),
     **none(*(f"{TREE}{ACTOR}{name}" for name in ("megatron.param_dtype", "megatron.dtype", "fsdp_config.dtype"))),

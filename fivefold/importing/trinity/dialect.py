@@ -13,6 +13,7 @@ from typing import Any
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import other_loss
+from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.dialect import Dialect, merged
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
@@ -87,6 +88,7 @@ def convert(draft: Draft) -> None:
     if draft.writes("cluster.ray_address"):
         draft.recipe["scheduler.type"] = "ray"
     draft.apply(RULES)
+    note_kept(draft, "Trinity-RFT")
 
 
 # Algorithm

@@ -6,8 +6,20 @@ from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import clipped_loss_only
-from fivefold.importing.draft import Rule
-from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
+from fivefold.importing.checkpoints import goes_on, kept, loaded_contents, save_weights
+from fivefold.importing.draft import Draft, Rule
+from fivefold.importing.rules import (
+    checkpoint_every_steps,
+    every_steps,
+    for_each,
+    implied,
+    off,
+    only,
+    to,
+    under,
+    unknown,
+    unsupported,
+)
 from fivefold.importing.settings import betas, trackers
 from fivefold.importing.values import (
     DTYPE,
@@ -22,6 +34,7 @@ from fivefold.importing.values import (
 )
 from fivefold.importing.verl.actor_rules import (
     ACTOR,
+    ACTOR_OFFLOADING,
     ACTOR_RULES,
     MODEL,
     MODEL_RULES,
@@ -207,14 +220,25 @@ EXPLORER: Mapping[str, Rule] = {
     "*": unknown("the explorer"),
 }
 
+
+def _saved_weights(draft: Draft, source: str) -> None:
+    """Convert when checkpoints hold the weights in the Hugging Face format too: always, at the last step, or never."""
+    match draft.get(source):
+        case "always":
+            save_weights(draft, source, "trainer.save_interval", "trainer.max_checkpoints_to_keep")
+        case "last":
+            draft.implied(source, reasons.LAST_WEIGHTS)
+    draft.unsupported(source, reasons.LAST_WEIGHTS)
+
+
 TRAINER: Mapping[str, Rule] = {
     "name": implied("the role is called actor"),
     "trainer_type": only("verl", holds=TRINITYS_TRAINER),
     "total_steps": to("total_train_steps", whole),
-    "save_interval": every_steps("saver.freq_steps"),
-    "save_hf_checkpoint": implied(reasons.HUGGING_FACE_FORMAT),
-    "save_strategy": implied(reasons.BETWEEN_STEPS),
-    "max_checkpoints_to_keep": implied(reasons.NEWEST_WEIGHTS),
+    "save_interval": checkpoint_every_steps(),
+    "save_hf_checkpoint": _saved_weights,
+    "save_strategy": implied("all ranks write their pieces of a checkpoint at once, in the background"),
+    "max_checkpoints_to_keep": kept,
     "enable_preview": implied(reasons.SAMPLES_FILE),
     "grad_clip": to("actor.optimizer.gradient_clipping", number),
     "use_remove_padding": implied(reasons.ALWAYS_PACKED),
@@ -227,6 +251,7 @@ TRAINER: Mapping[str, Rule] = {
     "sft_warmup_steps": off(NO_STAGES),
     "trust_remote_code": off(reasons.NO_REMOTE_CODE),
     **OFFLOADING,
+    **ACTOR_OFFLOADING,
     "*": unknown("the trainer"),
 }
 
@@ -234,6 +259,13 @@ TREE_RULES: Mapping[str, Rule] = {
     **under(MODEL, {**MODEL_RULES, "path": implied("model.model_path overrides it")}),
     **under(ACTOR, {**ACTOR_RULES, "ppo_mini_batch_size": implied("buffer.train_batch_size overrides it")}),
     **under(ACTOR, dict.fromkeys(("use_kl_loss", "kl_loss_*", "clip_ratio*"), implied("`algorithm` overrides it"))),
+    **under(
+        ACTOR,
+        dict.fromkeys(
+            ("checkpoint.save_contents", "checkpoint.contents"), implied("trainer.save_hf_checkpoint overrides it")
+        ),
+    ),
+    ACTOR + "checkpoint.load_contents": loaded_contents(TREE + ACTOR + "checkpoint.save_contents"),
     **under(ACTOR, dict.fromkeys(("alg_type", "tau", "opmd_baseline", "use_uid"), implied("only OPMD reads this"))),
     ACTOR + "clip_ratio_c": to("actor.c_clip", number),
     **under(ACTOR, dict.fromkeys(("policy_loss.*", "policy_drift_coeff"), implied("`algorithm` overrides it"))),
@@ -245,7 +277,7 @@ TREE_RULES: Mapping[str, Rule] = {
     "algorithm.*": implied("Trinity-RFT's own algorithm section overrides it"),
     "reward_model.*": implied(EXPLORER_REWARDS),
     "custom_reward_function.*": implied(EXPLORER_REWARDS),
-    "trainer.max_actor_ckpt_to_keep": implied(reasons.NEWEST_WEIGHTS),
+    "trainer.max_actor_ckpt_to_keep": kept,
     "trainer.*": implied("Trinity-RFT's own keys override it"),
     "*": unknown("the trainer"),
 }
@@ -256,7 +288,7 @@ RULES: Mapping[str, Rule] = {
     "group": off("a run has an experiment_name and a trial_name"),
     "mode": only("both", "colocate", holds="a run rolls out and trains, step by step"),
     "checkpoint_root_dir": to("cluster.fileroot", text, reasons.OWN_OUTPUTS),
-    "continue_from_checkpoint": off(reasons.NO_RESUME),
+    "continue_from_checkpoint": goes_on("trainer.save_interval"),
     "ray_namespace": implied("a run starts its own roles"),
     "ignore_validator_suggestions": implied("a recipe is checked as a whole"),
     **under("algorithm.", ALGORITHM),

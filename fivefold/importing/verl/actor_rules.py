@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
+from fivefold.importing.checkpoints import loaded_contents, weights_in_checkpoints
 from fivefold.importing.draft import Rule
 from fivefold.importing.rules import if_on, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
@@ -98,7 +99,7 @@ OPTIMIZER: Mapping[str, Rule] = {
     "zero_indexed_step": implied("no step is lost at rate 0"),
     "weight_decay_incr_style": only("constant", holds="the weight decay is constant"),
     "lr_wsd_*": implied("only the schedule wsd reads this"),
-    "use_checkpoint_opt_param_scheduler": implied("nothing is resumed"),
+    "use_checkpoint_opt_param_scheduler": implied(reasons.RECIPES_SCHEDULE),
     "use_precision_aware_optimizer": implied(reasons.EACH_STATE),
     "override_optimizer_config.decoupled_weight_decay": to("actor.megatron.optimizer.decoupled_weight_decay", flag),
     "override_optimizer_config.apply_wd_to_qk_layernorm": to("actor.megatron.optimizer.apply_wd_to_qk_layernorm", flag),
@@ -136,8 +137,13 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),
     "policy_loss.loss_mode": clipped_loss_only("vanilla"),
     "tis_imp_ratio_cap": off(reasons.NO_CORRECTION),
-    "checkpoint.async_save": off(reasons.BETWEEN_STEPS),
-    "checkpoint.*": unsupported("weights are saved in the Hugging Face format; optimizer states are not"),
+    "checkpoint.async_save": implied(reasons.IN_BACKGROUND),
+    **dict.fromkeys(
+        ("checkpoint.save_contents", "checkpoint.contents"),
+        weights_in_checkpoints("trainer.save_freq", "trainer.max_actor_ckpt_to_keep"),
+    ),
+    "checkpoint.load_contents": loaded_contents(ACTOR + "checkpoint.save_contents"),
+    "checkpoint.*": unknown("checkpoints"),
     "recompute_old_log_prob": to("actor.recompute_logprob", flag),
     "use_cpgd_loss": clipped_loss_only(False, name="cpgd"),
     "calculate_entropy": implied("the entropy is in every step's metrics"),

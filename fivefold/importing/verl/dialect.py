@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
 from fivefold.importing.tasks import DISTILLATION, EVALUATION, SFT, Sign
@@ -24,6 +25,7 @@ def convert(draft: Draft) -> None:
     convert_tree(draft, Tree(etp_follows_tp=True))
     warmup_and_rates(draft, ACTOR + "optim.", training_steps(draft, ""))
     draft.apply(RULES)
+    note_kept(draft, "verl")
 
 
 DIALECT = Dialect("verl", convert, TREE, SIGNS)

@@ -8,8 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import reasons
+from fivefold.importing.checkpoints import goes_on, kept, only_newest
 from fivefold.importing.draft import Draft, Rule
-from fivefold.importing.rules import every_steps, for_each, implied, off, only, to, under, unknown, unsupported
+from fivefold.importing.rules import (
+    checkpoint_every_steps,
+    every_steps,
+    for_each,
+    implied,
+    off,
+    only,
+    to,
+    under,
+    unknown,
+    unsupported,
+)
 from fivefold.importing.settings import one_path, trackers
 from fivefold.importing.values import DTYPE, flag, number, run_name, text, top_k, whole
 from fivefold.importing.verl.actor_rules import (
@@ -159,6 +171,14 @@ REWARD_RULES: Mapping[str, Rule] = {
     "reward.*": unsupported(reasons.OWN_REWARD),
 }
 
+
+def _resumed_path(draft: Draft, source: str) -> None:
+    """Convert the checkpoint of verl that a run starts from, if `resume_mode` asks for it."""
+    if draft.get("trainer.resume_mode") == "resume_path":
+        draft.unsupported(source, reasons.OTHER_CHECKPOINTS)
+    draft.implied(source, "only resume_mode=resume_path reads this")
+
+
 TRAINER_RULES: Mapping[str, Rule] = {
     "project_name": to("experiment_name", run_name),
     "experiment_name": to("trial_name", run_name),
@@ -170,25 +190,25 @@ TRAINER_RULES: Mapping[str, Rule] = {
     "n_gpus_per_node": to("cluster.n_gpus_per_node", whole),
     "total_epochs": to("total_train_epochs", whole),
     "total_training_steps": to("total_train_steps", whole),
-    "save_freq": every_steps("saver.freq_steps"),
+    "save_freq": checkpoint_every_steps(),
     "test_freq": every_steps("evaluator.freq_steps"),
     "val_before_train": only(True, holds=reasons.EVALUATES_FIRST),
     "val_only": off("to evaluate only, use `fivefold eval`"),
     "logger": trackers,
     "log_val_generations": off("generations of training steps are logged (stats.n_logged_samples), held-out ones not"),
     "val_generations_to_log_to_wandb": off(reasons.METRICS),
-    "resume_mode": only(False, "off", "disable", holds="it is off, as by default", otherwise=reasons.NO_RESUME),
-    "resume_from_path": off(reasons.NO_RESUME),
+    "resume_mode": goes_on("trainer.save_freq"),
+    "resume_from_path": _resumed_path,
     "critic_warmup": only(0, holds=reasons.NO_CRITIC),
-    "max_actor_ckpt_to_keep": only(1, holds=reasons.NEWEST_WEIGHTS),
+    "max_actor_ckpt_to_keep": kept,
     "max_critic_ckpt_to_keep": implied(reasons.NO_CRITIC),
-    "remove_previous_ckpt_in_save": implied(reasons.NEWEST_WEIGHTS),
-    "del_local_ckpt_after_load": implied("nothing is resumed"),
+    "remove_previous_ckpt_in_save": only_newest,
+    "del_local_ckpt_after_load": off("a checkpoint is deleted only when newer ones are complete"),
     "balance_batch": implied(reasons.BALANCED),
     "ray_wait_register_center_timeout": implied(reasons.TIMEOUT),
     "device": only("cuda", "cpu", holds="training runs on CUDA GPUs and on CPUs"),
     "seed": to("seed", whole),
-    "esi_redundant_time": off(reasons.NO_RESUME),
+    "esi_redundant_time": off("recover.save_before says by when a run has saved and ended, from its start"),
     "use_legacy_worker_impl": implied(reasons.OWN_CODE),
     "use_v1": implied(reasons.OWN_CODE),
     "should_*": implied("it follows from saver and stats"),

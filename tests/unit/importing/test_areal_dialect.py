@@ -216,6 +216,9 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "valid_dataset.path": "openai/gsm8k",
         "valid_dataset.split": "test",
         "valid_dataset.max_length": 700,
+        "saver.freq_epochs": 1,
+        "saver.max_to_keep": None,  # AReaL keeps them all
+        "recover.mode": "disabled",
         "evaluator.freq_steps": 20,
     }
     assert conversion.unsupported() == {
@@ -223,8 +226,8 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "rollout.max_head_offpolicyness",
         "actor.use_decoupled_loss",
         "actor.behav_imp_weight_cap",
-        "saver.freq_epochs",
     }
+    assert conversion["recover.freq_secs"].outcome == "implied"  # nothing is checkpointed
     # `${gconfig.n_samples}` is filled in before the group's size is compared with the number of samples.
     assert conversion["actor.group_size"].outcome == "implied"
     assert conversion["ref.path"].note.startswith("no reference model is loaded")

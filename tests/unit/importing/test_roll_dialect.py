@@ -24,7 +24,8 @@ def test_blocks_of_a_manual_are_laid_out_and_leave_the_rest_to_the_user() -> Non
         "cluster.n_nodes": 4,
         "scheduler.timeout_s": 3600.0,  # this and other values that the manual leaves out are ROLL's defaults
         "total_train_steps": 500,
-        "saver.freq_steps": 50,
+        "recover.freq_steps": 50,
+        "recover.freq_secs": None,
         "actor.path": "???",
         # 32 devices in stages of t2: 8 replicas of 2 stages, each in 8 chunks; whole experts, 4 ways
         "actor.backend": "megatron:d8p2v8t2e4",
@@ -65,7 +66,8 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "scheduler.timeout_s": 3600.0,  # ROLL's default, as the two marked below
         "total_train_steps": 200,
         "stats.tensorboard": True,
-        "saver.freq_steps": 50,
+        "recover.freq_steps": 50,
+        "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen3-30B-A3B",
         "actor.backend": "megatron:d2p2v6c4e4",  # 16 devices / (p2 * c4)
         "actor.dtype": "bfloat16",
@@ -129,7 +131,8 @@ def test_ppo_with_a_critic_on_deepspeed_becomes_grpo_on_megatron() -> None:
         "cluster.n_nodes": 1,
         "scheduler.timeout_s": 3600.0,
         "total_train_steps": 100,
-        "saver.freq_steps": 50,
+        "recover.freq_steps": 50,
+        "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
         "actor.backend": "megatron:d4",
         "actor.mb_spec.max_tokens_per_mb": 2 * 1536,

@@ -18,7 +18,8 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "cluster.n_gpus_per_node": 4,
         "cluster.fileroot": "/scratch",
         "total_train_epochs": 3,
-        "saver.freq_steps": 80,
+        "recover.freq_steps": 80,
+        "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
         "actor.backend": "megatron:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
         "actor.mb_spec.max_tokens_per_mb": 2 * 12288,  # the budget of each of 2 context shards

@@ -21,7 +21,8 @@ def test_a_dense_model_on_megatron() -> None:
         "cluster.n_nodes": 1,
         "cluster.n_gpus_per_node": 8,
         "total_train_epochs": 15,
-        "saver.freq_steps": 20,
+        "recover.freq_steps": 20,
+        "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen2-7B-Instruct",
         "actor.backend": "megatron:d2p2t2",  # 8 / (t2 * p2)
         "actor.mb_spec.max_tokens_per_mb": 4 * (1024 + 1024),
@@ -181,7 +182,9 @@ def test_siirls_script_with_escaped_variables_in_an_array() -> None:
         "cluster.fileroot": "/home/someone/ckpts/small_grpo_sums_1nodes",
         "total_train_epochs": 5,
         "stats.tensorboard": True,
-        "saver.freq_steps": 30,
+        "recover.mode": "auto",
+        "recover.freq_steps": 30,
+        "recover.freq_secs": None,
         "actor.path": "/home/someone/models/Qwen3-8B",
         "actor.backend": "megatron:d2p2t2",  # 8 / (t2 * p2)
         "actor.dtype": "bfloat16",
@@ -206,7 +209,7 @@ def test_siirls_script_with_escaped_variables_in_an_array() -> None:
         "valid_dataset.path": "/home/someone/data/sums/test.parquet",
         "valid_dataset.max_length": 1024,
     }
-    assert conversion.unsupported() == {"trainer.resume_mode"}
+    assert conversion.unsupported() == set()
 
 
 def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
