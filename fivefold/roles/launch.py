@@ -64,14 +64,19 @@ class Roles:
             self.rollout.wake()
 
     @contextmanager
-    def saving(self, timers: PhaseTimers) -> Iterator[None]:
-        """Have all of the actor's state on its devices inside the block, which saves it or loads it."""
-        if not self.offloaded:
+    def on_device(self, needed: Collection[Offloadable], timers: PhaseTimers) -> Iterator[None]:
+        """Have `needed` of the actor on its devices inside the block, which saves or loads it.
+
+        If the rollout must make room for it, it gets its weights once more behind the block.
+        """
+        if not set(needed).intersection(self.offloaded):
             yield
             return
+        version = self.rollout.version
         with self.training(timers):
             yield
-        self._offload_weights(timers)
+        if version is not None:
+            self.send_weights(version, timers)
 
     def send_weights(self, version: int, timers: PhaseTimers) -> None:
         """Send the actor's weights to the rollout, as version `version`."""
@@ -95,7 +100,7 @@ class ActorState:
 
     def snapshot(self, folder: Path) -> int:
         """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        with self.roles.saving(self.timers):
+        with self.roles.on_device(("params", "optimizer"), self.timers):
             return self.roles.actor.snapshot(folder)
 
     def write_snapshot(self) -> list[WrittenPart]:

@@ -69,6 +69,8 @@ class Rollout:
         self.shares_devices = shares_devices
         self._is_server = is_server
         self._expected = ExpectedLengths()
+        self.version: int | None = None
+        """Version of the weights that the replicas have; None before the first, and while they sleep."""
 
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
@@ -106,9 +108,11 @@ class Rollout:
         """Give every replica the weights that the actor offers, bucket by bucket."""
         self._group.feed(RolloutWorker.take_weights, offer.buckets, offer.version)
         offer.close()
+        self.version = offer.version
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
+        self.version = None
         self._group.call(RolloutWorker.sleep)
 
     def wake(self) -> None:
