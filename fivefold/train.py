@@ -106,7 +106,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note)) as run:
         updates = setup.total_steps * recipe.actor.ppo_epochs * recipe.actor.ppo_n_minibatches
         roles = launch_roles(run.session, recipe, setup.ground.placement, setup.ground.path, updates)
-        with roles.on_device(OFFLOADABLE, run.timers):
+        with roles.on_device(run.timers, *OFFLOADABLE):
             load_state(start, roles.actor)
         run.folder.started()
         state = _loop(setup, roles, run, state, began)
@@ -155,7 +155,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             )
             try:
                 if saver.is_due(step):
-                    with timers.phase("save"), roles.on_device(("params",), timers):
+                    with timers.phase("save"), roles.on_device(timers, "params"):
                         weights.save(step)
                     saver.done()
                 if evaluator.is_due(step):

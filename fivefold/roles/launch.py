@@ -64,7 +64,7 @@ class Roles:
             self.rollout.wake()
 
     @contextmanager
-    def on_device(self, needed: Collection[Offloadable], timers: PhaseTimers) -> Iterator[None]:
+    def on_device(self, timers: PhaseTimers, *needed: Offloadable) -> Iterator[None]:
         """Have `needed` of the actor on its devices inside the block, which saves or loads it.
 
         If the rollout must make room for it, it gets its weights once more behind the block.
@@ -100,7 +100,7 @@ class ActorState:
 
     def snapshot(self, folder: Path) -> int:
         """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        with self.roles.on_device(("params", "optimizer"), self.timers):
+        with self.roles.on_device(self.timers, "params", "optimizer"):
             return self.roles.actor.snapshot(folder)
 
     def write_snapshot(self) -> list[WrittenPart]:

@@ -24,6 +24,7 @@ from fivefold import sft
 from fivefold.algorithms.loss import LossInputs
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
+from fivefold.checkpoints.start import Anew
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import RewardConfig, SFTRecipe, TrainRecipe
@@ -41,6 +42,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.roles.actor import Actor
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.resuming import state_at_start
 from fivefold.roles.trainer import UpdateResult
 from fivefold.types import Batch, Prompt, Totals
 from tests.e2e.conftest import ROOT, Fivefold
@@ -230,15 +232,23 @@ class FixedTrainer(Actor):
 def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "response": "3"}\n' * 4)
     data = f"train_dataset.path={tmp_path / 'data.jsonl'}"
-    short = [data, "train_dataset.batch_size=2", "valid_dataset=null", f"cluster.fileroot={tmp_path}"]
+    short = [
+        data,
+        "train_dataset.batch_size=2",
+        "valid_dataset=null",
+        f"cluster.fileroot={tmp_path}",
+        "recover.mode=disabled",
+    ]
     setup = sft.set_up(load_recipe(ROOT / "recipes/tiny-moe-sft.yaml", short, SFTRecipe))
     monkeypatch.setattr(sft, "_remote", lambda examples: SimpleNamespace(n_tokens=2))
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
-    sft._loop(setup, FixedTrainer(), run)
+    state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
+    sft._loop(setup, FixedTrainer(), run, state, began=0.0)
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
-    assert written | {"peak_memory_gb/max"} == listed_metrics().keys() & set(re.findall(r"`([^`]+)`", section))
+    elsewhere = {"peak_memory_gb/max", "seconds/checkpoint", "seconds/checkpoint write"}
+    assert written | elsewhere == listed_metrics().keys() & set(re.findall(r"`([^`]+)`", section))
 
 
 # docs/extending.md

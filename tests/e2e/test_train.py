@@ -66,6 +66,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
     elsewhere = {
         "nll",  # fivefold sft
         "seconds/hand-over",  # a rollout on the actor's devices
+        "seconds/checkpoint write",  # of a checkpoint before the last one
         "peak_memory_gb/max",  # GPUs
     }
     assert set().union(*metrics) - {"step"} == listed_metrics().keys() - elsewhere
@@ -106,8 +107,8 @@ def test_the_run_folder_holds_summary_recipe_and_samples(run: Path) -> None:
     assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
 
 
-def test_a_second_run_of_the_same_name_is_refused(run: Path, fivefold: Fivefold) -> None:
-    result = fivefold("train", str(QUICKSTART), f"cluster.fileroot={run.parents[1]}")
+def test_a_second_run_of_the_same_name_is_refused_without_recovery(run: Path, fivefold: Fivefold) -> None:
+    result = fivefold("train", str(QUICKSTART), f"cluster.fileroot={run.parents[1]}", "recover.mode=disabled")
     assert result.returncode == 2
     assert "--overwrite" in result.stderr
 

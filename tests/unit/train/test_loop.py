@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fivefold import evaluate, train
+from fivefold.checkpoints.start import Anew
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.observe.console import RunConsole
@@ -25,6 +26,7 @@ from fivefold.roles.opening import OpenRun
 from fivefold.roles.policy_update import SkipGuard
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.resuming import state_at_start
 from fivefold.roles.rollout import Generated, Rollout
 from fivefold.roles.trainer import Trainer, UpdateResult
 from fivefold.sync.offer import WeightOffer
@@ -73,13 +75,14 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     """Return the metrics and the samples that a run of two steps has written when an error ends it."""
     overrides = [
         f"cluster.fileroot={root}", "total_train_steps=2", "train_dataset.limit=64", "valid_dataset.limit=4",
-        "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1",
+        "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1", "recover.mode=disabled",
     ]  # fmt: skip
     setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+    state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
-        train._loop(setup, Roles(actor, rollout, None), run)
+        train._loop(setup, Roles(actor, rollout, None), run, state, began=0.0)
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )
