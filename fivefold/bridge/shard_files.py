@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.shard_plan import ShardPlan
+from fivefold.observe.durable import naming
 
 BLOCK_BYTES = 32 * 2**20
 """Most bytes that are copied to the host at one time."""
@@ -49,7 +49,7 @@ class ShardFiles:
         """
         for file in self._plan.files:
             path = self._folder / file.name
-            with _naming(path):
+            with naming(path):
                 self._open[file.name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 os.ftruncate(self._open[file.name], file.size)
             self._write_at(file.name, file.header, 0)
@@ -112,7 +112,7 @@ class ShardFiles:
             OSError: the disk, or the server of a network file system, has not taken all of it.
         """
         for file, descriptor in self._open.items():
-            with _naming(self._folder / file):
+            with naming(self._folder / file):
                 os.fsync(descriptor)
         self.close()
 
@@ -132,7 +132,7 @@ class ShardFiles:
 
     def _write_at(self, file: str, data: bytes | memoryview, offset: int) -> None:
         path = self._folder / file
-        with _naming(path):
+        with naming(path):
             if file not in self._open:
                 self._open[file] = os.open(path, os.O_WRONLY)
             left, place = memoryview(data), offset
@@ -155,13 +155,3 @@ def _check(name: str, data: Tensor, row: int, column: int, dtype: torch.dtype, s
         raise ValueError(
             f"{name} has the shape {list(shape)}, and data of shape {list(sizes)} at {list(first)} is no part of it"
         )
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name `path` in errors of the block, because calls on a file descriptor do not know it."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
