@@ -1,0 +1,133 @@
+"""When checkpoints are written, which of them stay, and what becomes of failures in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fivefold.checkpoints.manifest import verify
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.schedule import Schedule
+from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.writer import Checkpointer
+from fivefold.config.schema import TrainRecipe
+from fivefold.engine.state_store import WrittenPart
+from fivefold.observe.errors import RunFailed
+from fivefold.observe.timers import PhaseTimers
+from tests.unit.checkpoints.examples import run_state
+from tests.unit.checkpoints.save_on_small_disk import Weights
+
+METRIC = "reward/mean"
+
+
+class FailingWeights(Weights):
+    """Weights whose first writes fail."""
+
+    def __init__(self, n_failures: int) -> None:
+        super().__init__()
+        self._left = n_failures
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        if self._left:
+            self._left -= 1
+            raise OSError(5, "Input/output error", "a file")
+        return super().write_snapshot()
+
+
+class SlowWeights(Weights):
+    """Weights that are written when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        assert self.may_write.wait(60)
+        return super().write_snapshot()
+
+
+def checkpointer(folder: Path, owner: Weights, notes: list[str] | None = None, **recover: object) -> Checkpointer:
+    recipe = TrainRecipe.model_validate(
+        {
+            "experiment_name": "e", "actor": {"path": "m"}, "train_dataset": {"path": "d"},
+            "recover": {"freq_secs": None, **recover},
+        }
+    )  # fmt: skip
+    schedule = Schedule(recipe.recover, total_steps=50, steps_per_epoch=20)
+    note = ([] if notes is None else notes).append
+    store = CheckpointStore(folder)
+    return Checkpointer(recipe, store, owner, PhaseTimers(), schedule=schedule, history=None, note=note)
+
+
+def steps(folder: Path) -> list[int]:
+    checkpoints = CheckpointStore(folder).all()
+    assert not [line for each in checkpoints for line in verify(each.path, deep=True)]
+    return [each.step for each in checkpoints]
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    rewards = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.2, 5: 0.4}
+    with checkpointer(tmp_path, Weights(), freq_steps=2, max_to_keep=1, keep_best=METRIC) as saving:
+        due = []
+        for step, reward in rewards.items():
+            if saving.is_due(step, {METRIC: reward}):
+                due.append(step)
+                saving.begin(run_state(step, kept_metric=None), {METRIC: reward})
+                saving.commit()
+                saving.finish()
+    # Steps 1 and 2 have the largest value so far, and 2 and 4 are multiples of freq_steps.
+    assert due == [1, 2, 4]
+    assert steps(tmp_path) == [2, 4]
+    saved = RunState.read(CheckpointStore(tmp_path).path(4)).kept_metric
+    assert saved is not None
+    assert saved.values == {1: 0.1, 2: 0.5, 4: 0.2}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    owner = SlowWeights()
+    with checkpointer(tmp_path, owner) as saving:
+        saving.begin(run_state(1, kept_metric=None), {})
+        saving.commit()
+        for _ in range(3):
+            saving.commit()  # nothing was begun in these steps
+        assert steps(tmp_path) == []
+        owner.may_write.set()
+        saving.finish()
+        assert steps(tmp_path) == [1]
+
+
+def test_a_write_that_fails_is_repeated(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with checkpointer(tmp_path, FailingWeights(2), notes, write_attempts=3) as saving:
+        saving.begin(run_state(1, kept_metric=None), {})
+        saving.commit()
+        saving.finish()
+    assert steps(tmp_path) == [1]
+    assert len(notes) == 2
+    assert all("Input/output error" in note for note in notes)
+
+
+def test_a_write_that_always_fails_ends_the_run_in_one_of_the_next_steps(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, FailingWeights(0)) as saving:
+        saving.begin(run_state(1, kept_metric=None), {})
+        saving.commit()
+        saving.finish()
+
+    def go_on() -> None:
+        with checkpointer(tmp_path, FailingWeights(9), write_attempts=2) as saving:
+            saving.begin(run_state(2, kept_metric=None), {})
+            for _ in range(600):
+                saving.commit()
+                threading.Event().wait(0.1)
+
+    with pytest.raises(RunFailed, match=r"checkpoint of step 2 .* in 2 attempts .* Input/output error.*/step-000001\."):
+        go_on()
+    assert steps(tmp_path) == [1]
+
+
+def test_without_recovery_nothing_is_due(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, Weights(), mode="disabled", freq_steps=1) as saving:
+        assert not any(saving.is_due(step, {METRIC: 1.0}) for step in range(1, 51))

@@ -1,0 +1,61 @@
+"""Signals in the training loop: the first asks for the end, the second ends the process at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from fivefold.cluster.interrupt import ending_after_a_step
+
+PROGRAM = """
+import os, signal
+from fivefold.cluster.interrupt import ending_after_a_step, interruptible
+with interruptible():
+    with ending_after_a_step() as request:
+        assert not request.made
+        os.kill(os.getpid(), signal.{first})
+        assert request.made
+        print("step ends", flush=True)
+        if {again}:
+            os.kill(os.getpid(), signal.SIGINT)
+        print("saved", flush=True)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("outside of the loop it ends at once", flush=True)
+"""
+
+
+def run(first: str, again: bool) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(first=first, again=again)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_the_first_signal_lets_the_step_end(first: str) -> None:
+    result = run(first, again=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["step ends", "saved", "outside of the loop it ends at once"]
+    assert "the run saves and ends after this step" in result.stderr
+
+
+def test_the_second_signal_ends_the_process_at_once() -> None:
+    result = run("SIGTERM", again=True)
+    assert result.returncode == 130
+    assert result.stdout.splitlines() == ["step ends"]
+
+
+def test_a_thread_beside_the_main_one_cannot_be_asked() -> None:
+    made: list[bool] = []
+
+    def enter() -> None:
+        with ending_after_a_step() as request:
+            made.append(request.made)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert made == [False]
