@@ -9,10 +9,14 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import psutil
 
 HANG_S = 300.0
+
+if TYPE_CHECKING:
+    from fivefold.cluster.session import Session
 
 
 def gone(pids: Sequence[int], within_s: float = 10.0) -> bool:
@@ -151,10 +155,11 @@ class Engine:
         os.write(1, f"native {text}\n".encode())
 
 
-def listening_addresses() -> set[str]:
-    """Return the IP addresses at which this process and its descendants accept connections."""
-    me = psutil.Process()
-    connections = [each for process in [me, *me.children(recursive=True)] for each in process.net_connections("inet")]
+def listening_addresses(session: Session) -> set[str]:
+    """Return the IP addresses at which this process and those of the session's Ray accept connections."""
+    assert session._own_ray is not None
+    processes = [psutil.Process(), *session._own_ray.processes()]
+    connections = [each for process in processes for each in process.net_connections("inet")]
     return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 

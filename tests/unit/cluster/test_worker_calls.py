@@ -169,7 +169,7 @@ def test_ranks_meet_in_torch_distributed(session: Session) -> None:
     group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
     assert group.call(GlooEngine.sum_of_ranks) == [1.0, 1.0]
     # A run on one machine needs no other interface, and other networks may be public.
-    assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert listening_addresses(session) <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 def test_workers_import_what_the_driver_does_but_installed_packages_first(
