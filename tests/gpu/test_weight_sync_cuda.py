@@ -78,7 +78,14 @@ def receive(meeting: str, invitation: Invitation, announced: Any, arrived: Any) 
         store = TCPStore(invitation.address, invitation.port, 2, is_master=False)
         prefixed, timeout = c10d.PrefixStore(GROUP, store), timedelta(seconds=WAIT_S)
         group, _ = c10d._new_process_group_helper(
-            2, 1, [], c10d.Backend("nccl"), prefixed, group_name=GROUP, backend_options=None, timeout=timeout  # type: ignore[arg-type]
+            2,
+            1,
+            [],
+            c10d.Backend("nccl"),
+            prefixed,
+            group_name=GROUP,
+            backend_options=None,
+            timeout=timeout,  # type: ignore[arg-type]
         )
         c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     else:
