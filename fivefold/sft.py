@@ -62,8 +62,7 @@ def set_up(recipe: SFTRecipe) -> SFTSetup:
     if valid is not None:
         _check_lengths(ground.shape, "valid_dataset", valid)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
-    total_steps = recipe.total_train_steps or recipe.total_train_epochs * sampler.batches_per_epoch
-    return SFTSetup(recipe, ground, data, valid, sampler, total_steps)
+    return SFTSetup(recipe, ground, data, valid, sampler, recipe.n_steps(sampler.batches_per_epoch))
 
 
 def _check_lengths(shape: ModelShape, section: str, data: SFTDataset) -> None:

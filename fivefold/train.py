@@ -84,7 +84,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
         evaluator=evaluator,
         sampling=sampling,
         sampler=sampler,
-        total_steps=recipe.total_train_steps or recipe.total_train_epochs * sampler.batches_per_epoch,
+        total_steps=recipe.n_steps(sampler.batches_per_epoch),
     )
 
 

@@ -27,11 +27,11 @@ class Fingerprints:
     """Hexadecimal digests of a run's model and tokenizer."""
 
     config: str
-    """Of the model's config.json."""
+    """Digest of the model's config.json."""
     weights: str
-    """Of the ends of the model's weight files; empty for random weights."""
+    """Digest of the ends of the model's weight files; empty for random weights."""
     tokenizer: str
-    """Of the tokenizer's files."""
+    """Digest of the tokenizer's files."""
 
     @classmethod
     def of(cls, model: Path, tokenizer: Path, *, from_scratch: bool) -> Self:

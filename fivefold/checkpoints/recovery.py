@@ -208,5 +208,4 @@ def _kept_checkpoints(run: RunDir) -> bool:
 
 def _total_steps(recipe: Recipe, state: RunState) -> int:
     """Return the number of steps that the recipe asks for, with the data set of the checkpoint."""
-    steps_per_epoch = state.sampler["n_items"] // recipe.train_dataset.batch_size
-    return recipe.total_train_steps or recipe.total_train_epochs * steps_per_epoch
+    return recipe.n_steps(state.sampler["n_items"] // recipe.train_dataset.batch_size)

@@ -574,6 +574,10 @@ class RunConfig(Section):
     saver: SaverConfig = SaverConfig()
     recover: RecoverConfig = RecoverConfig()
 
+    def n_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of training steps, with so many in a pass over the data set."""
+        return self.total_train_steps or self.total_train_epochs * steps_per_epoch
+
     @model_validator(mode="after")
     def _check_accepted_changes(self) -> RunConfig:
         for key in self.recover.accept_changes:

@@ -41,7 +41,6 @@ class Roles:
     actor: Actor
     rollout: Rollout
     reference: Reference | None
-
     offloaded: tuple[Offloadable, ...] = ()
     """What the actor moves off its devices while the rollout that shares them is awake."""
 
