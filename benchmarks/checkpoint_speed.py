@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_export import join, shared_folder, timed
+from hf_export import joined, timed
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
@@ -46,17 +46,10 @@ LINK_BYTES = 2**30
 
 def main() -> None:
     args = parse_arguments()
-    join()
-    folder = shared_folder(args.folder)
-    try:
+    with joined(args.folder) as folder:
         measured = measure(args, build(args, folder), folder)
         if dist.get_rank() == 0:
             report(args, measured)
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
-    dist.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:

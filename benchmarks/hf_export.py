@@ -16,7 +16,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -33,9 +34,7 @@ BLOCK = bytes(32 * 2**20)
 
 def main() -> None:
     args = parse_arguments()
-    join()
-    folder = shared_folder(args.folder)
-    try:
+    with joined(args.folder) as folder:
         engine = build(args, folder)
         out = folder / "saved"
         engine.save_hf(out)  # makes the buffers of the collectives, and an earlier folder that each save replaces
@@ -47,11 +46,6 @@ def main() -> None:
         disk = min(timed(lambda: write_plainly(folder, n_bytes)) for _ in range(args.saves))
         if dist.get_rank() == 0:
             report(args, n_bytes, len(list(out.glob("*.safetensors"))), seconds, disk, growth)
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
-    dist.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -64,19 +58,23 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def join() -> None:
+@contextmanager
+def joined(parent: str | None) -> Iterator[Path]:
+    """Join the other ranks for the block; yield a new folder, the same on every rank, which is removed at the end."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     else:
         dist.init_process_group("gloo")
-
-
-def shared_folder(parent: str | None) -> Path:
-    """Return a new folder, the same on every rank."""
     made = [tempfile.mkdtemp(prefix="hf-export-", dir=parent) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(made)
-    return Path(made[0])
+    try:
+        yield Path(made[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(made[0])
+    dist.destroy_process_group()
 
 
 def build(args: argparse.Namespace, folder: Path) -> MegatronEngine:
