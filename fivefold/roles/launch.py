@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,19 +48,13 @@ class Roles:
     def training(self, timers: PhaseTimers) -> Iterator[None]:
         """Give the actor, inside the block, the devices that the rollout shares with it, and all of its state.
 
-        Behind the block its weights stay on the devices, for `send_weights`.
+        Behind the block the rollout sleeps on: call `send_weights` next, which gives the devices back to it.
         """
-        if not self.rollout.shares_devices:
-            yield
-            return
-        with timers.phase("hand-over"):
-            self.rollout.sleep()
-            self.actor.onload(self.offloaded)
+        if self.rollout.shares_devices:
+            with timers.phase("hand-over"):
+                self.rollout.sleep()
+                self.actor.onload(self.offloaded)
         yield
-        with timers.phase("hand-over"):
-            self.actor.offload([kind for kind in self.offloaded if kind != "params"])
-            self.actor.release()
-            self.rollout.wake()
 
     @contextmanager
     def on_device(self, timers: PhaseTimers, *needed: Offloadable) -> Iterator[None]:
@@ -78,16 +72,25 @@ class Roles:
             self.send_weights(version, timers)
 
     def send_weights(self, version: int, timers: PhaseTimers) -> None:
-        """Send the actor's weights to the rollout, as version `version`."""
-        with timers.phase("weight sync"):
-            self.actor.onload([kind for kind in self.offloaded if kind == "params"])
-            self.rollout.take_weights(self.actor.offer_weights(version))
-        self._offload_weights(timers)
+        """Send the actor's weights to the rollout, as version `version`; with them, the devices that they share.
 
-    def _offload_weights(self, timers: PhaseTimers) -> None:
-        if "params" in self.offloaded:
+        Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
+        go before, and the rollout's cache, which takes what the others leave, comes when the actor has freed the rest.
+        """
+        shares = self.rollout.shares_devices
+        if shares:
             with timers.phase("hand-over"):
-                self.actor.offload(["params"])
+                self.actor.offload([kind for kind in self.offloaded if kind != "params"])
+                self.actor.release()
+                self.rollout.wake_weights()
+                self.actor.onload([kind for kind in self.offloaded if kind == "params"])
+        with timers.phase("weight sync"):
+            self.rollout.take_weights(self.actor.offer_weights(version))
+        if shares:
+            with timers.phase("hand-over"):
+                self.actor.offload([kind for kind in self.offloaded if kind == "params"])
+                self.actor.release()
+                self.rollout.wake()
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         roles.append(_trainer_role("ref", placement, alone))
     offloaded = _offloaded(recipe, placement, path)
     server = rollout_role(recipe, placement, path, load_weights=False)
-    groups = _launch(session, server, roles, placement, offloaded)
+    groups = _launch(session, server, roles, placement)
     trainer = _trainer(groups["actor"], spec)
     route = choose_route(recipe, placement)
     actor = Actor(trainer, route)
@@ -171,23 +174,16 @@ def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
     return Trainer(group, BatchPlanner.of(spec.model, spec.layout, shape))
 
 
-def _launch(
-    session: Session,
-    rollout: Role,
-    trainers: Sequence[Role],
-    placement: Placement,
-    offloaded: Collection[Offloadable],
-) -> dict[str, WorkerGroup]:
-    """Start all roles at once. A server that shares devices starts first, because it measures their free memory."""
+def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement: Placement) -> dict[str, WorkerGroup]:
+    """Start all roles at once. A server that shares devices starts first, because it measures their free memory.
+
+    It sleeps until the first weights are sent.
+    """
     if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
         return session.launch(rollout, *trainers)
     groups = session.launch(rollout)
     groups["rollout"].call(RolloutWorker.sleep)
-    groups |= session.launch(*trainers)
-    groups["actor"].call(TrainerWorker.offload, [kind for kind in offloaded if kind != "params"])
-    groups["actor"].call(TrainerWorker.release_cache)
-    groups["rollout"].call(RolloutWorker.wake)
-    return groups
+    return groups | session.launch(*trainers)
 
 
 def _reference(

@@ -115,8 +115,12 @@ class Rollout:
         self.version = None
         self._group.call(RolloutWorker.sleep)
 
+    def wake_weights(self) -> None:
+        """Take the device memory of the weights back; call `take_weights` next, because `sleep` has dropped them."""
+        self._group.call(RolloutWorker.wake_weights)
+
     def wake(self) -> None:
-        """Take the devices back; call `take_weights` next, because `sleep` has dropped the weights."""
+        """Take the rest of the device memory back, so that `generate` has its cache."""
         self._group.call(RolloutWorker.wake)
 
 
@@ -283,6 +287,10 @@ class RolloutWorker:
         """Drop the weights and leave the devices to the actor."""
         self._engine.sleep()
 
+    def wake_weights(self) -> None:
+        """Take the device memory of the weights back; they come with the next `take_weights`."""
+        self._engine.wake_weights()
+
     def wake(self) -> None:
-        """Take the devices back; the weights come with the next `take_weights`."""
+        """Take the rest of the device memory back."""
         self._engine.wake()

@@ -154,10 +154,16 @@ class RolloutEngine(Protocol):
         """
 
     def sleep(self) -> None:
-        """Forget the weights, and give their device memory back until `wake`."""
+        """Forget the weights, and give the device memory of weights and cache back."""
+
+    def wake_weights(self) -> None:
+        """Take the device memory of the weights again, so that an update can bring them, and not yet that of the cache.
+
+        The engine cannot generate before `wake`. An engine that has the memory already stays as it is.
+        """
 
     def wake(self) -> None:
-        """Take the device memory again. The engine cannot generate before the next `update_weights`.
+        """Take all device memory again. Weights that came since `wake_weights` stay; else an update has to bring them.
 
         An engine that is awake stays as it is.
         """

@@ -1,33 +1,35 @@
-"""The state of a rollout engine: whether it is awake, and which weights it has."""
+"""The state of a rollout engine: which of its device memory it has, and which weights."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+Memory = Literal["none", "weights", "all"]
+"""Device memory that an engine has: none while it sleeps, that of its weights, or that of weights and cache."""
+
 
 class EngineState:
-    """Tells whether an engine is awake, and the version of its weights, if it has any."""
+    """Tells which device memory an engine has, and the version of its weights, if it has any."""
 
     def __init__(self, weight_version: int | None) -> None:
         """`weight_version` is that of the engine's first weights; None: it has none before the first update."""
         self._weight_version = weight_version
-        self._is_awake = True
+        self._memory: Memory = "all"
 
     @property
-    def is_awake(self) -> bool:
-        """Whether the engine has its device memory."""
-        return self._is_awake
-
-    def require_awake(self) -> None:
-        """Raise RuntimeError if the engine is asleep."""
-        if not self._is_awake:
-            raise RuntimeError("the rollout engine is asleep: call wake() and update_weights() first")
+    def memory(self) -> Memory:
+        """The device memory that the engine has."""
+        return self._memory
 
     def require_weights(self) -> int:
-        """Return the version of the weights.
+        """Return the version of the weights, with which the engine may generate.
 
         Raises:
-            RuntimeError: the engine is asleep, or has no complete set of weights.
+            RuntimeError: the engine is asleep or has no memory for its cache, or has no complete set of weights.
         """
-        self.require_awake()
+        self._require_weight_memory()
+        if self._memory == "weights":
+            raise RuntimeError("the rollout engine has device memory for its weights alone: call wake() first")
         if self._weight_version is None:
             raise RuntimeError(
                 "the rollout engine has no complete set of weights: none were loaded, the last update failed, or it "
@@ -36,8 +38,12 @@ class EngineState:
         return self._weight_version
 
     def begin_update(self) -> None:
-        """Forget the version until `end_update`, so that an engine whose update fails has no weights."""
-        self.require_awake()
+        """Forget the version until `end_update`, so that an engine whose update fails has no weights.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._require_weight_memory()
         self._weight_version = None
 
     def end_update(self, version: int) -> None:
@@ -47,8 +53,16 @@ class EngineState:
     def sleep(self) -> None:
         """Record that the engine sleeps and has forgotten its weights."""
         self._weight_version = None
-        self._is_awake = False
+        self._memory = "none"
+
+    def wake_weights(self) -> None:
+        """Record that an engine that slept has memory for its weights; they come with the next update."""
+        self._memory = "weights"
 
     def wake(self) -> None:
-        """Record that the engine is awake; its weights come with the next update."""
-        self._is_awake = True
+        """Record that the engine has all of its memory; weights that it got before stay."""
+        self._memory = "all"
+
+    def _require_weight_memory(self) -> None:
+        if self._memory == "none":
+            raise RuntimeError("the rollout engine is asleep: call wake() and update_weights() first")

@@ -175,10 +175,15 @@ class TransformersEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        """Allocate the weights, which `update_weights` then fills. An engine that is awake stays as it is."""
-        if self._state.is_awake:
+    def wake_weights(self) -> None:
+        """Allocate the weights, which `update_weights` then fills. An engine that has them allocated stays as it is."""
+        if self._state.memory != "none":
             return
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
+        self._state.wake_weights()
+
+    def wake(self) -> None:
+        """Do what `wake_weights` does, and allow `generate`, which allocates its cache itself."""
+        self.wake_weights()
         self._state.wake()

@@ -137,5 +137,8 @@ class Dialect(Protocol):
     def sleep(self, http: HttpClient) -> None:
         """Make the server give back the device memory of its weights and its cache."""
 
-    def wake(self, http: HttpClient) -> None:
-        """Make the server take that device memory again."""
+    def wake_weights(self, http: HttpClient) -> None:
+        """Make a server that sleeps take the device memory of its weights again, for an update to fill."""
+
+    def wake_cache(self, http: HttpClient) -> None:
+        """Make a server that has its weights' device memory take the rest again."""

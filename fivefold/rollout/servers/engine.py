@@ -177,20 +177,31 @@ class ServerEngine:
 
         If no other role uses the devices, the server keeps its memory. An engine that sleeps stays as it is.
         """
-        if not self._state.is_awake:
+        if self._state.memory == "none":
             return
+        self.wake()  # servers cannot give back twice what they have not taken since
         self._state.sleep()
         if self._spec.can_sleep:
             with self._served():
                 self._dialect.sleep(self._http)
 
-    def wake(self) -> None:
-        """Make the server take its memory again. An engine that is awake stays as it is."""
-        if self._state.is_awake:
+    def wake_weights(self) -> None:
+        """Make the server take the memory of its weights again. An engine that has it stays as it is."""
+        if self._state.memory != "none":
             return
         if self._spec.can_sleep:
             with self._served():
-                self._dialect.wake(self._http)
+                self._dialect.wake_weights(self._http)
+        self._state.wake_weights()
+
+    def wake(self) -> None:
+        """Make the server take all of its memory again. An engine that is awake stays as it is."""
+        if self._state.memory == "all":
+            return
+        self.wake_weights()
+        if self._spec.can_sleep:
+            with self._served():
+                self._dialect.wake_cache(self._http)
         self._state.wake()
 
     def close(self) -> None:

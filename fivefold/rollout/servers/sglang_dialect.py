@@ -30,6 +30,8 @@ from fivefold.sync.cuda_ipc import visible_uuids
 
 ALL_TOKENS = -1
 """SGLang's `top_k` for no top-k."""
+_WEIGHTS, _CACHE = ["weights"], ["kv_cache", "cuda_graph"]
+"""SGLang's names for what it releases. It resumes each of them exactly once."""
 
 
 _TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
@@ -119,7 +121,10 @@ class SGLangDialect:
         raise ValueError("SGLang does not tell what arrived: drop rollout.verify_weights")
 
     def sleep(self, http: HttpClient) -> None:
-        http.post("/release_memory_occupation")
+        http.post("/release_memory_occupation", {"tags": [*_WEIGHTS, *_CACHE]})
 
-    def wake(self, http: HttpClient) -> None:
-        http.post("/resume_memory_occupation")
+    def wake_weights(self, http: HttpClient) -> None:
+        http.post("/resume_memory_occupation", {"tags": _WEIGHTS})
+
+    def wake_cache(self, http: HttpClient) -> None:
+        http.post("/resume_memory_occupation", {"tags": _CACHE})

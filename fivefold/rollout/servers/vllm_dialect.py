@@ -142,10 +142,14 @@ class VLLMDialect:
         return [int(checksum) for checksum in reply["results"]]
 
     def sleep(self, http: HttpClient) -> None:
+        # Level 1 would copy the weights to host memory; the actor sends all of them anew, so level 2 drops them.
         http.post("/sleep?level=2")
 
-    def wake(self, http: HttpClient) -> None:
-        http.post("/wake_up")
+    def wake_weights(self, http: HttpClient) -> None:
+        http.post("/wake_up?tags=weights")
+
+    def wake_cache(self, http: HttpClient) -> None:
+        http.post("/wake_up?tags=kv_cache")
 
     @staticmethod
     def _on_workers(http: HttpClient, method: str, kwargs: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ ABORTED, ABORTED_AT_ONCE, NOT_FINITE, CUT_SHORT, DEADLY, LATE, TOGETHER = range(
 """First tokens of prompts with a special answer. In this order: the answer ends with `abort` after two tokens, or after
 none; its last log-prob is no number, or is missing; the server dies; it is given after another answer; it is given only
 once as many such prompts have come as the server decodes together."""
+VLLM_MEMORY = ("weights", "kv_cache")
+SGLANG_MEMORY = (*VLLM_MEMORY, "cuda_graph")
+"""Kinds of device memory that the servers give back."""
 PATIENCE_S = 20.0
 """Most seconds that an answer waits for other requests."""
 
@@ -188,7 +192,8 @@ class FakeServer:
     is_prepared: bool = False
     is_in_update: bool = False
     weight_version: str = "default"
-    is_asleep: bool = False
+    released: set[str] = field(default_factory=set)
+    """Kinds of device memory that it has given back."""
     n_here: int = 0
     most_here: int = 0
     n_together: int = 0
@@ -217,8 +222,10 @@ class FakeServer:
         return 200, _vllm_reply(prompt, answers, with_logprobs="logprobs" in sampling)
 
     def _problem(self, sampling: dict[str, Any]) -> str | None:
-        if self.is_asleep or self.load_format == "dummy":
+        if self.load_format == "dummy":
             return "there are no weights"
+        if self.released:
+            return f"an illegal memory access was encountered: {', '.join(sorted(self.released))}"
         if self.is_paused or self.is_in_update:
             return "the server is paused"
         if self.has_stale_cache:
@@ -283,7 +290,7 @@ class FakeServer:
         assert method == "reload_weights"
         if status := self.refusal():
             return status, {"error": {"message": "no such weights", "type": "InternalServerError", "code": status}}
-        if self.load_format == "dummy" or self.is_asleep:
+        if self.load_format == "dummy" or self.is_without_weights:
             return 500, {"error": {"message": "Model reloading with `dummy` format", "code": 500}}
         problem = self.load(Path(kwargs["weights_path"]))
         self.has_stale_cache = True
@@ -331,7 +338,7 @@ class FakeServer:
         allowed = {"names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes"}
         if not self.is_newer:
             allowed |= {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
-        if not (self.is_prepared and self.is_in_update and info.keys() <= allowed) or self.is_asleep:
+        if not (self.is_prepared and self.is_in_update and info.keys() <= allowed) or self.is_without_weights:
             return 500, {"error": {"message": f"Invalid update_info: {sorted(info)}", "code": 500}}
         if status := self.refusal():
             return status, {"error": {"message": "no such weights", "type": "InternalServerError", "code": status}}
@@ -372,7 +379,7 @@ class FakeServer:
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         status, problem = self.refusal(), "no such weights"
-        if status is None and self.is_asleep:
+        if status is None and self.is_without_weights:
             status, problem = 400, "the memory is released"
         if status is None:
             self.load_format = body.get("load_format", self.load_format)
@@ -382,15 +389,28 @@ class FakeServer:
         message = problem or "Succeeded to update model weights."
         return status, {"success": status == 200, "message": message, "num_paused_requests": 0}
 
-    def sleep(self, body: dict[str, Any]) -> Reply:
-        if self.is_asleep:
-            return 500, {"error": {"message": "it sleeps already", "code": 500}}
-        self.is_asleep = True
+    @property
+    def is_without_weights(self) -> bool:
+        """Whether the memory of its weights is given back."""
+        return "weights" in self.released
+
+    def release(self, tags: Sequence[str]) -> Reply:
+        """Give memory back; the real servers fail if it is not there."""
+        if self.released.intersection(tags):
+            return 500, {"error": {"message": f"{tags} are given back already", "code": 500}}
+        self.released.update(tags)
+        self.load_format = "dummy"
         return 200, None
 
-    def wake(self, body: dict[str, Any]) -> Reply:
-        self.is_asleep = False
+    def take_back(self, tags: Sequence[str]) -> Reply:
+        """Take memory back; the real servers fail if it is there."""
+        if not self.released.issuperset(tags):
+            return 500, {"error": {"message": f"{tags} are not all given back", "code": 500}}
+        self.released.difference_update(tags)
         return 200, None
+
+    def _wake(self, tag: str, body: dict[str, Any]) -> Reply:
+        return self.take_back([tag])
 
     def endpoints(self) -> dict[str, Callable[[dict[str, Any]], Reply]]:
         if self.flavour.prompt == "input_ids":
@@ -402,8 +422,8 @@ class FakeServer:
                 "/update_weights_from_distributed": self.update_by_bucket,
                 "/flush_cache": self.flush_cache,
                 "/update_weight_version": self.update_version,
-                "/release_memory_occupation": self.sleep,
-                "/resume_memory_occupation": self.wake,
+                "/release_memory_occupation": lambda body: self.release(body.get("tags") or SGLANG_MEMORY),
+                "/resume_memory_occupation": lambda body: self.take_back(body.get("tags") or SGLANG_MEMORY),
             }
         generate = {"/inference/v1/generate": self.generate}
         if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
@@ -418,8 +438,9 @@ class FakeServer:
             "/start_weight_update": self.start_update,
             "/update_weights": self.update_weights,
             "/finish_weight_update": self.finish_update,
-            "/sleep?level=2": self.sleep,
-            "/wake_up": self.wake,
+            "/sleep?level=2": lambda _: self.release(VLLM_MEMORY),
+            "/wake_up": lambda _: self.take_back(VLLM_MEMORY),
+            **{f"/wake_up?tags={tag}": partial(self._wake, tag) for tag in VLLM_MEMORY},
         }
 
 

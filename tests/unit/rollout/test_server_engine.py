@@ -57,7 +57,8 @@ LOAD = {
 }
 REFUSED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 SLEEP = {"vllm": "/sleep?level=2", "sglang": "/release_memory_occupation"}
-WAKE = {"vllm": "/wake_up", "sglang": "/resume_memory_occupation"}
+WAKE_WEIGHTS = {"vllm": "/wake_up?tags=weights", "sglang": "/resume_memory_occupation"}
+WAKE_CACHE = {"vllm": "/wake_up?tags=kv_cache", "sglang": "/resume_memory_occupation"}
 PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 SEED = {"vllm": "seed", "sglang": "sampling_seed"}
 
@@ -491,11 +492,27 @@ def test_a_server_sleeps_wakes_and_is_given_weights(served: Served) -> None:
     for refused in (lambda: engine.generate(requests_of(1), sampling()), lambda: served.update(8)):
         with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) and update_weights\(\) first"):
             refused()
-    assert served.posts_during(engine.wake) == [WAKE[served.backend]]
+    assert served.posts_during(engine.wake) == [WAKE_WEIGHTS[served.backend], WAKE_CACHE[served.backend]]
     with pytest.raises(RuntimeError, match="it has slept since"):
         engine.generate(requests_of(1), sampling())
     assert served.posts_during(lambda: served.update(8)) == LOAD[served.backend]
     assert_answered(served, requests_of(2), version=8)
+
+
+def test_weights_come_before_the_cache_takes_its_memory(served: Served) -> None:
+    engine = served.engine
+    engine.sleep()
+    assert served.posts_during(engine.wake_weights) == [WAKE_WEIGHTS[served.backend]]
+    assert served.posts_during(lambda: served.update(9)) == LOAD[served.backend]
+    with pytest.raises(RuntimeError, match=r"memory for its weights alone: call wake\(\) first"):
+        engine.generate(requests_of(1), sampling())
+    assert served.posts_during(engine.wake) == [WAKE_CACHE[served.backend]]
+    assert_answered(served, requests_of(2), version=9)
+    # A server that has only its weights' memory takes the rest before it gives all of it back.
+    engine.sleep()
+    engine.wake_weights()
+    engine.sleep()
+    engine.wake()
 
 
 def test_a_server_that_cannot_sleep_is_not_asked_to(model_folder: Folder, tmp_path: Path) -> None:
@@ -513,5 +530,10 @@ def test_a_server_that_cannot_sleep_is_not_asked_to(model_folder: Folder, tmp_pa
 
 def test_sleeping_and_waking_twice_asks_the_server_once(served: Served) -> None:
     engine = served.engine
-    posts = served.posts_during(lambda: [engine.wake(), engine.sleep(), engine.sleep(), engine.wake(), engine.wake()])
-    assert posts == [SLEEP[served.backend], WAKE[served.backend]]
+    posts = served.posts_during(
+        lambda: [
+            engine.wake(), engine.wake_weights(), engine.sleep(), engine.sleep(), engine.wake_weights(),
+            engine.wake_weights(), engine.wake(), engine.wake(),
+        ]
+    )  # fmt: skip
+    assert posts == [SLEEP[served.backend], WAKE_WEIGHTS[served.backend], WAKE_CACHE[served.backend]]

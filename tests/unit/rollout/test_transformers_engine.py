@@ -343,6 +343,13 @@ def test_sleep_frees_the_weights_and_the_next_update_brings_them_back(family: st
         ):
             with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) and update_weights\(\) first"):
                 refused()
+        engine.wake_weights()
+        engine.update_weights(source.items(), version=0)
+        with pytest.raises(RuntimeError, match=r"memory for its weights alone: call wake\(\) first"):
+            engine.generate(requests, sampling())
+        engine.wake()
+        assert values_of(engine.generate(requests, sampling()), digits=3) == values_of(expected, digits=3)
+        engine.sleep()
         engine.wake()
         with pytest.raises(RuntimeError, match="it has slept since"):
             engine.generate(requests, sampling())

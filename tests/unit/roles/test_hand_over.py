@@ -1,0 +1,124 @@
+"""Devices that an actor and a rollout share: who has how much of their memory, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.actor import Actor
+from fivefold.roles.launch import Roles
+from fivefold.roles.rollout import Rollout
+from fivefold.sync.offer import WeightOffer
+
+PARAMS, GRADS, OPTIMIZER, BUCKETS, CACHED = 20, 40, 60, 1, 7
+SIZES: dict[Offloadable, int] = {"params": PARAMS, "grads": GRADS, "optimizer": OPTIMIZER}
+
+
+class Device:
+    """Memory that both roles use; `peak` is the most that both had together."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, int] = {}
+        self.peak = 0
+
+    def set(self, name: str, size: int) -> None:
+        self.used[name] = size
+        self.peak = max(self.peak, sum(self.used.values()))
+
+
+class SharedRollout(Rollout):
+    """An engine whose cache takes all that the actor leaves of `memory` at that moment."""
+
+    def __init__(self, device: Device, memory: int) -> None:
+        self.shares_devices, self.version = True, None
+        self._device, self._memory = device, memory
+        self.cache = self.used_while_sent = 0
+
+    def sleep(self) -> None:
+        self.version = None
+        self._device.set("rollout's weights", 0)
+        self._device.set("cache", 0)
+
+    def wake_weights(self) -> None:
+        self._device.set("rollout's weights", PARAMS)
+
+    def wake(self) -> None:
+        self.cache = self._memory - sum(self._device.used.values())
+        self._device.set("cache", self.cache)
+
+    def take_weights(self, offer: WeightOffer) -> None:
+        assert self._device.used["rollout's weights"] == PARAMS
+        list(offer.buckets)
+        self.used_while_sent = sum(self._device.used.values())
+        offer.close()
+        self.version = offer.version
+
+
+class SharedActor(Actor):
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        for kind, size in SIZES.items():
+            device.set(kind, size)
+
+    def update(self) -> None:  # type: ignore[override]
+        assert all(self._device.used[kind] == size for kind, size in SIZES.items())
+        self._device.set("activations in torch's cache", CACHED)
+
+    def offer_weights(self, version: int) -> WeightOffer:
+        def buckets() -> Iterator[None]:
+            assert self._device.used["params"] == PARAMS
+            self._device.set("buckets", BUCKETS)
+            yield None
+
+        return WeightOffer(version, buckets(), close=lambda: self._device.set("buckets", 0))
+
+    def offload(self, what: Sequence[Offloadable]) -> None:
+        for kind in what:
+            self._device.set(kind, 0)
+
+    def onload(self, what: Sequence[Offloadable]) -> None:
+        for kind in what:
+            self._device.set(kind, SIZES[kind])
+
+    def release(self) -> None:
+        self._device.set("activations in torch's cache", 0)
+
+
+@pytest.mark.parametrize("offloaded", [(), ("grads",), ("grads", "optimizer"), OFFLOADABLE])
+def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tuple[Offloadable, ...]) -> None:
+    device, timers = Device(), PhaseTimers()
+    kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
+    memory = PARAMS + GRADS + OPTIMIZER + PARAMS + BUCKETS
+    actor, rollout = SharedActor(device), SharedRollout(device, memory)
+    roles = Roles(actor, rollout, None, offloaded)
+    for step in range(3):
+        if step > 0:
+            with roles.training(timers):
+                actor.update()
+        roles.send_weights(step, timers)
+        assert rollout.version == step
+        assert rollout.cache == memory - kept - PARAMS
+        # Two copies of the weights, and what the actor keeps of the rest.
+        assert rollout.used_while_sent == PARAMS + PARAMS + BUCKETS + kept - ("params" not in offloaded) * PARAMS
+    assert device.peak == memory
+    assert set(timers.take()) == {"hand-over", "weight sync"}
+
+
+def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() -> None:
+    device, timers = Device(), PhaseTimers()
+    memory = PARAMS + GRADS + OPTIMIZER
+    actor, rollout = SharedActor(device), SharedRollout(device, memory)
+    roles = Roles(actor, rollout, None, ("grads", "optimizer"))
+    with roles.on_device(timers, "params", "optimizer"):
+        # Before the first weights there are none to send again.
+        assert device.used["optimizer"] == OPTIMIZER
+    assert rollout.version is None
+    roles.send_weights(4, timers)
+    with roles.on_device(timers, "params"):
+        assert (device.used["optimizer"], rollout.version) == (0, 4)
+    with roles.on_device(timers, "params", "optimizer"):
+        assert (device.used["optimizer"], rollout.version) == (OPTIMIZER, None)
+    assert (device.used["optimizer"], rollout.version) == (0, 4)
