@@ -316,8 +316,10 @@ def test_a_sleeping_server_gives_its_memory_back(served: Served) -> None:
     for version in (5, 6):
         served.engine.sleep()
         assert used() < 0.3 * awake
-        served.engine.wake()
+        served.engine.wake_weights()
         model = served.use(version % 2, version)
+        assert used() < 0.8 * awake
+        served.engine.wake()
         assert used() > 0.8 * awake
         completions = served.engine.generate(requests, sampling())
         assert_logprobs(model, requests, completions)
