@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fivefold.config.interpolation import fill_in
+from fivefold.config.presets import preset
 from fivefold.config.problems import RecipeError, section_of, show
 from fivefold.config.text_files import TextError, read_text
 from fivefold.config.yaml_reader import MOST_LEVELS, read_yaml
@@ -93,11 +94,16 @@ def _with(values: dict[str, Any], keys: Sequence[str], value: Any) -> dict[str, 
 def resolve(values: dict[str, Any], schema: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
     """Return the keys that the recipe sets, `${...}` filled in, and a line for each missing value.
 
-    An interpolation may name a key that keeps its default. If there are any lines, the dict is empty.
+    An interpolation may name a key that keeps its default. What the recipe's `algorithm` sets counts as written. If
+    there are any lines, the dict is empty.
     """
     problems = [f"{key}: `{MISSING}` stands for a value that is still missing: give one" for key in _missing(values)]
     written = _without_nulls(values, schema)
     full, unfilled = fill_in(_merged(defaults(schema), written))
+    # The name of the algorithm may be an interpolation, and others may name keys that the algorithm sets.
+    if "algorithm" in schema.model_fields and (chosen := preset(full)) and not unfilled:
+        written = _merged(chosen, written)
+        full, unfilled = fill_in(_merged(defaults(schema), written))
     if problems := problems + unfilled:
         return {}, problems
     return _picked(full, written), []
