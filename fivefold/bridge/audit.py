@@ -14,7 +14,7 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from fivefold.bridge.decoder import expected_tensors, is_ignored
+from fivefold.bridge.decoder import expected_tensors, is_ignored, is_optional
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, StoredTensors, WeightMapping
 from fivefold.bridge.weight_files import WeightFiles, survey
@@ -106,7 +106,7 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
     """Return what does not fit, apart from the tensors `unread`, whose absence is reported elsewhere."""
     expected, present = expected_tensors(shape), source.names
     unused = {name for name in present - expected.keys() if not is_ignored(name, shape)}
-    missing = expected.keys() - present - set(unread)
+    missing = {name for name in expected.keys() - present - set(unread) if not is_optional(name, shape)}
     shapes = [
         f"{name} in {source.file(name)}: {list(source.shape(name))}, expected {list(wanted)}"
         for name, wanted in expected.items()

@@ -16,6 +16,7 @@ from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mapping
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
+from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
 
 _COMPARED_ROWS = 8192
@@ -48,11 +49,15 @@ class Bridge:
     def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
         """Fill this rank's `parameters` in place from `source`, each in its own dtype and on its own device.
 
+        A critic's value head begins at 0 if `source` lacks it.
+
         Raises:
             WeightMismatchError: on every rank and before anything is written, unless every parameter can be filled,
                 every tensor of `source` is used and all shapes are equal.
             ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
         """
+        if self._shape.value_head:
+            source = WithValueHead(source, self._shape.hidden)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_model(self._mappings, over_stages(shapes, groups), groups)
         check_files(self._shape, source)

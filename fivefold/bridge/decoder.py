@@ -29,6 +29,10 @@ EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face name of the embedding."""
 OUTPUT = "lm_head.weight"
 """Hugging Face name of the output layer's weight."""
+VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+"""Hugging Face names of a value head: those of a model for token classification with one label."""
+VALUE_ALIASES = {"v_head.summary.weight": VALUE_WEIGHT, "v_head.summary.bias": VALUE_BIAS}
+"""Names of the same tensors in the folders of TRL's models with a value head."""
 
 
 def mappings(shape: ModelShape) -> tuple[WeightMapping, ...]:
@@ -51,9 +55,16 @@ def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
 
 def is_ignored(name: str, shape: ModelShape) -> bool:
     """Return whether files may hold the Hugging Face tensor `name` although no parameter reads it."""
-    # With tied embeddings the embedding is the output layer's weight too.
+    # With tied embeddings the embedding is the output layer's weight too. A critic has a value head in its place.
     is_tied_output = shape.tied_embeddings and name == OUTPUT
-    return is_tied_output or any(re.fullmatch(pattern, name) for pattern, _ in trained_family(shape.family).ignored)
+    is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
+    ignored = (pattern for pattern, _ in trained_family(shape.family).ignored)
+    return is_tied_output or is_other_head or any(re.fullmatch(pattern, name) for pattern in ignored)
+
+
+def is_optional(name: str, shape: ModelShape) -> bool:
+    """Return whether files may lack the Hugging Face tensor `name`: a new critic's value head, which begins at 0."""
+    return shape.value_head and name in (VALUE_WEIGHT, VALUE_BIAS)
 
 
 def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
@@ -67,7 +78,10 @@ def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
         else:
             yield from _mlp(f"{ours}.mlp", theirs, family.mlp, shape.hidden, shape.ffn_hidden)
     yield Replicated("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,))
-    if shape.tied_embeddings:
+    if shape.value_head:
+        yield Replicated("output_layer.weight", VALUE_WEIGHT, (1, shape.hidden))
+        yield Replicated("output_layer.bias", VALUE_BIAS, (1,))
+    elif shape.tied_embeddings:
         yield TiedOutput("output_layer.weight", EMBEDDING, table)
     else:
         yield VocabParallel("output_layer.weight", OUTPUT, table)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -78,7 +79,13 @@ class HFFolder:
     """A model folder that is written beside its final place, by one process but for the weights."""
 
     def __init__(
-        self, folder: str | Path, plan: ShardPlan, config_source: Path, tokenizer_source: str | Path | None
+        self,
+        folder: str | Path,
+        plan: ShardPlan,
+        config_source: Path,
+        tokenizer_source: str | Path | None,
+        *,
+        is_critic: bool = False,
     ) -> None:
         """Describe the folder; nothing is written.
 
@@ -87,8 +94,10 @@ class HFFolder:
             plan: the weight files.
             config_source: folder of the model whose config is written.
             tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
+            is_critic: whether the model has a value head, so that its config becomes one for token classification.
         """
         self.plan = plan
+        self._is_critic = is_critic
         self.target = Path(os.path.realpath(folder))
         self._source = config_source
         self._tokenizer_source = config_source if tokenizer_source is None else tokenizer_source
@@ -123,7 +132,7 @@ class HFFolder:
         if (index := self.plan.index()) is not None:
             name, text = index
             (partial / name).write_text(text)
-        copy_configs(partial, self._source, self.plan.main_dtype)
+        copy_configs(partial, self._source, self.plan.main_dtype, is_critic=self._is_critic)
         copy_tokenizer(partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
         for file in partial.iterdir():
@@ -196,12 +205,19 @@ def copy_tokenizer(folder: Path, source: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def copy_configs(folder: Path, source: Path, dtype: torch.dtype) -> None:
-    """Copy the configs in `source` to `folder`, with `dtype` as that of the weights."""
-    if (source / "generation_config.json").is_file():
+def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, is_critic: bool = False) -> None:
+    """Copy the configs in `source` to `folder`, with `dtype` as that of the weights.
+
+    A critic's becomes one for token classification with one label, and generates nothing.
+    """
+    if (source / "generation_config.json").is_file() and not is_critic:
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")
+    if is_critic:
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        architectures = config.get("architectures") or []
+        config["architectures"] = [re.sub(r"For\w+$", "ForTokenClassification", name) for name in architectures]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

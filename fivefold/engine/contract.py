@@ -1,7 +1,7 @@
 """The contract of training engines, whatever library the model runs on.
 
 All processes of a model call each method together, each with the share of its data-parallel replica. Results are
-global and the same on every rank, except for log-probs, which are those of the replica's share.
+global and the same on every rank, except for log-probs and values, which are those of the replica's share.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ class TrainingEngine(Protocol):
 
         Returns:
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
+
+    def compute_values(self, share: Share) -> torch.Tensor:
+        """Compute the value of the state before each of the share's trained tokens, if the model is a critic.
+
+        Returns:
+            float32 [T], on the CPU; 0 on tokens that are not trained.
         """
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,32 @@ class HeadOptions(Protocol):
         """Whether the entropy must carry a gradient."""
 
 
+@dataclass(frozen=True)
+class OutputLayer:
+    """This rank's part of a model's last layer."""
+
+    weight_VH: torch.Tensor
+    """Rows of the vocabulary, or the one row of a value head."""
+    bias_V: torch.Tensor | None = None
+    """Bias of each row; None if there is none."""
+
+
 class Head(Protocol):
     """The last part of a model, after its decoder."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the predictions."""
+
     def predict(
-        self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
+        self, hidden_NH: torch.Tensor, output: OutputLayer, targets_N: torch.Tensor, options: HeadOptions
     ) -> Predictions:
         """Predict N tokens.
 
         Args:
             hidden_NH: the hidden state before each token, the same on all tensor-parallel ranks. Its gradient must be
                 this rank's part of a sum over the tensor-parallel group.
-            weight_VH: this rank's rows of the output layer.
+            output: this rank's part of the output layer.
             targets_N: int64, the tokens to predict.
             options: options of the loss.
         """
@@ -61,12 +75,14 @@ class LogprobHead:
     group: dist.ProcessGroup
     """The tensor-parallel group, over which the vocabulary is sharded."""
 
+    names = ("logprobs", "entropy")
+
     def predict(
-        self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
+        self, hidden_NH: torch.Tensor, output: OutputLayer, targets_N: torch.Tensor, options: HeadOptions
     ) -> Predictions:
         logprobs, entropy = linear_logprobs(
             hidden_NH,
-            weight_VH,
+            output.weight_VH,
             targets_N,
             temperature=options.temperature,
             entropy_gradient=options.entropy_gradient,
@@ -75,3 +91,38 @@ class LogprobHead:
             group=self.group,
         )
         return {"logprobs": logprobs, "entropy": entropy}
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """A critic's head. It predicts `values`: what the state before each token is worth.
+
+    Every tensor-parallel rank has the whole head and computes the same values in float32.
+    """
+
+    group: dist.ProcessGroup
+    """The tensor-parallel group."""
+
+    names = ("values",)
+
+    def predict(
+        self, hidden_NH: torch.Tensor, output: OutputLayer, targets_N: torch.Tensor, options: HeadOptions
+    ) -> Predictions:
+        if output.bias_V is None:
+            raise ValueError("a value head has a bias, and this output layer has none: build the model as a critic")
+        hidden_NH = _PartOfSum.apply(hidden_NH, self.group.size())
+        values_N1 = torch.addmm(output.bias_V.float(), hidden_NH.float(), output.weight_VH.float().t())
+        return {"values": values_N1.squeeze(1)}
+
+
+class _PartOfSum(torch.autograd.Function):
+    """Identity whose gradient, the same on all `n` ranks of a group, becomes each rank's part of the sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, n: int) -> torch.Tensor:
+        ctx.n = n
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.n, None

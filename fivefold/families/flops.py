@@ -69,7 +69,7 @@ def _forward(shape: ModelShape, tokens: float, squares: float, n_predicted: floa
         dense_mlps=2.0 * tokens * mlps,
         experts=2.0 * tokens * shape.n_moe_layers * shape.top_k * shape.expert_parameters,
         router=2.0 * tokens * shape.n_moe_layers * shape.hidden * shape.n_experts,
-        head=2.0 * n_predicted * shape.hidden * shape.vocab,
+        head=2.0 * n_predicted * shape.hidden * shape.output_rows,
     )
 
 

@@ -8,7 +8,7 @@ MLPs, some of them mixtures of experts) and differ in the fields below.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class ModelShape:
     """Whether the router has an offset for each expert, which balances their load."""
     latent: LatentAttention | None = None
     """Sizes of multi-head latent attention; None for grouped-query attention."""
+    value_head: bool = False
+    """Whether the output layer is a critic's, which has one row, a bias and the value of a state, instead of logits."""
     name: str = field(default="", compare=False)
     """What tables and pictures call the model; empty where it has no name."""
 
@@ -117,7 +119,16 @@ class ModelShape:
         """Layers that have experts."""
         return sum(self.moe_layers)
 
+    def as_critic(self) -> ModelShape:
+        """Return the shape of this model with a value head in place of its output layer."""
+        return replace(self, value_head=True, tied_embeddings=False)
+
     # Widths
+
+    @property
+    def output_rows(self) -> int:
+        """Rows of the output layer: the vocabulary, or the one of a value head."""
+        return 1 if self.value_head else self.vocab
 
     @property
     def query_width(self) -> int:
@@ -212,5 +223,5 @@ class ModelShape:
         moe = self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
         mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
         layers = self.n_layers * (self.attention_parameters + 2 * self.hidden)
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return layers + mlps + embeddings + self.hidden
+        output = 0 if self.tied_embeddings else self.output_rows * self.hidden + self.value_head
+        return layers + mlps + self.vocab * self.hidden + output + self.hidden

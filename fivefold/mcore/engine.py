@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.bridge.bridge import Bridge
+from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import save_shards
 from fivefold.bridge.hf_writer import HFFolder
@@ -28,7 +29,7 @@ from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema import EngineConfig, OptimizerConfig, SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.rope import cos_sin, inverse_frequencies
@@ -37,6 +38,7 @@ from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state_store import HostSnapshot
 from fivefold.families.check import check_layout
 from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
@@ -58,7 +60,7 @@ BRIDGES = {"fivefold": Bridge}
 
 
 class MegatronEngine:
-    """A model on Megatron-Core. With an optimizer it trains, without one it only computes log-probabilities.
+    """A model on Megatron-Core. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
     """
@@ -72,6 +74,7 @@ class MegatronEngine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
+        value_head: bool = False,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -81,6 +84,8 @@ class MegatronEngine:
             seed: seed of dropout, and of random weights (`init_from_scratch`).
             optimizer: hyper-parameters; None for a model that is not trained.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            timeout_s: longest time, in seconds, that a collective may wait for another rank.
+            value_head: whether the model is a critic, with a value head in place of its output layer.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
@@ -90,8 +95,9 @@ class MegatronEngine:
             compat.make_deterministic()
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
-        self.shape = load_shape(self._folder)
-        check_layout(layout, self.shape)
+        shape = load_shape(self._folder)
+        self.shape = shape.as_critic() if value_head else shape
+        check_layout(layout, shape)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._bridge = BRIDGES[config.megatron.bridge_type](self.shape)
@@ -107,7 +113,7 @@ class MegatronEngine:
                 DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(self._decoders)
             ]
-        self._load(seed)
+        self._load(seed, shape)
         self._has_gradients = False
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
@@ -121,7 +127,11 @@ class MegatronEngine:
         self._parkable = self._find_parkable()
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
-        self.head: Head = LogprobHead(self.shape.vocab, config.megatron.logprob_chunk_size, self.groups.tp)
+        self.head: Head = (
+            ValueHead(self.groups.tp)
+            if value_head
+            else LogprobHead(shape.vocab, config.megatron.logprob_chunk_size, self.groups.tp)
+        )
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
@@ -130,13 +140,14 @@ class MegatronEngine:
             device=self._device,
         )
 
-    def _load(self, seed: int) -> None:
+    def _load(self, seed: int, stored: ModelShape) -> None:
+        """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
         if self.config.init_from_scratch:
-            drawn = RandomWeights(self._bridge.expected_names(), self._folder, seed, self._device)
+            drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device)
             self._bridge.load(self.parameters, drawn, self._shards)
             return
         checkpoint = self.config.megatron.dist_checkpointing_path
-        with HFWeights(self._folder) if checkpoint is None else MegatronWeights(checkpoint, self.shape) as weights:
+        with HFWeights(self._folder) if checkpoint is None else MegatronWeights(checkpoint, stored) as weights:
             self._bridge.load(self.parameters, weights, self._shards)
 
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
@@ -169,23 +180,44 @@ class MegatronEngine:
         self._require(*OFFLOADABLE)
         return self._trained("train").step()
 
-    @torch.no_grad()
     def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
 
         Returns:
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
         """
+        logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
+        return logprobs, entropy
+
+    def compute_values(self, share: Share) -> torch.Tensor:
+        """Compute the value of the state before each of the share's trained tokens.
+
+        Returns:
+            float32 [T], on the CPU; 0 on tokens that are not trained.
+
+        Raises:
+            ValueError: the model is not a critic.
+        """
+        [values] = self._forward(share, ValueHead.names, temperature=1.0)
+        return values
+
+    @torch.no_grad()
+    def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
+        """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
+        if self.head.names != names:
+            raise ValueError(
+                f"this model's head predicts {', '.join(self.head.names)}, and {', '.join(names)} were asked for: "
+                "a model that is built with value_head=True predicts values, any other log-probs"
+            )
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
         kept = self._run(share, _keep_predictions, _Forward(temperature), backward=False)
-        total = torch.zeros(2, share.batch.n_tokens, device=self._device)
-        for rows_T, predictions_2T in kept:
-            total[:, rows_T.to(self._device)] = predictions_2T
-        dist.all_reduce(total, group=self.groups.pp)  # zero on all stages but the last
-        logprobs, entropy = total.cpu()
-        return logprobs, entropy
+        total_PT = torch.zeros(len(names), share.batch.n_tokens, device=self._device)
+        for rows_T, predictions_PT in kept:
+            total_PT[:, rows_T.to(self._device)] = predictions_PT
+        dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
+        return total_PT.cpu()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
@@ -213,7 +245,8 @@ class MegatronEngine:
         """
         dtype = getattr(torch, self.config.dtype)
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._bridge.expected_names().items()}
-        new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), self._folder, tokenizer_source)
+        plan = plan_shards(tensors, max_shard_bytes)
+        new = HFFolder(folder, plan, self._folder, tokenizer_source, is_critic=self.shape.value_head)
         save_shards(new, self._bridge.mapped(self.parameters), self._shards)
 
     def snapshot(self, folder: Path) -> HostSnapshot:
@@ -360,7 +393,7 @@ class MegatronEngine:
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
-        own = self.head.predict(hidden[local.rows_N], decoder.output_weight(), local.targets_N, options)
+        own = self.head.predict(hidden[local.rows_N], decoder.output(), local.targets_N, options)
         whole_PT = hidden.new_zeros(len(own), micro_batch.batch.n_tokens, dtype=torch.float32)
         whole_PT = whole_PT.index_copy(1, local.places_N, torch.stack(list(own.values())))
         if self.layout.cp > 1 and whole_PT.numel() > 0:
@@ -421,5 +454,5 @@ def _apply_loss(
 def _keep_predictions(
     micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    logprobs_T = predictions["logprobs"]
-    return logprobs_T.sum(), (micro_batch.rows_T, torch.stack((logprobs_T, predictions["entropy"])))
+    predictions_PT = torch.stack(list(predictions.values()))
+    return predictions_PT.sum(), (micro_batch.rows_T, predictions_PT)

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.bridge.mapping import padded_vocab
+from fivefold.engine.heads import OutputLayer
 from fivefold.engine.sequences import LocalSequences
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
@@ -35,14 +36,22 @@ class Decoder(GPTModel):
             hidden_states=hidden, attention_mask=None, packed_seq_params=packed, padding_mask=padding_1T
         )
 
-    def output_weight(self) -> torch.Tensor:
-        """Return this rank's rows of the output layer, [vocabulary / tp, hidden]. Only the last stage has it."""
-        weight: torch.Tensor = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
-        return weight
+    def output(self) -> OutputLayer:
+        """Return this rank's part of the output layer. Only the last stage has it."""
+        if isinstance(self.output_layer, ValueLayer):
+            return OutputLayer(self.output_layer.weight, self.output_layer.bias)
+        if self.share_embeddings_and_output_weights:
+            return OutputLayer(self.shared_embedding_or_output_weight())
+        return OutputLayer(self.output_layer.weight)
+
+
+class ValueLayer(torch.nn.Module):
+    """The parameters of a value head, which every tensor-parallel rank has whole; their values come with the weights."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype))
 
 
 def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: ModelShape) -> list[Decoder]:
@@ -63,6 +72,8 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        if shape.value_head and chunk.post_process:
+            chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype)
         dispatcher.install(chunk, config)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks

@@ -110,10 +110,12 @@ def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> 
     dense += stage.n_moe * (shape.router_parameters + shape.shared_expert_parameters // tp)
     vocabulary = -(-shape.vocab // tp) * shape.hidden
     # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
-    matrices = stage.has_embedding + stage.has_head
+    matrices = stage.has_embedding + (stage.has_head and not shape.value_head)
     if shape.tied_embeddings:
         matrices = min(matrices, 1)
-    dense += matrices * vocabulary + (shape.hidden if stage.has_head else 0)
+    dense += matrices * vocabulary
+    if stage.has_head:
+        dense += shape.hidden + (shape.hidden + 1 if shape.value_head else 0)
     local_experts = shape.n_experts // layout.ep if stage.n_moe else 0
     experts = stage.n_moe * local_experts * shape.expert_parameters // layout.etp
     return RankParameters(dense=dense, experts=experts)

@@ -54,17 +54,25 @@ class OpenEngine(MegatronEngine):
 
     def logprobs_of(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Call `compute_logprobs`; return the whole mini-batch's results, assembled from the shares of all replicas."""
-        plan = self.planner.plan(batch.lengths)
-        whole = torch.zeros(2, batch.n_tokens)
         own = torch.stack(self.compute_logprobs(self.share(batch), temperature=temperature))
+        logprobs, entropies = self._assembled(batch, own)
+        return logprobs, entropies
+
+    def values_of(self, batch: Batch) -> torch.Tensor:
+        """Call `compute_values`; return the whole mini-batch's values."""
+        return self._assembled(batch, self.compute_values(self.share(batch))[None])[0]
+
+    def _assembled(self, batch: Batch, own: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the whole mini-batch, of which `own` has this replica's part."""
+        plan = self.planner.plan(batch.lengths)
+        whole = torch.zeros(len(own), batch.n_tokens)
         starts, place = batch.offsets(), 0
         for index in plan.sequences(self.groups.dp.rank()):
             length = batch.lengths[index]
             whole[:, starts[index] : starts[index + 1]] = own[:, place : place + length]
             place += length
         torch.distributed.all_reduce(whole, group=self.groups.dp)
-        logprobs, entropies = whole
-        return logprobs, entropies
+        return whole
 
     def share(self, batch: Batch) -> Share:
         """Return this replica's share of a whole mini-batch."""
@@ -96,7 +104,13 @@ class Case:
         return parse_backend(self.layout).world_size
 
     def engine(
-        self, folder: Path, optimizer: OptimizerConfig | None = None, total_steps: int = 10, seed: int = 1
+        self,
+        folder: Path,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 10,
+        seed: int = 1,
+        *,
+        value_head: bool = False,
     ) -> OpenEngine:
         config = EngineConfig(
             path=str(folder),
@@ -108,7 +122,13 @@ class Case:
         )
         layout = lay_out(self.layout)
         return OpenEngine(
-            config, layout, seed=seed, optimizer=optimizer, total_steps=total_steps, timeout_s=self.timeout_s
+            config,
+            layout,
+            seed=seed,
+            optimizer=optimizer,
+            total_steps=total_steps,
+            timeout_s=self.timeout_s,
+            value_head=value_head,
         )
 
 

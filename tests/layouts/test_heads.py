@@ -1,9 +1,11 @@
-"""A head that predicts no log-probs trains on every kind of layout: the engine only scatters what heads predict."""
+"""A critic has the values and the gradients of Hugging Face's model for token classification, on every layout."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hf_reference
 import pytest
@@ -12,78 +14,149 @@ from compare import assert_close
 from hf_reference import Tensors
 from megatron_cases import Case, whole
 from ragged import uneven_batch
+from test_checkpoint import commit
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import LossInputs
+from fivefold.algorithms.value_loss import ValueLoss
+from fivefold.bridge.audit import check_weights
 from fivefold.config.schema import OptimizerConfig
-from fivefold.engine.heads import HeadOptions, Predictions
-from fivefold.types import Batch, Totals
+from fivefold.families.read import load_shape
+from fivefold.types import Batch
 
-LAYOUTS = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:p2t2c2|ffn:e4)", "megatron:p2v2")
-
-
-class ValueHead:
-    """Predicts a value for each token: the sum of its hidden state's channels, weighted by a fixed wave."""
-
-    def predict(
-        self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
-    ) -> Predictions:
-        values_N = (hidden_NH.float() * wave(hidden_NH.shape[1])).sum(-1)
-        # All tensor-parallel ranks see the whole hidden state, and its gradient is summed over them.
-        share = torch.distributed.get_world_size(_tensor_parallel_group())
-        return {"values": values_N / share + (values_N * (1 - 1 / share)).detach(), "targets": targets_N.float()}
-
-
-def _tensor_parallel_group() -> torch.distributed.ProcessGroup:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def wave(n: int) -> torch.Tensor:
-    return torch.arange(n).float().sin()
+LAYOUTS = {
+    "qwen3_moe": (
+        "megatron:d1",
+        "megatron:(attn:c2d2|ffn:t2e2)",
+        "megatron:(attn:p2t2c2|ffn:e4)",
+        "megatron:(attn:t2p2v2|ffn:e2)",
+    ),
+    "qwen2": ("megatron:d2", "megatron:t2", "megatron:p2"),  # its config ties the embeddings
+}
+CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
+CLIP = 0.3
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3)
 
 
 @dataclass(frozen=True)
-class ValueLoss:
-    """Half the squared difference between values and a tenth of the tokens' ids, averaged over trained tokens."""
-
-    temperature: float = 1.0
-    entropy_gradient: bool = False
-
-    def normalizer(self, totals: Totals) -> float:
-        return float(totals.n_trained_tokens)
-
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        values_T, targets_T = inputs.predictions["values"], inputs.predictions["targets"]
-        assert not targets_T.requires_grad, "the head gives the targets no gradient"
-        return (0.5 * (values_T - targets_T / 10).square() * inputs.mask_T).sum(), {}
+class Critic:
+    values_T: torch.Tensor
+    """0 on every sequence's first token."""
+    loss: float
+    gradients: Tensors
+    weights: Tensors
 
 
-def engine_gradient(case: Case, folder: Path, batch: Batch) -> tuple[float, Tensors]:
-    engine = case.engine(folder, OptimizerConfig())
-    engine.head = ValueHead()
-    loss = engine.forward_backward_of(batch, ValueLoss())["loss"]
-    return loss, whole(engine.gradients())
+def batch_of(values_T: torch.Tensor | None = None) -> Batch:
+    """Return a batch with old values near those of the critic, on either side of the clip range, and returns."""
+    batch = uneven_batch()
+    generator = torch.Generator().manual_seed(5)
+    old, returns = (torch.randn(batch.n_tokens, generator=generator) for _ in range(2))
+    if values_T is None:
+        return batch
+    return batch.with_fields(values=values_T + CLIP * old, returns=returns)
 
 
-def hugging_face_gradient(folder: Path, batch: Batch, scratch: Path) -> tuple[float, Tensors]:
-    model = hf_reference.load_model(folder)
-    total = torch.zeros(())
-    for tokens_L, mask_L in zip(batch.split(batch.tokens_T), batch.split(batch.mask_T), strict=True):
-        hidden_LH = model.model(tokens_L[None]).last_hidden_state[0]
-        values_L = (hidden_LH[:-1] * wave(hidden_LH.shape[1])).sum(-1)
-        total = total + (0.5 * (values_L - tokens_L[1:] / 10).square() * mask_L[1:]).sum()
-    loss = total / batch.mask_T.sum()
+def hugging_face_model(folder: Path) -> Any:
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+
+
+def make_critic(folder: Path, critic: Path) -> None:
+    """Write a critic on the layers of a language model, with a head that is not 0."""
+    model = hugging_face_model(folder)
+    generator = torch.Generator().manual_seed(3)
+    model.score.weight.data.normal_(std=0.2, generator=generator)
+    model.score.bias.data.fill_(0.3)
+    model.save_pretrained(critic)
+
+
+def values_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the value of the state before each token, which its predecessor's hidden state gives."""
+    rows = [model(tokens_L[None]).logits[0, :-1, 0] for tokens_L in batch.split(batch.tokens_T)]
+    return torch.cat([torch.cat([torch.zeros(1), row]) for row in rows])
+
+
+def hugging_face_critic(folder: Path, scratch: Path) -> Critic:
+    """In a worker: return values, loss and gradient of Hugging Face's model."""
+    model = hugging_face_model(folder)
+    values_T = values_of(model, uneven_batch())
+    batch = batch_of(values_T.detach())
+    old_T, returns_T = batch.fields["values"], batch.fields["returns"]
+    clipped_T = torch.minimum(torch.maximum(values_T, old_T - CLIP), old_T + CLIP)
+    cost_T = 0.5 * torch.maximum((values_T - returns_T) ** 2, (clipped_T - returns_T) ** 2)
+    loss = (cost_T * batch.mask_T).sum() / batch.mask_T.sum()
     loss.backward()
-    return float(loss), hf_reference.gradients_as_in_files(model, scratch)
+    gradients = hf_reference.gradients_as_in_files(model, scratch)
+    return Critic(values_T.detach(), float(loss), gradients, {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_value_head_has_hugging_faces_gradient(workers: Workers, models: Path, tmp_path: Path, layout: str) -> None:
-    batch, case, folder = uneven_batch(), Case(layout), models / "qwen3_moe"
-    ((want_loss, want),) = workers(1).run(hugging_face_gradient, folder, batch, tmp_path)
-    results = workers(case.world_size).run(engine_gradient, case, folder, batch)
-    assert {loss for loss, _ in results} == {results[0][0]}
-    assert results[0][0] == pytest.approx(want_loss, rel=1e-4)
-    assert_close(results[0][1], want, 1e-4)
+def engine_critic(case: Case, folder: Path, old_T: torch.Tensor, out: Path) -> Critic:
+    """In a worker: compute values, loss and gradient, make a step, and save the model and its state."""
+    engine = case.engine(folder, OPTIMIZER, value_head=True)
+    values_T = engine.values_of(uneven_batch())
+    loss = engine.forward_backward_of(batch_of(old_T), ValueLoss(CLIP, "token_mean"))["loss"]
+    gradients = whole(engine.gradients())
+    engine.optim_step()
+    engine.save_hf(out / "hf")
+    commit(engine.snapshot(out / "state"), out / "state")
+    return Critic(values_T, loss, gradients, whole(engine.export_weights()))
+
+
+@pytest.fixture(scope="module")
+def critics(workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of critics, each by the name of its model."""
+    folder = tmp_path_factory.mktemp("critics")
+    for name in LAYOUTS:
+        workers(1).run(make_critic, models / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_values_and_gradients_are_those_of_hugging_face(
+    workers: Workers, critics: Path, tmp_path: Path, name: str, layout: str
+) -> None:
+    case, folder = Case(layout), critics / name
+    check_weights(folder, load_shape(folder).as_critic())
+    (want,) = workers(1).run(hugging_face_critic, folder, tmp_path / "gradients")
+    results = workers(case.world_size).run(engine_critic, case, folder, want.values_T, tmp_path)
+    for result in results:
+        mask_T = uneven_batch().mask_T
+        torch.testing.assert_close(result.values_T, want.values_T * mask_T, rtol=1e-4, atol=1e-5)
+        assert result.loss == pytest.approx(want.loss, rel=1e-4)
+    assert_close(results[0].gradients, want.gradients, 1e-4)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"][0].endswith("TokenClassification")
+    (reloaded,) = workers(1).run(hugging_face_critic, tmp_path / "hf", tmp_path / "again")
+    (values_T,) = workers(1).run(loaded_values, Case("megatron:d1"), folder, tmp_path / "state")
+    torch.testing.assert_close(values_T, reloaded.values_T * mask_T, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(values_T, results[0].values_T)
+
+
+def loaded_values(case: Case, folder: Path, state: Path) -> torch.Tensor:
+    """In a worker: load another layout's training state, and return the values."""
+    engine = case.engine(folder, OPTIMIZER, value_head=True)
+    engine.load(state)
+    return engine.values_of(uneven_batch())
+
+
+def new_critic(case: Case, folder: Path) -> tuple[torch.Tensor, Tensors]:
+    """In a worker: make a critic of a language model; return its values, and its weights after a step."""
+    engine = case.engine(folder, OPTIMIZER, value_head=True)
+    values_T = engine.values_of(uneven_batch())
+    engine.forward_backward_of(batch_of(values_T), ValueLoss(None, "sequence_mean"))
+    engine.optim_step()
+    with pytest.raises(ValueError, match="predicts values"):
+        engine.logprobs_of(uneven_batch(), temperature=1.0)
+    return values_T, whole(engine.export_weights())
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:p2t2c2|ffn:e4)"])
+def test_a_language_model_becomes_a_critic_whose_values_begin_at_zero(
+    workers: Workers, models: Path, layout: str
+) -> None:
+    case = Case(layout)
+    check_weights(models / "qwen3_moe", load_shape(models / "qwen3_moe").as_critic())
+    results = workers(case.world_size).run(new_critic, case, models / "qwen3_moe")
+    assert all(not values_T.any() for values_T, _ in results)
+    assert results[0][1]["score.weight"].any()
+    assert "lm_head.weight" not in results[0][1]

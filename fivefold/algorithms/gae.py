@@ -1,0 +1,136 @@
+"""Generalised advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 11 to 16).
+
+With values V_t of the state before trained token t, of n trained tokens of a sequence, and rewards r_t:
+
+    delta_t = r_t + gamma * V_{t+1} - V_t          V_{n+1} = 0: nothing is worth anything behind the end
+    A_t     = delta_t + gamma * lam * A_{t+1}      A_{n+1} = 0
+    return  = A_t + V_t                            what the critic learns to predict
+
+The completion's reward is that of its last trained token; a KL penalty is a reward of every token. Tokens that are not
+trained, such as a tool's answer, are no steps: the trained token behind them follows the one before them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.types import Batch
+
+
+@dataclass(frozen=True)
+class GAE:
+    """The constants of generalised advantage estimation."""
+
+    gamma: float
+    """Discount of the reward of the next token."""
+    lam: float
+    """Weight of longer against shorter estimates: 1 is Monte Carlo, 0 is one step of temporal difference."""
+
+    def estimate(self, batch: Batch, token_rewards_T: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return advantages and returns, float32 [T] each, 0 on tokens that are not trained.
+
+        Args:
+            batch: its fields `values` and `rewards` are read; the latter has the completion's reward on each token.
+            token_rewards_T: further rewards of single tokens, [T].
+        """
+        trained_T = batch.mask_T.bool()
+        counts = [int(mask.sum()) for mask in batch.split(trained_T)]
+        rewards_SL = _padded(torch.zeros_like(batch.mask_T) if token_rewards_T is None else token_rewards_T, batch)
+        last = [(row, count - 1) for row, count in enumerate(counts) if count]
+        if last:
+            rows, columns = (torch.tensor(index) for index in zip(*last, strict=True))
+            rewards_SL[rows, columns] += _padded(batch.fields["rewards"], batch)[rows, columns]
+        values_SL = _padded(batch.fields["values"], batch)
+        advantages_SL = self._sweep(rewards_SL, values_SL)
+        is_step_SL = torch.arange(rewards_SL.shape[1]) < torch.tensor(counts)[:, None]
+        advantages_T, returns_T = (torch.zeros(batch.n_tokens) for _ in range(2))
+        advantages_T[trained_T] = advantages_SL[is_step_SL].float()
+        returns_T[trained_T] = (advantages_SL + values_SL)[is_step_SL].float()
+        return advantages_T, returns_T
+
+    def _sweep(self, rewards_SL: torch.Tensor, values_SL: torch.Tensor) -> torch.Tensor:
+        """Return the advantages [S, L] of sequences that are padded behind their end with rewards and values of 0."""
+        advantages_SL = torch.zeros_like(values_SL)
+        next_value_S = next_advantage_S = values_SL.new_zeros(len(values_SL))
+        for step in reversed(range(values_SL.shape[1])):
+            delta_S = rewards_SL[:, step] + self.gamma * next_value_S - values_SL[:, step]
+            next_advantage_S = delta_S + self.gamma * self.lam * next_advantage_S
+            next_value_S = values_SL[:, step]
+            advantages_SL[:, step] = next_advantage_S
+        return advantages_SL
+
+
+def _padded(values_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the trained tokens' values of each sequence, float64 [sequences, most trained tokens], padded with 0."""
+    pairs = zip(batch.split(values_T), batch.split(batch.mask_T), strict=True)
+    rows = [values[mask.bool()].double() for values, mask in pairs]
+    if not rows:
+        return torch.zeros(0, 0, dtype=torch.float64)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and squared deviations of values, which parts of a batch can be merged of."""
+
+    n: int
+    mean: float
+    squares: float
+    """Sum of the squared deviations from the mean."""
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Moments:
+        """Return the moments of all elements, computed in float64."""
+        if values.numel() == 0:
+            return Moments(0, 0.0, 0.0)
+        mean = values.double().mean()
+        return Moments(values.numel(), float(mean), float((values.double() - mean).square().sum()))
+
+    @staticmethod
+    def merged(parts: Iterable[Moments]) -> Moments:
+        """Return the moments of all parts together (Chan et al. 1983)."""
+        parts = [part for part in parts if part.n]
+        n = sum(part.n for part in parts)
+        if n == 0:
+            return Moments(0, 0.0, 0.0)
+        mean = math.fsum(part.n * part.mean for part in parts) / n
+        squares = math.fsum(part.squares + part.n * (part.mean - mean) ** 2 for part in parts)
+        return Moments(n, mean, squares)
+
+    @property
+    def variance(self) -> float:
+        """Variance of the values themselves (divided by n)."""
+        return self.squares / max(1, self.n)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of a sample (divided by n - 1)."""
+        return math.sqrt(self.squares / max(1, self.n - 1))
+
+
+def explained_variance(advantages: Moments, returns: Moments) -> float:
+    """Return 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant, below 0 for a worse one.
+
+    An advantage of GAE is the return less the value. Returns that are all equal leave nothing to explain: 0.
+    """
+    return 1.0 - advantages.variance / returns.variance if returns.variance > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Brings the advantages of all trained tokens of a step to mean 0 and standard deviation 1."""
+
+    mean: float
+    std: float
+    eps: float = 1e-8
+    """Added to the standard deviation."""
+
+    def applied(self, batch: Batch) -> Batch:
+        """Return `batch` with its `advantages` whitened; those of tokens that are not trained stay 0."""
+        advantages_T = batch.fields["advantages"]
+        white_T = (advantages_T - self.mean) / (self.std + self.eps)
+        return batch.with_fields(advantages=torch.where(batch.mask_T.bool(), white_T, torch.zeros_like(white_T)))

@@ -1,0 +1,53 @@
+"""The loss of a critic: the squared distance of its values from the returns, clipped as in PPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.algorithms.loss import Aggregation, LossInputs, Metrics, token_weights
+from fivefold.types import Totals
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Squared error of the values, which may move only `clip` away from those that the advantages came from.
+
+    With value v, value v_old at the beginning of the step, return R and clip range c, a token costs
+
+        cost = 1/2 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
+
+    as in OpenAI's baselines of PPO and in verl. The costs are aggregated as in `PolicyLoss`.
+
+    Fields read: `returns`, and `values` for v_old.
+    """
+
+    clip: float | None
+    """Largest distance of a value from v_old that still has a gradient; None: there is no such limit."""
+    aggregation: Aggregation
+
+    temperature: float = 1.0
+    """Not used: values have no temperature."""
+    entropy_gradient: bool = False
+
+    def normalizer(self, totals: Totals) -> float:
+        if self.aggregation == "token_mean":
+            return float(max(1, totals.n_trained_tokens))
+        return float(max(1, totals.n_trained_sequences))
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        trained_T = inputs.mask_T.bool()
+        values_T, returns_T, old_T = (
+            torch.where(trained_T, tensor_T, torch.zeros_like(tensor_T))
+            for tensor_T in (inputs.predictions["values"], inputs.fields["returns"], inputs.fields["values"])
+        )
+        error_T = (values_T - returns_T).square()
+        cost_T, is_clipped_T = error_T, torch.zeros_like(trained_T)
+        if self.clip is not None:
+            clipped_T = old_T + (values_T - old_T).clamp(-self.clip, self.clip)
+            clipped_error_T = (clipped_T - returns_T).square()
+            cost_T, is_clipped_T = torch.maximum(error_T, clipped_error_T), clipped_error_T > error_T
+        cost_T = 0.5 * cost_T
+        metrics = {"value_loss": cost_T.detach().sum(), "clip_fraction": is_clipped_T.to(cost_T.dtype).sum()}
+        return (cost_T * token_weights(inputs.mask_T, inputs.lengths, self.aggregation)).sum(), metrics

@@ -1,0 +1,58 @@
+"""Reads a critic from any model folder: its value head is there, is there under another name, or begins at 0.
+
+folder of a critic             score.weight, score.bias    as they are
+folder of a critic of TRL      v_head.summary.*            under the names above
+folder of a language model     neither                     zeros, so that every value is 0 at first
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.bridge.decoder import VALUE_ALIASES, VALUE_BIAS, VALUE_WEIGHT
+from fivefold.bridge.mapping import TensorReader
+
+
+class WithValueHead:
+    """The tensors of a model, and a value head if they lack one.
+
+    Args:
+        source: the tensors in the files.
+        hidden: width of the hidden state.
+    """
+
+    def __init__(self, source: TensorReader, hidden: int) -> None:
+        self._source = source
+        self._stored = {new: old for old, new in VALUE_ALIASES.items() if old in source.names}
+        self._stored |= {name: name for name in (VALUE_WEIGHT, VALUE_BIAS) if name in source.names}
+        self._new = {VALUE_WEIGHT: (1, hidden), VALUE_BIAS: (1,)}
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder."""
+        return self._source.folder
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors, those of the value head included."""
+        return self._source.names | self._new.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._new[name] if self._is_new(name) else self._source.shape(self._stored.get(name, name))
+
+    def file(self, name: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        return "a new value head" if self._is_new(name) else self._source.file(self._stored.get(name, name))
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
+        if self._is_new(name):
+            return torch.zeros(self._new[name])[index or slice(None)]
+        return self._source.read(self._stored.get(name, name), *index)
+
+    def _is_new(self, name: str) -> bool:
+        return name in self._new and name not in self._stored

@@ -1,0 +1,92 @@
+"""Advantages and returns of GAE are those of a plain loop, and their statistics do not depend on how a step is split."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fivefold.algorithms.gae import GAE, Moments, Whitening, explained_variance
+from fivefold.types import Batch
+
+LENGTHS = (6, 1, 9, 4)
+
+
+def make_batch() -> Batch:
+    """Return four sequences: one turn, a prompt alone, two turns with a tool's answer between them, nothing trained."""
+    masks = ([0, 0, 1, 1, 1, 1], [0], [0, 1, 1, 0, 0, 1, 0, 1, 1], [0, 0, 0, 0])
+    generator = torch.Generator().manual_seed(0)
+    values_T, kl_T = (torch.randn(sum(LENGTHS), generator=generator) for _ in range(2))
+    rewards_T = torch.tensor([1.0, 5.0, -2.0, 3.0]).repeat_interleave(torch.tensor(LENGTHS))
+    mask_T = torch.tensor([float(bit) for mask in masks for bit in mask])
+    # What a field has on tokens that are not trained must not matter.
+    values_T[mask_T == 0] = torch.nan
+    return Batch(LENGTHS, torch.zeros(sum(LENGTHS), dtype=torch.int64), mask_T, {"values": values_T, "rewards": rewards_T}).with_fields(kl=kl_T)  # fmt: skip
+
+
+def plain(batch: Batch, gamma: float, lam: float, token_rewards: list[float]) -> tuple[list[float], list[float]]:
+    """Compute A_t = sum_k (gamma lam)^k delta_{t+k} by its definition."""
+    advantages, returns = [0.0] * batch.n_tokens, [0.0] * batch.n_tokens
+    for start, end in zip(batch.offsets(), batch.offsets()[1:], strict=False):
+        steps = [place for place in range(start, end) if batch.mask_T[place]]
+        values = [float(batch.fields["values"][place]) for place in steps] + [0.0]
+        rewards = [token_rewards[place] for place in steps]
+        if rewards:
+            rewards[-1] += float(batch.fields["rewards"][start])
+        deltas = [rewards[i] + gamma * values[i + 1] - values[i] for i in range(len(steps))]
+        for i, place in enumerate(steps):
+            advantages[place] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[i:]))
+            returns[place] = advantages[place] + values[i]
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.95, 0.0)])
+def test_advantages_and_returns_are_those_of_a_plain_loop(gamma: float, lam: float) -> None:
+    batch = make_batch()
+    penalty_T = -0.1 * batch.fields["kl"]
+    for token_rewards_T in (None, penalty_T):
+        rewards = [0.0] * batch.n_tokens if token_rewards_T is None else token_rewards_T.tolist()
+        want_advantages, want_returns = plain(batch, gamma, lam, rewards)
+        advantages_T, returns_T = GAE(gamma, lam).estimate(batch, token_rewards_T)
+        torch.testing.assert_close(advantages_T, torch.tensor(want_advantages))
+        torch.testing.assert_close(returns_T, torch.tensor(want_returns))
+
+
+def test_without_discount_the_return_is_the_reward() -> None:
+    batch = make_batch()
+    _, returns_T = GAE(gamma=1.0, lam=1.0).estimate(batch)
+    torch.testing.assert_close(returns_T, batch.fields["rewards"] * batch.mask_T)
+
+
+def test_a_share_without_sequences_has_no_advantages() -> None:
+    empty = make_batch().select([])
+    assert [tensor.numel() for tensor in GAE(1.0, 1.0).estimate(empty)] == [0, 0]
+
+
+def test_merged_moments_are_those_of_all_values() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)) + 100
+    merged = Moments.merged([Moments.of(part) for part in (values[:0], values[:7], values[7:600], values[600:])])
+    assert merged.n == 1000
+    assert merged.mean == pytest.approx(float(values.double().mean()), rel=1e-12)
+    assert merged.std == pytest.approx(float(values.double().std()), rel=1e-9)
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
+    batch = make_batch()
+    advantages_T, _ = GAE(1.0, 0.9).estimate(batch)
+    batch = batch.with_fields(advantages=advantages_T)
+    trained = batch.mask_T.bool()
+    moments = Moments.of(advantages_T[trained])
+    white_T = Whitening(moments.mean, moments.std).applied(batch).fields["advantages"]
+    assert float(white_T[trained].mean()) == pytest.approx(0, abs=1e-6)
+    assert float(white_T[trained].std()) == pytest.approx(1, rel=1e-6)
+    assert not white_T[~trained].any()
+
+
+def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones() -> None:
+    returns = torch.tensor([0.0, 1.0, 4.0, 2.0])
+    assert explained_variance(Moments.of(returns - returns), Moments.of(returns)) == 1
+    assert explained_variance(Moments.of(returns - 3.0), Moments.of(returns)) == pytest.approx(0)
+    assert explained_variance(Moments.of(2 * returns), Moments.of(returns)) == pytest.approx(-3)
+    assert math.isfinite(explained_variance(Moments.of(returns), Moments.of(torch.ones(4))))
