@@ -132,6 +132,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             evaluation = _evaluate(setup, roles, run, step=0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         timers.take()
+        roles.moved.take()
         for step in range(state.step + 1, setup.total_steps + 1):
             step_began = time.perf_counter()
             experience = source.take(step)
@@ -145,7 +146,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             roles.send_weights(step, timers)
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
-            metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began)
+            metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began) | roles.moved.take()
             state = replace(
                 state,
                 step=step,
@@ -164,7 +165,9 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                     evaluator.done()
                 state = keeper.after_step(state, metrics)
             finally:
-                metrics |= {f"seconds/{phase}": value for phase, value in timers.take().items()}
+                later = {f"seconds/{phase}": value for phase, value in timers.take().items()} | roles.moved.take()
+                # What is saved may take one more hand-over, which counts for the step.
+                metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
                 keeper.metrics.write(step, metrics)
             run.screen.step(step, metrics, seconds)
             if recipe.stats.shows_samples(step):

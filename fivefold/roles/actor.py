@@ -94,15 +94,17 @@ class Actor:
         """Load the training state that was written below `folder`, on this layout or any other."""
         self._trainer.group.call(TrainerWorker.load_state, folder)
 
-    def offload(self, what: Sequence[Offloadable]) -> None:
-        """Move state off the devices."""
-        if what:
-            self._trainer.group.call(TrainerWorker.offload, what)
+    def offload(self, what: Sequence[Offloadable]) -> int:
+        """Move state off the devices. Returns the bytes that were freed, of the rank with the most."""
+        return max(self._trainer.group.call(TrainerWorker.offload, what)) if what else 0
 
-    def onload(self, what: Sequence[Offloadable]) -> None:
-        """Bring back what `offload` moved; what is on the devices stays there."""
-        if what:
-            self._trainer.group.call(TrainerWorker.onload, what)
+    def onload(self, what: Sequence[Offloadable]) -> int:
+        """Bring back what `offload` moved; what is on the devices stays there.
+
+        Returns:
+            The bytes that were allocated, of the rank with the most.
+        """
+        return max(self._trainer.group.call(TrainerWorker.onload, what)) if what else 0
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -24,6 +24,7 @@ from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
 from fivefold.roles.actor import Actor
+from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
@@ -43,6 +44,8 @@ class Roles:
     reference: Reference | None
     offloaded: tuple[Offloadable, ...] = ()
     """What the actor moves off its devices while the rollout that shares them is awake."""
+    moved: MovedBytes = field(default_factory=MovedBytes)
+    """What the actor has moved off its devices and back since its metrics were taken."""
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
@@ -53,7 +56,7 @@ class Roles:
         if self.rollout.shares_devices:
             with timers.phase("hand-over"):
                 self.rollout.sleep()
-                self.actor.onload(self.offloaded)
+                self.moved.restored += self.actor.onload(self.offloaded)
         yield
 
     @contextmanager
@@ -80,15 +83,15 @@ class Roles:
         shares = self.rollout.shares_devices
         if shares:
             with timers.phase("hand-over"):
-                self.actor.offload([kind for kind in self.offloaded if kind != "params"])
+                self.moved.freed += self.actor.offload([kind for kind in self.offloaded if kind != "params"])
                 self.actor.release()
                 self.rollout.wake_weights()
-                self.actor.onload([kind for kind in self.offloaded if kind == "params"])
+                self.moved.restored += self.actor.onload([kind for kind in self.offloaded if kind == "params"])
         with timers.phase("weight sync"):
             self.rollout.take_weights(self.actor.offer_weights(version))
         if shares:
             with timers.phase("hand-over"):
-                self.actor.offload([kind for kind in self.offloaded if kind == "params"])
+                self.moved.freed += self.actor.offload([kind for kind in self.offloaded if kind == "params"])
                 self.actor.release()
                 self.rollout.wake()
 

@@ -66,6 +66,8 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
     elsewhere = {
         "nll",  # fivefold sft
         "seconds/hand-over",  # a rollout on the actor's devices
+        "offload/freed_gb",  # the same
+        "offload/restored_gb",
         "seconds/checkpoint write",  # of a checkpoint before the last one
         "peak_memory_gb/max",  # GPUs
     }

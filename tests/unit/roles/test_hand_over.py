@@ -75,13 +75,17 @@ class SharedActor(Actor):
 
         return WeightOffer(version, buckets(), close=lambda: self._device.set("buckets", 0))
 
-    def offload(self, what: Sequence[Offloadable]) -> None:
+    def offload(self, what: Sequence[Offloadable]) -> int:
+        before = sum(self._device.used.values())
         for kind in what:
             self._device.set(kind, 0)
+        return before - sum(self._device.used.values())
 
-    def onload(self, what: Sequence[Offloadable]) -> None:
+    def onload(self, what: Sequence[Offloadable]) -> int:
+        before = sum(self._device.used.values())
         for kind in what:
             self._device.set(kind, SIZES[kind])
+        return sum(self._device.used.values()) - before
 
     def release(self) -> None:
         self._device.set("activations in torch's cache", 0)
@@ -105,6 +109,19 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
         assert rollout.used_while_sent == PARAMS + PARAMS + BUCKETS + kept - ("params" not in offloaded) * PARAMS
     assert device.peak == memory
     assert set(timers.take()) == {"hand-over", "weight sync"}
+
+
+def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
+    device, timers = Device(), PhaseTimers()
+    roles = Roles(SharedActor(device), SharedRollout(device, 0), None, ("grads", "optimizer"))
+    roles.send_weights(0, timers)
+    roles.moved.take()
+    assert roles.moved.take() == {}
+    with roles.training(timers):
+        pass
+    roles.send_weights(1, timers)
+    moved = (GRADS + OPTIMIZER) / 1e9
+    assert roles.moved.take() == {"offload/freed_gb": moved, "offload/restored_gb": moved}
 
 
 def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() -> None:
