@@ -46,7 +46,7 @@ class Decoder(GPTModel):
 
 
 class ValueLayer(torch.nn.Module):
-    """The parameters of a value head, which every tensor-parallel rank has whole; their values come with the weights."""
+    """The parameters of a value head, which every tensor-parallel rank has whole; the bridge fills them."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()

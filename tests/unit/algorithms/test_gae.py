@@ -1,4 +1,4 @@
-"""Advantages and returns of GAE are those of a plain loop, and their statistics do not depend on how a step is split."""
+"""Advantages and returns of GAE are those of a plain loop; their statistics do not depend on the split of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def make_batch() -> Batch:
     mask_T = torch.tensor([float(bit) for mask in masks for bit in mask])
     # What a field has on tokens that are not trained must not matter.
     values_T[mask_T == 0] = torch.nan
-    return Batch(LENGTHS, torch.zeros(sum(LENGTHS), dtype=torch.int64), mask_T, {"values": values_T, "rewards": rewards_T}).with_fields(kl=kl_T)  # fmt: skip
+    tokens_T = torch.zeros(sum(LENGTHS), dtype=torch.int64)
+    return Batch(LENGTHS, tokens_T, mask_T, {"values": values_T, "rewards": rewards_T, "kl": kl_T})
 
 
 def plain(batch: Batch, gamma: float, lam: float, token_rewards: list[float]) -> tuple[list[float], list[float]]:
