@@ -370,6 +370,12 @@ class ActorConfig(EngineConfig):
     `file.py:function`."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
+    discount: Fraction = 1.0
+    """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
+    gae_lambda: Fraction = 1.0
+    """`advantage: gae` weights estimates over longer spans by this factor a token: 1 is Monte Carlo, 0 is one step."""
+    whiten_advantages: bool = True
+    """`advantage: gae` brings the advantages of a step's trained tokens to mean 0 and standard deviation 1."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     ppo_epochs: Passes = 1
     """Number of times that each sample is trained on in a step."""
@@ -447,6 +453,30 @@ class ReferenceConfig(Section):
     """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
     device_mapping: DeviceList | None = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
+
+
+class CriticConfig(EngineConfig):
+    """The model that learns what states are worth, for `actor.advantage: gae` (docs/critic.md).
+
+    It has the layers of `critic.path`, and a value head in place of the output layer, which begins at 0 if the folder
+    has none.
+    """
+
+    colocate: bool = True
+    """Share the actor's devices, in turn; false: have devices of its own."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
+    warmup_steps: NonNegative = 0
+    """Training steps at the beginning in which only the critic is trained, and the actor stays as it is."""
+    ppo_epochs: Passes = 1
+    """Number of times that each sample is trained on in a step."""
+    ppo_n_minibatches: Positive = 1
+    """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
+    eps_clip: Annotated[float, Field(gt=0)] | None = 0.5
+    """Farthest that the updates of a step may move a value; null: as far as they do."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """How the errors of tokens become one number, as in `actor.loss_aggregation`."""
 
 
 class GenerationConfig(Section):
@@ -714,6 +744,7 @@ class TrainRecipe(RunConfig):
     """Older form of the backends of rollout, actor and reference in one string: `transformers:d1+megatron:d2`."""
     actor: ActorConfig
     ref: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
@@ -769,6 +800,32 @@ class TrainRecipe(RunConfig):
             raise ValueError(
                 f"ref.device_mapping={self.ref.device_mapping} has no effect without ref.backend, for the reference "
                 "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> TrainRecipe:
+        is_gae, critic = self.actor.advantage == "gae", self.critic
+        if is_gae and critic is None:
+            raise ValueError(
+                "actor.advantage=gae needs a critic: name its model, for example critic.path=${actor.path}, or choose "
+                "an advantage without one, such as grpo"
+            )
+        if critic is None:
+            return self
+        if not is_gae:
+            raise ValueError(
+                f"the critic section has no effect with actor.advantage={self.actor.advantage}: set algorithm=ppo or "
+                "actor.advantage=gae, or drop critic"
+            )
+        if self.train_dataset.batch_size % critic.ppo_n_minibatches:
+            raise ValueError(
+                f"train_dataset.batch_size={self.train_dataset.batch_size} must be a multiple of "
+                f"critic.ppo_n_minibatches={critic.ppo_n_minibatches}, so that groups stay whole"
+            )
+        if critic.device_mapping is not None and not critic.colocate:
+            raise ValueError(
+                "critic.colocate=false and critic.device_mapping both say which devices the critic has: keep one"
             )
         return self
 
