@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 # PyTorch's CUDA builds for Linux depend on Triton; its CPU builds do not.
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-if _HAS_TRITON:
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
     from fivefold.engine import triton_experts, triton_heads, triton_logits
 
 
 def _on_triton(x: torch.Tensor) -> bool:
-    return _HAS_TRITON and x.is_cuda
+    return HAS_TRITON and x.is_cuda
 
 
 def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
@@ -34,14 +34,6 @@ def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
     if _on_triton(rows_ND):
         return triton_experts.sum_rows(rows_ND, index_TK)
     return rows_ND[index_TK].float().sum(1).to(rows_ND.dtype)
-
-
-def accumulate(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """Add `addend`, in any floating dtype, to the contiguous float32 tensor `total` of the same shape, in place."""
-    if _on_triton(total):
-        triton_experts.accumulate(total, addend)
-    else:
-        total.add_(addend)
 
 
 def split_heads(

@@ -1,4 +1,4 @@
-"""Megatron DDP's float32 gradient buffers: adding to them without a detour over `parameter.grad`."""
+"""Megatron DDP's gradient buffers: adding to them without a detour over `parameter.grad`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return DDP's float32 gradient buffer of this parameter; None if there is no DDP."""
+    """Return DDP's gradient buffer of this parameter, in the dtype of the sums; None if there is no DDP."""
     buffer: torch.Tensor | None = vars(weight).get("main_grad")
     return buffer
 
@@ -24,8 +24,8 @@ def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to the float32 matrix `total` in place, accumulated in float32 whatever the dtype of a and b."""
-    if a.is_cuda and a.dtype != torch.float32:
+    """Add a @ b to the matrix `total` in place, summed in float32 and rounded once, to the dtype of `total`."""
+    if a.is_cuda and total.dtype == torch.float32 and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -1,4 +1,4 @@
-"""Triton kernels around the grouped matrix products of the experts: one pass over memory each, no atomics.
+"""Triton kernels beside the grouped matrix products of the experts: one pass over memory each, no atomics.
 
 Row indices are widened to 64 bits, because rows times width may exceed 2^31. Rows are read in column blocks of 16 bytes
 per thread, which is what one load instruction moves.
@@ -40,29 +40,6 @@ def _sum_rows_kernel(
         row = tl.load(index + token * TERMS + term).to(tl.int64)
         total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(sums + token * width + column, total.to(sums.dtype.element_ty), mask=inside)
-
-
-def accumulate(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """Add `addend`, in any floating dtype, to the contiguous float32 tensor `total` of the same shape, in place.
-
-    Raises:
-        ValueError: the shapes differ, or `total` is not contiguous.
-    """
-    if total.shape != addend.shape or not total.is_contiguous():
-        raise ValueError(
-            f"accumulate adds to a contiguous tensor of the addend's shape {tuple(addend.shape)}, "
-            f"got shape {tuple(total.shape)} with strides {total.stride()}"
-        )
-    size, block = total.numel(), 2 * _BLOCK
-    _accumulate_kernel[(triton.cdiv(size, block),)](total, addend.contiguous(), size, BLOCK=block)
-
-
-@triton.jit
-def _accumulate_kernel(total: tl.tensor, addend: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < size
-    value = tl.load(addend + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + offset, tl.load(total + offset, mask=inside, other=0.0) + value, mask=inside)
 
 
 def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:

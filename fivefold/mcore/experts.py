@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fivefold.engine.kernels import accumulate, swiglu
+from fivefold.engine.grouped_mm import add_grouped_product, grouped_mm
+from fivefold.engine.kernels import swiglu
 from fivefold.engine.main_grad import main_grad, mark_accumulated
-
-_ALIGNMENT = 16
-"""Bytes. On every device, PyTorch's grouped matmul requires rows that start at multiples of it."""
 
 
 class GroupedExperts(MegatronModule):
@@ -61,42 +58,21 @@ class GroupedExperts(MegatronModule):
 class GroupedLinear(torch.autograd.Function):
     """Rows ends[e-1] .. ends[e] of x [N, I] times the transpose of weight[e], weight [E, O, I]. Returns [N, O].
 
-    The weight's gradient goes straight into its float32 `main_grad` where Megatron's DDP keeps one.
+    The weight's gradient is added to its `main_grad` within the product where Megatron's DDP keeps one.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
-        return _grouped_mm(x, weight.transpose(1, 2), ends)
+        return grouped_mm(x, weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = _grouped_mm(grad, weight, ends)
-        grad_weight = _grouped_mm(grad.t(), x, ends)
+        grad_x = grouped_mm(grad, weight, ends)
         buffer = main_grad(weight)
         if buffer is None:
-            return grad_x, grad_weight, None
-        accumulate(buffer, grad_weight)
+            return grad_x, grouped_mm(grad.t(), x, ends), None
+        add_grouped_product(buffer, grad, x, ends)
         return grad_x, mark_accumulated(weight), None
-
-
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Grouped product over rows of `a` (b [E, K, M]), or over columns of `a` and rows of `b` (both matrices).
-
-    Dtypes and widths that PyTorch's kernels refuse are multiplied group by group, which waits for the device.
-    """
-    is_taken = a.dtype == torch.bfloat16 or not a.is_cuda
-    if is_taken and _is_aligned(a) and _is_aligned(b) and b.shape[-1] * b.element_size() % _ALIGNMENT == 0:
-        return F.grouped_mm(a, b, offs=ends)
-    stops = ends.tolist()
-    starts = [0, *stops[:-1]]
-    if b.dim() == 3:
-        return torch.cat([a[start:stop] @ b[e] for e, (start, stop) in enumerate(zip(starts, stops, strict=True))])
-    return torch.stack([a[:, start:stop] @ b[start:stop] for start, stop in zip(starts, stops, strict=True)])
-
-
-def _is_aligned(matrices: torch.Tensor) -> bool:
-    """Whether all rows (columns, where those are contiguous) start at multiples of 16 bytes."""
-    return max(matrices.stride()[-2:]) * matrices.element_size() % _ALIGNMENT == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fivefold.mcore.experts import GroupedLinear
-from tests.unit.mcore.grouped import check_grouped_linear
+from tests.unit.mcore.grouped import check_grouped_linear, check_main_grad
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -17,9 +17,23 @@ def test_every_group_is_multiplied_by_its_own_weight(sizes: tuple[int, ...], n_i
     check_grouped_linear(sizes, n_in, n_out, torch.bfloat16, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(13, 0, 5), (0, 0, 0), (64, 200, 1), (700, 1, 129)], ids=str)
+@pytest.mark.parametrize(("n_in", "n_out"), [(64, 128), (256, 200), (60, 136), (65, 10), (2048, 1536)])
+def test_gradients_of_many_micro_batches_are_summed_in_float32(
+    sizes: tuple[int, ...], n_in: int, n_out: int, dtype: torch.dtype
+) -> None:
+    check_main_grad(sizes, n_in, n_out, dtype, "cuda")
+
+
+def test_gradients_that_are_kept_in_bfloat16_are_rounded_once_a_micro_batch() -> None:
+    check_main_grad((64, 0, 100), 64, 136, torch.bfloat16, "cuda", total_dtype=torch.bfloat16)
+
+
 def test_odd_numbers_of_rows_need_no_wait_for_the_device() -> None:
     x = torch.randn(13, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(3, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(3, 128, 64, device="cuda")
     ends = torch.tensor([5, 5, 13], device="cuda", dtype=torch.int32)
     GroupedLinear.apply(x, weight, ends).sum().backward()
     torch.cuda.set_sync_debug_mode("error")

@@ -75,22 +75,6 @@ def test_sum_rows_equals_the_plain_function(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0,), (1,), (2048,), (3, 5, 1001)])
-def test_accumulate_adds_in_float32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    total, addend = random(*shape, seed=5), random(*shape, seed=6, dtype=dtype)
-    expected = total + addend.float()
-    triton_experts.accumulate(total, addend)
-    assert torch.equal(total, expected)
-
-
-def test_accumulate_refuses_strides_and_other_shapes() -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        triton_experts.accumulate(random(4, 6, seed=5).t(), random(6, 4, seed=6))
-    with pytest.raises(ValueError, match="shape"):
-        triton_experts.accumulate(random(4, 6, seed=5), random(6, 4, seed=6))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(
     ("n_tokens", "n_groups", "n_queries", "head_dim"),
@@ -177,6 +161,3 @@ def test_kernels_address_more_than_two_to_the_31_values() -> None:
 def test_tensors_on_a_gpu_go_to_the_triton_kernels() -> None:
     gate_up, probs = random(5, 16, seed=17, dtype=torch.bfloat16), random(5, seed=18).sigmoid()
     assert torch.equal(kernels.swiglu(gate_up, probs), triton_experts.swiglu(gate_up, probs))
-    total = torch.zeros(5, 16, device=DEVICE)
-    kernels.accumulate(total, gate_up)
-    assert torch.equal(total, gate_up.float())

@@ -32,13 +32,6 @@ def test_sum_rows_accumulates_in_float32() -> None:
     assert kernels.sum_rows(rows, index).tolist() == [[258.0], [1.0]]
 
 
-def test_accumulate_rounds_to_float32_only() -> None:
-    total = torch.full((3, 5), 1000.0)
-    addend = random(3, 5, seed=2, dtype=torch.bfloat16)
-    kernels.accumulate(total, addend)
-    torch.testing.assert_close(total, (1000.0 + addend.double()).float(), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(("n_groups", "n_queries", "head_dim"), [(1, 1, 2), (2, 3, 8), (3, 1, 6)])
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_split_heads_rotates_each_pair_by_its_angle(
