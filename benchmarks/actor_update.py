@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8
     torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend "megatron:(attn:d1t2c2|ffn:e4)"
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --model Qwen3-8B --layers 12 --backend megatron:t2
+    torchrun --nproc-per-node 2 benchmarks/actor_update.py --recipe recipe.yaml      the actor of a recipe, as it is
 
 Each run prints one line of JSON: tokens/s, model TFLOP/s per GPU (recomputation not counted), peak memory, and the
 losses, which must agree across layouts. With --profile, it also prints the kernels that take the most time.
@@ -19,14 +20,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from random_model import write_config
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig, TrainRecipe
 from fivefold.engine.sharing import Share
 from fivefold.families.flops import training_flops
-from fivefold.families.read import SHAPES
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
+from fivefold.roles.launch import engine_config
 from fivefold.types import Batch
 
 
@@ -36,8 +39,7 @@ def main() -> None:
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     with tempfile.TemporaryDirectory() as folder:
-        config = json.loads((SHAPES / f"{args.model}.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": args.layers}))
+        write_config(Path(folder), args.model, num_hidden_layers=args.layers)
         engine = build(args, folder)
     batch = make_batch(args, engine.shape.vocab)
     share = engine.planner.plan(batch.lengths).share(batch, engine.groups.dp.rank())
@@ -68,19 +70,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--recipe", help="recipe of which to take the actor, in place of all options of the engine")
     return parser.parse_args()
 
 
 def build(args: argparse.Namespace, folder: str) -> MegatronEngine:
-    config = EngineConfig(
+    if args.recipe:
+        actor = load_recipe(args.recipe, [], TrainRecipe).actor
+        config, optimizer = engine_config(actor, actor.path), actor.optimizer
+    else:
+        config, optimizer = described(args, folder), OptimizerConfig(lr=1e-5)
+    return MegatronEngine(config, parse_backend(config.backend), seed=1, optimizer=optimizer, total_steps=args.steps)
+
+
+def described(args: argparse.Namespace, folder: str) -> EngineConfig:
+    return EngineConfig(
         path=folder,
         backend=args.backend,
         init_from_scratch=True,
         mb_spec=MicroBatchConfig(max_tokens_per_mb=args.micro_tokens),
         megatron=MegatronConfig(logprob_chunk_size=args.chunk, recompute=args.recompute),
     )
-    layout = parse_backend(args.backend)
-    return MegatronEngine(config, layout, seed=1, optimizer=OptimizerConfig(lr=1e-5), total_steps=args.steps)
 
 
 def make_batch(args: argparse.Namespace, vocab: int) -> Batch:

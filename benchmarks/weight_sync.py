@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_model import write_config
 from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema import GenerationConfig
-from fivefold.families.read import SHAPES
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.hf_model import build_model
 from fivefold.rollout.hf_weights import file_tensors
@@ -54,7 +54,7 @@ def main() -> None:
     if args.transport == "nccl":
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the server; this process has all devices since init
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), args.model, args.layers, args.vocabulary)
+        write_config(Path(folder), args.model, num_hidden_layers=args.layers, vocab_size=args.vocabulary)
         engine = start(args, folder)
         try:
             measure(args, engine, folder)
@@ -178,12 +178,6 @@ def start(args: argparse.Namespace, folder: str) -> ServerEngine:
 def route(args: argparse.Namespace) -> Route:
     exporters = frozenset({0} if args.transport == "ipc" else ())
     return Route(args.transport, "bfloat16", args.verify, exporters, n_receivers=args.transport == "nccl")
-
-
-def write_model(folder: Path, model: str, layers: int, vocabulary: int) -> None:
-    config = json.loads((SHAPES / f"{model}.json").read_text())
-    config |= {"num_hidden_layers": layers, "vocab_size": vocabulary, "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def meta_model(folder: str) -> Any:

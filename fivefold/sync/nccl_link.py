@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from fivefold.sync.nccl_communicator import ID_BYTES, NcclCommunicator, new_unique_id
 from fivefold.sync.stand_in import pickled
 
 Meeting = Literal["unique_id", "vllm_store", "torch_group"]
 
 GROUP = "fivefold_weights"
 """Name of the group of torch.distributed."""
-_ID_BYTES = 128
-"""Bytes of NCCL's id of a group."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Invitation:
 class ncclUniqueId(ctypes.Structure):
     """NCCL's id of a group, as vLLM reads it."""
 
-    _fields_: ClassVar = [("internal", ctypes.c_byte * _ID_BYTES)]
+    _fields_: ClassVar = [("internal", ctypes.c_byte * ID_BYTES)]
 
 
 ncclUniqueId.__module__ = "vllm.distributed.device_communicators.pynccl_wrapper"
@@ -76,9 +75,9 @@ class NcclLink:
         self._store = TCPStore(
             address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False, use_libuv=False
         )
-        unique_id = bytes(torch.cuda.nccl.unique_id()) if meeting != "torch_group" else b""
+        unique_id = new_unique_id() if meeting != "torch_group" else b""
         self._invitation = Invitation(address, self._store.port, unique_id, world_size)
-        self._communicator: Any = None
+        self._communicator: NcclCommunicator | None = None
         self._group: Any = None
         if meeting == "vllm_store":
             self._store.set("broadcast_from/0/0", pickled_id(unique_id))  # type: ignore[arg-type]
@@ -92,17 +91,17 @@ class NcclLink:
         if self._meeting == "torch_group":
             self._group = _torch_group(self._store, self._world_size, self._timeout)
             return
-        self._communicator = torch.cuda.nccl.init_rank(self._world_size, self._invitation.unique_id, 0)
+        self._communicator = NcclCommunicator(self._invitation.unique_id, self._world_size, rank=0)
         # The servers' communicators begin with the sum of one number.
-        torch.cuda.nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[self._communicator])
+        self._communicator.sum(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
 
     def broadcast(self, flat: Tensor) -> None:
         """Send a flat uint8 tensor to all servers, and wait until it has gone."""
-        if self._group is not None:
-            dist.broadcast(flat, src=0, group=self._group)
+        if self._communicator is not None:
+            self._communicator.broadcast(flat, source=0)
         else:
-            torch.cuda.nccl.broadcast([flat], comms=[self._communicator])
+            dist.broadcast(flat, src=0, group=self._group)
         torch.cuda.synchronize()
 
 

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import CHECKSUMS, DeviceBucket, checksum
+from fivefold.sync.nccl_communicator import NcclCommunicator
 from fivefold.sync.nccl_link import GROUP, Invitation, NcclLink
 from fivefold.sync.sender import WeightSender
 from fivefold.sync.transport import Route
@@ -89,14 +90,14 @@ def receive(meeting: str, invitation: Invitation, announced: Any, arrived: Any) 
         )
         c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     else:
-        communicator = torch.cuda.nccl.init_rank(2, invitation.unique_id, 1)
-        torch.cuda.nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[communicator])
+        communicator = NcclCommunicator(invitation.unique_id, 2, rank=1)
+        communicator.sum(torch.zeros(1, device="cuda"))
     while (bucket := announced.get(timeout=WAIT_S)) is not None:
         flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device="cuda")
-        if group is not None:
-            dist.broadcast(flat, src=0, group=group)
+        if communicator is not None:
+            communicator.broadcast(flat, source=0)
         else:
-            torch.cuda.nccl.broadcast([flat], comms=[communicator])
+            dist.broadcast(flat, src=0, group=group)
         torch.cuda.synchronize()
         arrived.put(checksum(bucket.tensors(flat)) % CHECKSUMS)
 
