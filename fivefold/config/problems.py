@@ -79,7 +79,7 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
-    """Return the known keys that `key` most likely stands for: first in its own section, then by its name in others."""
+    """Return the known keys that `key` most likely stands for: in its own section, in those inside it, or in others."""
     section, _, name = key.rpartition(".")
     keys = list(known_keys(schema))
     siblings = {path.rpartition(".")[2]: path for path in keys if path.rpartition(".")[0] == section}
@@ -87,6 +87,7 @@ def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
         return [siblings[close[0]]]
     close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in keys}, n=1, cutoff=0.8)
     namesakes = [path for path in keys if close and path.rpartition(".")[2] == close[0]]
+    namesakes = [path for path in namesakes if section and path.startswith(f"{section}.")] or namesakes
     if namesakes:
         likeness = {path: difflib.SequenceMatcher(None, key, path).ratio() for path in namesakes}
         return namesakes if len(namesakes) <= MOST_SUGGESTIONS else [max(namesakes, key=likeness.__getitem__)]
