@@ -122,7 +122,8 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     shape = load_shape(folder)
     placement = _place_rollout(recipe, shape)
     check_weights(folder, shape)
-    check_server(replica_spec(recipe, placement, path, load_weights=True))
+    spec = replica_spec(recipe, placement, path, load_weights=True)
+    check_server(spec)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     evaluator = Evaluator.of(recipe, tokenizer, resolve_reward(recipe.reward, recipe.scheduler.timeout_s))
     if evaluator is None:
@@ -132,7 +133,7 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     # A failure leaves the folder, because its message names a log file in it.
     logs = Path(tempfile.mkdtemp(prefix="fivefold-evaluation-"))
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
-        role = rollout_role(recipe, placement, path, load_weights=True)
+        role = rollout_role(placement, spec)
         is_server = placement["rollout"].layout.is_server
         rollout = Rollout(session.launch(role)["rollout"], shares_devices=False, is_server=is_server)
         with timers.phase("evaluation"):

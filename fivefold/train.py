@@ -39,6 +39,7 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
+from fivefold.sync.transport import TITLES, Route, choose_route
 from fivefold.types import Prompt
 
 
@@ -55,6 +56,8 @@ class TrainSetup:
     sampler: EpochSampler[Prompt]
     """Reads the training prompts, step by step."""
     total_steps: int
+    route: Route
+    """How weights travel from the actor to the rollout."""
 
     def schedule(self, section: PeriodicConfig) -> Schedule:
         """Return when an action of the recipe is due; its time is measured from now on."""
@@ -68,7 +71,8 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
         ValueError: a recipe, a model or a data set that cannot work.
     """
     ground = lay_groundwork(recipe)
-    check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False))
+    route = choose_route(recipe, ground.placement)
+    check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
     reward = resolve_reward(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     check_ground_truths(reward, data.prompts)
@@ -85,6 +89,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
         sampling=sampling,
         sampler=sampler,
         total_steps=recipe.n_steps(sampler.batches_per_epoch),
+        route=route,
     )
 
 
@@ -105,7 +110,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
     with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note)) as run:
         updates = setup.total_steps * recipe.actor.ppo_epochs * recipe.actor.ppo_n_minibatches
-        roles = launch_roles(run.session, recipe, setup.ground.placement, setup.ground.path, updates)
+        ground = setup.ground
+        roles = launch_roles(run.session, recipe, ground.placement, ground.path, updates, setup.route)
         with roles.on_device(run.timers, *OFFLOADABLE):
             load_state(start, roles.actor)
         run.folder.started()
@@ -217,6 +223,7 @@ def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[s
         "model": setup.ground.describe_model(recipe),
         **{placed.role: describe(placed.layout) for placed in placement.roles},
         "devices": devices,
+        "weight sync": TITLES[setup.route.transport],
         "prompts": data.usage,
         **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
         "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{unused}",

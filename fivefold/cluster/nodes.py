@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.cluster.ray_nodes import RayNode, address_order, listing, ray_nodes, wait_for_nodes
+from fivefold.observe.gpu_memory import least_gpu_memory
 from fivefold.observe.versions import versions
 
 GRANT_S = 30.0
@@ -46,6 +47,8 @@ class Node:
     """TCP port of Ray's process on it, the raylet."""
     strategy: PlacementGroupSchedulingStrategy = field(repr=False)
     """Puts a worker on this node, inside the reservation."""
+    gpu_memory: int | None = None
+    """Bytes of the smallest of `gpus`; None: there are none, or no driver for them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Look:
     cores: int
     interface: str | None
     versions: dict[str, str]
+    gpu_memory: int | None
 
 
 def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
@@ -90,7 +94,7 @@ def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
 
 
 def _node(index: int, home: RayNode, look: Look, strategy: PlacementGroupSchedulingStrategy) -> Node:
-    return Node(index, home.host, look.gpus, look.cores, look.interface, home.port, strategy)
+    return Node(index, home.host, look.gpus, look.cores, look.interface, home.port, strategy, look.gpu_memory)
 
 
 def _look_around(
@@ -126,7 +130,8 @@ def look_here(host: str) -> Look:
     """Return what this process finds on its node, whose IP address is `host`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(host)
-    return Look(tuple(str(gpu) for gpu in ray.get_gpu_ids()), cores, interface, versions())
+    gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+    return Look(gpus, cores, interface, versions(), least_gpu_memory() if gpus else None)
 
 
 def interface_of(host: str) -> str | None:

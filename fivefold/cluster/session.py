@@ -85,6 +85,11 @@ class Session:
             raise
         return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, its_ray)
 
+    @property
+    def gpu_memory(self) -> int | None:
+        """Bytes of the smallest GPU of the run; None: its processes are on CPUs, or its GPUs have no driver."""
+        return min((node.gpu_memory for node in self.nodes if node.gpu_memory is not None), default=None)
+
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.
 

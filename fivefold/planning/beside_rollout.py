@@ -10,8 +10,8 @@ from fivefold.planning.blueprint import draw_up
 from fivefold.planning.memory import Kind
 from fivefold.planning.question_sources import Changes, question_of_recipe
 
-_SMALL_GPU = "h100-80g"
-"""A question names a GPU; beside the choice of what to offload, what a role keeps does not depend on it."""
+_ANY_GPU = "h100-80g"
+"""A question names a GPU, of which only the memory counts here."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def beside_rollout(
     actor_folder: Path | str,
     reference_folder: Path | str | None,
     *,
-    device_memory: int | None = None,
+    gpu_memory: int | None,
 ) -> BesideRollout:
     """Return how other roles wait while the rollout is awake, as `fivefold plan` counts it.
 
@@ -37,7 +37,8 @@ def beside_rollout(
         recipe: the roles, their layouts and their cluster.
         actor_folder: local model folder of the actor.
         reference_folder: local model folder of the reference model; None: that of the actor.
-        device_memory: bytes of a GPU, by which the plan decides what must be offloaded; None: those of a small one.
+        gpu_memory: bytes of the smallest GPU, by which the plan decides what must be offloaded; None: it is not known,
+            and taken to be 80 GB.
 
     Raises:
         ValueError: a folder without a model that can be planned, a layout that its model cannot take, or roles that do
@@ -49,8 +50,8 @@ def beside_rollout(
             "ref": recipe.ref.model_copy(update={"path": None if reference_folder is None else str(reference_folder)}),
         }
     )
-    question = question_of_recipe(local, _SMALL_GPU, Changes())
-    if device_memory is not None:
-        question = replace(question, gpu=replace(question.gpu, memory=device_memory))
+    question = question_of_recipe(local, _ANY_GPU, Changes())
+    if gpu_memory is not None:
+        question = replace(question, gpu=replace(question.gpu, memory=gpu_memory))
     blueprint = draw_up(question)
     return BesideRollout(blueprint.rollouts[0].beside, blueprint.offloaded)

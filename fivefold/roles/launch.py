@@ -29,7 +29,7 @@ from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideA
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.sync.transport import FOLDER, choose_route
+from fivefold.sync.transport import FOLDER, Route
 
 if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenPart
@@ -113,8 +113,19 @@ class ActorState:
         return self.roles.actor.write_snapshot()
 
 
-def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int) -> Roles:
-    """Start the processes of all roles of `recipe`; `path` is the actor's model, folder or hub name."""
+def launch_roles(
+    session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int, route: Route
+) -> Roles:
+    """Start the processes of all roles of `recipe`.
+
+    Args:
+        session: the session of the run.
+        recipe: the recipe.
+        placement: the roles on their devices.
+        path: the actor's model, folder or hub name.
+        total_steps: optimizer steps of the whole run.
+        route: how weights travel from the actor to the rollout.
+    """
     spec = actor_spec(recipe, placement, path, total_steps)
     roles = [_trainer_role("actor", placement, spec)]
     reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
@@ -122,11 +133,10 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
     if reference is not None and "ref" in placement:
         alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
         roles.append(_trainer_role("ref", placement, alone))
-    offloaded = _offloaded(recipe, placement, path)
-    server = rollout_role(recipe, placement, path, load_weights=False)
-    groups = _launch(session, server, roles, placement)
+    beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
+    replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
+    groups = _launch(session, rollout_role(placement, replica), roles, placement)
     trainer = _trainer(groups["actor"], spec)
-    route = choose_route(recipe, placement)
     actor = Actor(trainer, route)
     rollout = Rollout(
         groups["rollout"],
@@ -139,7 +149,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, pa
         actor=actor,
         rollout=rollout,
         reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
-        offloaded=offloaded,
+        offloaded=beside.offloaded,
     )
 
 
@@ -198,17 +208,33 @@ def _reference(
     return ReferenceAlone(_trainer(groups["ref"], alone), Actor(actors) if shares else None)
 
 
-def rollout_role(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> Role:
-    """Return the role of a recipe's rollout replicas over the model at `path`."""
+def rollout_role(placement: Placement, spec: ReplicaSpec) -> Role:
+    """Return the role of the rollout's replicas."""
     placed = placement["rollout"]
-    spec = replica_spec(recipe, placement, path, load_weights=load_weights)
     return Role(
         "rollout", placed.devices, RolloutWorker, (spec,), devices_per_process=placed.layout.tp * placed.layout.pp
     )
 
 
-def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_weights: bool) -> ReplicaSpec:
-    """Return the spec of the rollout's replicas."""
+def replica_spec(
+    recipe: TrainRecipe,
+    placement: Placement,
+    path: str,
+    *,
+    load_weights: bool,
+    route: Route = FOLDER,
+    reserved: int = 0,
+) -> ReplicaSpec:
+    """Return the spec of the rollout's replicas over the model at `path`.
+
+    Args:
+        recipe: the recipe.
+        placement: the roles on their devices.
+        path: the model, folder or hub name.
+        load_weights: whether the replicas load the model's weights; otherwise an actor sends them.
+        route: how the actor's weights travel.
+        reserved: bytes that other roles keep on each of the rollout's devices.
+    """
     layout, config = placement["rollout"].layout, recipe.rollout
     is_shared = bool(placement.sharers("rollout")) and not placement.is_cpu
     return ReplicaSpec(
@@ -224,11 +250,11 @@ def replica_spec(recipe: TrainRecipe, placement: Placement, path: str, *, load_w
         max_length=_longest(recipe),
         seed=recipe.seed,
         can_sleep=is_shared,
-        reserved=_beside_rollout(recipe, path).kept if is_shared and layout.is_server else 0,
+        reserved=reserved,
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
-        route=FOLDER if load_weights else choose_route(recipe, placement),
+        route=route,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
     )
 
@@ -254,19 +280,20 @@ def check_engines(placement: Placement) -> None:
             )
 
 
-def _offloaded(recipe: TrainRecipe, placement: Placement, path: str) -> tuple[Offloadable, ...]:
-    """Return what the actor moves off the devices while the rollout is awake: as the plan says, on GPUs."""
-    if "actor" not in placement.sharers("rollout"):
-        return ()
+def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_memory: int | None) -> BesideRollout:
+    """Return how the roles on the rollout's devices wait while it is awake: as the plan says, on GPUs."""
+    sharers = placement.sharers("rollout")
+    if not sharers:
+        return BesideRollout(0, ())
     if placement.is_cpu:
-        return tuple(kind for kind in OFFLOADABLE if getattr(recipe.actor.offload, kind))
-    return _beside_rollout(recipe, path).offloaded
-
-
-def _beside_rollout(recipe: TrainRecipe, path: str) -> BesideRollout:
+        asked = tuple(kind for kind in OFFLOADABLE if getattr(recipe.actor.offload, kind))
+        return BesideRollout(0, asked if "actor" in sharers else ())
     reference = recipe.ref.path
     return beside_rollout(
-        recipe, resolve_model_folder(path), None if reference is None else resolve_model_folder(reference)
+        recipe,
+        resolve_model_folder(path),
+        None if reference is None else resolve_model_folder(reference),
+        gpu_memory=gpu_memory,
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.layout.backends import BACKENDS
+from fivefold.observe.gpu_memory import least_gpu_memory
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
 from fivefold.rollout.hf_weights import audited, file_tensors
@@ -252,7 +251,10 @@ def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
     """Return `spec` with the share of the memory that other roles on the devices leave to the server."""
     if spec.memory_fraction is not None or not spec.can_sleep:
         return spec
-    left = BACKENDS[spec.backend].memory_share - spec.reserved / _device_memory()
+    memory = least_gpu_memory()
+    if memory is None:
+        raise ValueError(f"{spec.backend} shares GPUs with other roles, but this process sees no GPU")
+    left = BACKENDS[spec.backend].memory_share - spec.reserved / memory
     if left <= 0:
         raise ValueError(
             f"the roles that share a GPU with {spec.backend} keep {spec.reserved / 1e9:.1f} GB of it, which leaves "
@@ -261,7 +263,3 @@ def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
     return replace(spec, memory_fraction=round(left, 3))
 
 
-def _device_memory() -> int:
-    """Return the bytes of the first device. Another process asks, because the question leaves a CUDA context behind."""
-    question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
-    return int(subprocess.run([sys.executable, "-c", question], check=True, stdout=subprocess.PIPE).stdout)

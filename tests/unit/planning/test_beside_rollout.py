@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_an_actor_keeps_what_it_does_not_offload(folder: Path, offload: dict[str, bool], bytes_each: float) -> None:
     """bfloat16 weights and float32 gradients on every rank; float32 weights and two moments over the 8 ranks."""
-    found = beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=offload), folder, None)
+    found = beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=offload), folder, None, gpu_memory=None)
     state = bytes_each * find_shape("Qwen3-8B").n_parameters
     assert found.kept == pytest.approx(state + CUDA_CONTEXT + COMMUNICATOR, abs=1)
     assert set(found.offloaded) == {kind for kind, moves in offload.items() if moves}
@@ -63,13 +63,15 @@ def test_the_plan_offloads_what_the_rollout_needs(folder: Path, device_gb: int, 
             "gconfig": asked.gconfig.model_copy(update={"max_new_tokens": 1100}),
         }
     )
-    assert beside_rollout(asked, folder, None, device_memory=device_gb * 10**9).offloaded == offloaded
+    assert beside_rollout(asked, folder, None, gpu_memory=device_gb * 10**9).offloaded == offloaded
 
 
 def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
     megatron = {"optimizer": {"state_on": "host"}}
     kept = [
-        beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), folder, None).kept
+        beside_rollout(
+            recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), folder, None, gpu_memory=None
+        ).kept
         for m in ({}, megatron)
     ]
     assert kept[0] - kept[1] == pytest.approx(12 / 8 * find_shape("Qwen3-8B").n_parameters, abs=1)
@@ -79,12 +81,14 @@ def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
 def test_a_reference_in_the_actors_processes_adds_its_weights(folder: Path, reference: str | None) -> None:
     model = reference or "Qwen3-8B"
     with_reference, without = (
-        beside_rollout(recipe("vllm:d4t2|megatron:d8", kl_ctl, offload=KEEP_ALL), folder, reference).kept
+        beside_rollout(
+            recipe("vllm:d4t2|megatron:d8", kl_ctl, offload=KEEP_ALL), folder, reference, gpu_memory=None
+        ).kept
         for kl_ctl in (0.1, 0.0)
     )
     assert with_reference - without == 2 * find_shape(model).n_parameters
 
 
 def test_roles_on_other_devices_keep_nothing(folder: Path) -> None:
-    found = beside_rollout(recipe("vllm:d2t2+megatron:d4"), folder, None)
+    found = beside_rollout(recipe("vllm:d2t2+megatron:d4"), folder, None, gpu_memory=None)
     assert (found.kept, found.offloaded) == (0, ())

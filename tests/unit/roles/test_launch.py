@@ -1,0 +1,76 @@
+"""What the roles of a run are started with, in a session without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.cluster.role import Role
+from fivefold.config.schema import TrainRecipe
+from fivefold.families.read import SHAPES
+from fivefold.layout.placement import place_allocation
+from fivefold.layout.recipe import recipe_allocation
+from fivefold.planning.beside_rollout import beside_rollout
+from fivefold.roles.launch import Roles, launch_roles
+from fivefold.sync.transport import choose_route
+
+
+class Group:
+    """The processes of a role, which are only named."""
+
+    def call(self, *_: Any) -> list[None]:
+        return [None]
+
+
+class Session:
+    """Keeps the roles that it is asked to start."""
+
+    def __init__(self, gpu_memory: int | None) -> None:
+        self.gpu_memory = gpu_memory
+        self.roles: dict[str, Role] = {}
+
+    def launch(self, *roles: Role) -> dict[str, Group]:
+        self.roles |= {role.name: role for role in roles}
+        return {role.name: Group() for role in roles}
+
+
+def launched(folder: Path, session: Session, **values: Any) -> tuple[Roles, TrainRecipe]:
+    """Return the roles of a run whose rollout and actor take turns on eight GPUs."""
+    (folder / "config.json").write_text((SHAPES / "Qwen3-8B.json").read_text())
+    recipe = TrainRecipe.model_validate(
+        {
+            "experiment_name": "launch",
+            "cluster": {"n_nodes": 1, "n_gpus_per_node": 8},
+            "allocation_mode": "vllm:d8|megatron:d8",
+            "actor": {"path": str(folder)},
+            "train_dataset": {"path": "data.jsonl", "batch_size": 256, "max_length": 128},
+            "gconfig": {"max_new_tokens": 1100},
+            **values,
+        }
+    )
+    placement = place_allocation(recipe_allocation(recipe), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
+    route = choose_route(recipe, placement)
+    return launch_roles(session, recipe, placement, str(folder), 1, route), recipe  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gpu_memory", [140 * 10**9, 97 * 10**9, 85 * 10**9])
+def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_memory: int, tmp_path: Path) -> None:
+    session = Session(gpu_memory)
+    roles, recipe = launched(tmp_path, session)
+    expected = beside_rollout(recipe, tmp_path, None, gpu_memory=gpu_memory)
+    assert roles.offloaded == expected.offloaded
+    assert session.roles["rollout"].args[0].reserved == expected.kept
+
+
+def test_on_cpus_the_actor_offloads_what_the_recipe_says(tmp_path: Path) -> None:
+    on_cpus = {
+        "cluster": {"n_nodes": 1, "n_gpus_per_node": 0},
+        "allocation_mode": "transformers:d8|megatron:d8",
+        "actor": {"path": str(tmp_path), "offload": {"grads": True}},
+    }
+    session = Session(None)
+    roles, _ = launched(tmp_path, session, **on_cpus)
+    assert roles.offloaded == ("grads",)
+    assert session.roles["rollout"].args[0].reserved == 0
