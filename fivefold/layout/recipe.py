@@ -1,17 +1,18 @@
 """Reads the layouts of a recipe's roles into one form, an `Allocation`.
 
-A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `ref.backend`, `rollout.colocate`) or in one
-string (`allocation_mode`), and may put each role on a list of devices (`device_mapping`). The reference model lives in
-the actor's processes unless it has a backend; only then is it a role.
+A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `ref.backend`, `critic.backend`,
+`rollout.colocate`, `critic.colocate`) or in one string (`allocation_mode`), and may put each role on a list of devices
+(`device_mapping`). The reference model lives in the actor's processes unless it has a backend; only then is it a role.
+A critic always has processes of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import ClusterConfig, Recipe, Section, SFTRecipe, TrainRecipe
+from fivefold.config.schema import ClusterConfig, EngineConfig, Recipe, Section, SFTRecipe, TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names, example_layout
 from fivefold.layout.devices import parse_devices
@@ -20,7 +21,7 @@ from fivefold.layout.parser import parse, parse_role
 
 Groups = tuple[tuple[RoleAllocation, ...], ...]
 
-ROLES = ("actor", "rollout", "ref")
+ROLES = ("actor", "rollout", "ref", "critic")
 """The roles that a recipe can lay out."""
 
 
@@ -82,7 +83,9 @@ def _placed_roles(recipe: Recipe) -> list[str]:
     """Return the roles that have processes of their own."""
     if isinstance(recipe, SFTRecipe):
         return ["actor"]
-    return ["rollout", "actor", *(["ref"] if recipe.ref.backend is not None and recipe.actor.kl_ctl > 0 else [])]
+    has_reference = recipe.ref.backend is not None and recipe.actor.kl_ctl > 0
+    optional = {"ref": has_reference, "critic": recipe.critic is not None}
+    return ["rollout", "actor", *(name for name, is_placed in optional.items() if is_placed)]
 
 
 def _from_lists(recipe: Recipe, lists: Mapping[str, tuple[int, ...]]) -> Groups:
@@ -109,38 +112,43 @@ def _wrong_kind(role: RoleAllocation) -> str | None:
 
 
 def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
-    """Return the actor with its virtual stages, which its layout, `actor.megatron` or both (then equal) may give."""
-    key, virtual = "actor.megatron.virtual_pipeline_parallel_size", recipe.actor.megatron.virtual_pipeline_parallel_size
-    if role.role != "actor" or virtual == 1:
+    """Return a role with its virtual stages, which its layout, its section `megatron` or both (then equal) may give."""
+    sections: dict[str, EngineConfig | None] = {"actor": recipe.actor}
+    if isinstance(recipe, TrainRecipe):
+        sections["critic"] = recipe.critic
+    section = sections.get(role.role)
+    if section is None or (virtual := section.megatron.virtual_pipeline_parallel_size) == 1:
         return role
+    key = f"{role.role}.megatron.virtual_pipeline_parallel_size={virtual}"
     if role.vpp not in (1, virtual):
-        raise RecipeError(
-            recipe.experiment_name, [f"{key}={virtual} contradicts v{role.vpp} in the actor's layout {role}; keep one"]
-        )
+        problem = f"{key} contradicts v{role.vpp} in the {role.role}'s layout {role}; keep one"
+        raise RecipeError(recipe.experiment_name, [problem])
     try:
         return replace(role, vpp=virtual)
     except RuleError as error:
-        raise RecipeError(
-            recipe.experiment_name, [f"{key}={virtual} with the actor's layout {role}: {error}"]
-        ) from error
+        problem = f"{key} with the {role.role}'s layout {role}: {error}"
+        raise RecipeError(recipe.experiment_name, [problem]) from error
 
 
 def _from_backends(recipe: Recipe) -> Groups:
     roles = _written_roles(recipe)
     if isinstance(recipe, SFTRecipe):
         return ((roles["actor"],),)
-    trainers = [roles[name] for name in _placed_roles(recipe) if name != "rollout"]
+    apart = ["critic"] if recipe.critic is not None and not recipe.critic.colocate else []
+    trainers = tuple(roles[name] for name in _placed_roles(recipe) if name not in ("rollout", *apart))
     is_shared = recipe.rollout.colocate
     if is_shared is None:
-        is_shared = _needs_sharing(roles["actor"], roles["rollout"], recipe.cluster)
-    return ((roles["rollout"], *trainers),) if is_shared else ((roles["rollout"],), tuple(trainers))
+        is_shared = _needs_sharing([roles[name] for name in ("actor", "rollout", *apart)], recipe.cluster)
+    groups: Groups = ((roles["rollout"], *trainers),) if is_shared else ((roles["rollout"],), trainers)
+    return (*groups, *((roles[name],) for name in apart))
 
 
 def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
     """Parse the backend key of each role, the schema's defaults included; `allocation_mode` is not read here."""
     texts: dict[str, str | None] = {"actor": recipe.actor.backend}
     if isinstance(recipe, TrainRecipe):
-        texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend}
+        critic = None if recipe.critic is None else recipe.critic.backend
+        texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend, "critic": critic}
     roles, problems = {}, []
     for name, text in texts.items():
         if text is None:
@@ -153,12 +161,13 @@ def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
     return roles
 
 
-def _needs_sharing(actor: RoleAllocation, rollout: RoleAllocation, cluster: ClusterConfig) -> bool:
-    """Whether the cluster has too few GPUs for both roles side by side. There are always enough CPU processes."""
+def _needs_sharing(roles: Sequence[RoleAllocation], cluster: ClusterConfig) -> bool:
+    """Whether the cluster has too few GPUs for the roles side by side. There are always enough CPU processes."""
+    actor, rollout, *_ = roles
     if actor.dp is None and rollout.dp is None:
         return True
     available = cluster.n_nodes * cluster.n_gpus_per_node
-    least = [role.replica_size if role.n_devices is None else role.n_devices for role in (actor, rollout)]
+    least = [role.replica_size if role.n_devices is None else role.n_devices for role in roles]
     return available > 0 and sum(least) > available
 
 
@@ -172,6 +181,7 @@ def _from_allocation_mode(recipe: TrainRecipe, text: str) -> Groups:
     _require(recipe, _wrong_roles(recipe, roles))
     is_shared = any({"actor", "rollout"} <= {role.role for role in group} for group in groups)
     _require(recipe, _contradictions(recipe, roles, is_shared=is_shared))
+    _require(recipe, _critic_contradictions(recipe, groups))
     return groups
 
 
@@ -179,17 +189,21 @@ def _wrong_roles(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation]) -> It
     for name in roles:
         if name not in ROLES:
             yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(ROLES)}"
-    for name in ("actor", "rollout"):
+    for name in ("actor", "rollout", *(["critic"] if recipe.critic is not None else [])):
         if name not in roles:
             example = example_layout(trains=name != "rollout")
             yield f"allocation_mode lays out no {name}; add one, such as `{example}`"
     if "ref" in roles and recipe.actor.kl_ctl == 0:
         yield "allocation_mode gives devices to ref, but actor.kl_ctl is 0, so no reference model is loaded; drop it"
+    if "critic" in roles and recipe.critic is None:
+        yield "allocation_mode gives devices to critic, but the recipe has no critic: set critic.path, or drop it"
 
 
 def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *, is_shared: bool) -> Iterable[str]:
     """Yield a line for each key of the recipe that says something else than `allocation_mode`."""
     sections: dict[str, Section] = {"actor": recipe.actor, "rollout": recipe.rollout, "ref": recipe.ref}
+    if recipe.critic is not None:
+        sections["critic"] = recipe.critic
     for name, role in _written_roles(recipe).items():
         if "backend" in sections[name].model_fields_set and role != roles.get(name):
             said = f"`{roles[name]}`" if name in roles else f"no {name}"
@@ -197,3 +211,13 @@ def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *,
     if recipe.rollout.colocate not in (None, is_shared):
         colocate, sign = str(recipe.rollout.colocate).lower(), "|" if is_shared else "+"
         yield f"rollout.colocate={colocate} contradicts the `{sign}` in allocation_mode; keep one of the two keys"
+
+
+def _critic_contradictions(recipe: TrainRecipe, groups: Groups) -> Iterable[str]:
+    """Yield a line if `critic.colocate` says something else than `allocation_mode`."""
+    if recipe.critic is None or "colocate" not in recipe.critic.model_fields_set:
+        return
+    is_shared = any({"actor", "critic"} <= {role.role for role in group} for group in groups)
+    if recipe.critic.colocate != is_shared:
+        colocate, sign = str(recipe.critic.colocate).lower(), "|" if is_shared else "+"
+        yield f"critic.colocate={colocate} contradicts the `{sign}` in allocation_mode; keep one of the two keys"

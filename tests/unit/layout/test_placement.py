@@ -28,7 +28,12 @@ def recipe(
             "cluster": {"n_nodes": nodes, "n_gpus_per_node": gpus},
             "train_dataset": {"path": "d"},
             **changes,
-            "actor": {"path": "m", "kl_ctl": kl_ctl, **({} if actor is None else {"backend": actor})},
+            "actor": {
+                "path": "m",
+                "kl_ctl": kl_ctl,
+                "advantage": "gae" if "critic" in changes else "grpo",
+                **({} if actor is None else {"backend": actor}),
+            },
             "rollout": {"colocate": colocate, **({} if rollout is None else {"backend": rollout})},
         }
     )
@@ -153,6 +158,25 @@ def test_the_reference_model_is_in_the_actor_unless_it_has_a_backend() -> None:
         place(recipe("megatron:d4", "vllm:d4", kl_ctl=0.1, ref={"backend": "megatron:d2"}))
 
 
+def test_a_critic_shares_the_actors_devices_or_has_its_own() -> None:
+    critic = {"path": "m", "backend": "megatron:d2t2"}
+    shared = place(recipe("megatron:d4", "vllm:d4", critic=critic))
+    assert indices(shared, "critic") == indices(shared, "actor") == [4, 5, 6, 7]
+    apart = place(recipe("megatron:d2", "vllm:d2", critic={**critic, "colocate": False}))
+    assert indices(apart, "critic") == [4, 5, 6, 7]
+    assert apart.sharers("critic") == ()
+    few = place(recipe("megatron:d4", "vllm:d4", critic={**critic, "colocate": False}))
+    assert indices(few, "actor") == indices(few, "rollout")
+    mode = "vllm[rollout]:d2+megatron[actor]:d2+megatron[critic]:d2t2"
+    assert place(recipe(allocation_mode=mode, critic={"path": "m"})).roles == apart.roles
+    virtual = {**critic, "backend": "megatron:d2p2", "megatron": {"virtual_pipeline_parallel_size": 2}}
+    assert place(recipe("megatron:d4", "vllm:d4", critic=virtual))["critic"].layout.vpp == 2
+    lists = {"device_mapping": "4-7"}
+    listed = recipe("megatron:d8", "vllm:d8", critic={**critic, **lists})
+    with pytest.raises(RecipeError, match="no list for actor, rollout"):
+        place(listed)
+
+
 def test_fine_tuning_has_no_role_but_the_actor() -> None:
     values = {
         "experiment_name": "s",
@@ -186,7 +210,15 @@ def test_allocation_mode_says_the_same_as_the_keys_of_roles() -> None:
         ({"colocate": True, "allocation_mode": "vllm:d2+megatron:d2"}, r"colocate=true contradicts the `\+`"),
         ({"colocate": False, "allocation_mode": "vllm:d2|megatron:d2"}, r"colocate=false contradicts the `\|`"),
         ({"allocation_mode": "megatron:d2"}, "lays out no rollout"),
-        ({"allocation_mode": "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4"}, "a role `critic`"),
+        ({"allocation_mode": "sglang[rollout]:d2+megatron[actor]:d4|megatron[critic]:d4"}, "recipe has no critic"),
+        ({"allocation_mode": "vllm:d2+megatron:d2", "critic": {"path": "m"}}, "lays out no critic"),
+        (
+            {
+                "allocation_mode": "vllm[rollout]:d2+megatron[actor]:d2+megatron[critic]:d2",
+                "critic": {"path": "m", "colocate": True},
+            },
+            r"critic.colocate=true contradicts the `\+`",
+        ),
         ({"allocation_mode": "vllm[rollout]:d2+fsdp[actor]:d2|fsdp[ref]:d2"}, "actor.kl_ctl is 0"),
         ({"allocation_mode": "fsdp[rollout]:d2+megatron[actor]:d2"}, "the rollout cannot run fsdp, which trains"),
         ({"allocation_mode": "vllm:d2+megatron:d2d2"}, "allocation_mode: `d` .data. is given twice"),
