@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.families.check import replica_problems
 from fivefold.families.registry import find_family
 from fivefold.layout.placement import Placement, RolePlacement
-from fivefold.planning.host_memory import GIB, PROCESS_BYTES, host_bytes, host_problems
+from fivefold.planning.host_memory import GIB, HostMemory, fullest, host_memory, host_problems
 from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
@@ -40,6 +40,12 @@ class Blueprint:
     def fits(self) -> bool:
         """Whether nothing keeps the plan from running."""
         return not self.problems
+
+    @property
+    def host_memory(self) -> dict[int, HostMemory]:
+        """Host memory that the roles need, by node."""
+        checkpoints = self.question.writes_checkpoints
+        return host_memory(self.trainers, self.rollouts, self.offloaded, writes_checkpoints=checkpoints)
 
 
 def draw_up(question: Question) -> Blueprint:
@@ -111,8 +117,7 @@ def _memory_problems(blueprint: Blueprint) -> Iterator[str]:
         yield from _trainer_problems(trainer, question)
     for rollout in blueprint.rollouts:
         yield from _rollout_problems(rollout, question)
-    needed = host_bytes(blueprint.trainers, blueprint.rollouts, blueprint.offloaded)
-    yield from host_problems(needed, question.host_memory_gib)
+    yield from host_problems(blueprint.host_memory, question.host_memory_gib)
 
 
 def _trainer_problems(trainer: TrainerPlan, question: Question) -> Iterator[str]:
@@ -177,17 +182,12 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
 
 
 def _host_notes(blueprint: Blueprint) -> Iterator[str]:
-    """Yield a line if state is in host memory, or goes there."""
-    state = sum(stage.on_host(blueprint.offloaded) for each in blueprint.trainers for stage in each.memory)
-    if state and blueprint.question.gpus_per_node > 0:
-        needed = host_bytes(blueprint.trainers, blueprint.rollouts, blueprint.offloaded)
+    """Yield a line if state or a copy of it is in host memory."""
+    _, most = fullest(blueprint.host_memory)
+    if blueprint.question.gpus_per_node > 0 and (most.state or most.snapshots):
         limit = blueprint.question.host_memory_gib
         of = "" if limit is None else f", of the {gb(limit * GIB)} GB of cluster.host_memory_gib"
-        actor = next(each.binding for each in blueprint.trainers if each.placed.role == "actor")
-        yield (
-            f"a node needs up to {gb(max(needed.values()))} GB of host memory{of}: for each rank of the actor "
-            f"{gb(actor.on_host(blueprint.offloaded))} GB of pinned memory, and {gb(PROCESS_BYTES)} GB for each process"
-        )
+        yield f"a node needs up to {gb(most.total)} GB of host memory{of}: {most.describe()}"
 
 
 def _turns(blueprint: Blueprint) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""Host memory of each node: processes, optimizer state that is kept there, and what trainers offload."""
+"""Host memory of each node: processes, trainers' state that is kept there or moved there, copies for checkpoints."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from fivefold.planning.memory import Kind
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
@@ -13,29 +13,82 @@ PROCESS_BYTES = 4_000_000_000
 GIB = 2**30
 
 
-def host_bytes(
-    trainers: Iterable[TrainerPlan], rollouts: Iterable[RolloutPlan], offloaded: tuple[Kind, ...]
-) -> dict[int, int]:
-    """Return the bytes of host memory that the roles of each node need, where the actor offloads `offloaded`."""
-    needed: Counter[int] = Counter()
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a node's host memory that the roles need."""
+
+    processes: int = 0
+    state: int = 0
+    """Bytes of pinned memory for state that is kept on the host or is moved there."""
+    snapshots: int = 0
+    """Bytes of pinned memory for the copies from which checkpoints are written."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.processes + self.state + self.snapshots
+
+    def __add__(self, other: HostMemory) -> HostMemory:
+        return HostMemory(self.processes + other.processes, self.state + other.state, self.snapshots + other.snapshots)
+
+    def describe(self) -> str:
+        """Return the parts as text, in GB."""
+        parts = {
+            "processes": self.processes,
+            "pinned copies of weights and optimizer state": self.state,
+            "copies for checkpoints": self.snapshots,
+        }
+        return ", ".join(f"{gb(size)} GB of {name}" for name, size in parts.items() if size)
+
+
+def host_memory(
+    trainers: Iterable[TrainerPlan],
+    rollouts: Iterable[RolloutPlan],
+    offloaded: tuple[Kind, ...],
+    *,
+    writes_checkpoints: bool,
+) -> dict[int, HostMemory]:
+    """Return the host memory that the roles need, by node.
+
+    Args:
+        trainers: plans of the roles that train or compute log-probs.
+        rollouts: plans of the roles that generate.
+        offloaded: what the actor moves off its GPUs.
+        writes_checkpoints: whether trainers copy their state to host memory for checkpoints.
+    """
+    needed: dict[int, HostMemory] = {}
     for trainer in trainers:
         placed = trainer.placed
         per_stage = placed.layout.world_size // placed.layout.pp
         moved = offloaded if placed.role == "actor" else ()
         for rank, device in enumerate(placed.devices):
-            needed[device.node] += trainer.memory[rank // per_stage].on_host(moved) + PROCESS_BYTES
+            memory = trainer.memory[rank // per_stage]
+            of_rank = HostMemory(PROCESS_BYTES, memory.on_host(moved), memory.snapshot if writes_checkpoints else 0)
+            needed[device.node] = needed.get(device.node, HostMemory()) + of_rank
     for rollout in rollouts:
         for device in rollout.placed.devices:
-            needed[device.node] += PROCESS_BYTES
-    return dict(needed)
+            needed[device.node] = needed.get(device.node, HostMemory()) + HostMemory(PROCESS_BYTES)
+    return needed
 
 
-def host_problems(needed: dict[int, int], host_memory_gib: int | None) -> Iterator[str]:
+def fullest(needed: Mapping[int, HostMemory]) -> tuple[int, HostMemory]:
+    """Return the node that needs the most host memory, and what it needs."""
+    return max(needed.items(), key=lambda item: item[1].total, default=(0, HostMemory()))
+
+
+def host_problems(needed: Mapping[int, HostMemory], host_memory_gib: int | None) -> Iterator[str]:
     """Yield a line if the roles of a node need more host memory than it has."""
-    node, most = max(needed.items(), key=lambda item: item[1], default=(0, 0))
-    if host_memory_gib is not None and most > host_memory_gib * GIB:
-        yield (
-            f"node {node}: its roles need {gb(most)} GB of host memory, of the {gb(host_memory_gib * GIB)} GB of "
-            "cluster.host_memory_gib; offload less (actor.offload), or store less of the optimizer's state "
-            "(store_param_remainders, exp_avg_dtype and exp_avg_sq_dtype of actor.megatron.optimizer)"
-        )
+    node, most = fullest(needed)
+    if host_memory_gib is None or most.total <= host_memory_gib * GIB:
+        return
+    relief = [
+        "offload less (actor.offload)",
+        "store less of the optimizer's state (store_param_remainders, exp_avg_dtype and exp_avg_sq_dtype of "
+        "actor.megatron.optimizer)",
+    ]
+    if most.snapshots:
+        relief.append("write no checkpoints (recover.mode=disabled)")
+    yield (
+        f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(host_memory_gib * GIB)} GB of "
+        f"cluster.host_memory_gib: {most.describe()}; {', or '.join(relief)}"
+    )

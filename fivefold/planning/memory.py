@@ -32,6 +32,8 @@ COMMUNICATOR = 250_000_000
 """Bytes of the buffers of one NCCL communicator within a node; they are outside torch's allocator."""
 LIBRARY_WORKSPACE = 70_000_000
 """Bytes of cuBLAS workspaces, which torch allocates."""
+SNAPSHOT_BYTES = 12
+"""Bytes of a parameter in a checkpoint, whatever the formats of the optimizer's state are."""
 UPDATE_SCRATCH = 28
 """Bytes for an element of a bucket whose state is not all float32: master weight, moments, and what rounding takes."""
 
@@ -49,6 +51,8 @@ class RankMemory:
     """Master weights and moments that stay on the GPU."""
     host_optimizer: int
     """Master weights and moments in host memory."""
+    snapshot: int
+    """Host memory of the float32 copy of master weights and moments from which a checkpoint is written."""
     update: int
     """Buckets of state that pass through the GPU during the update, when no activations are alive."""
     activations: int
@@ -89,7 +93,10 @@ class RankMemory:
         return params + gradients + (0 if "optimizer" in offloaded else self.optimizer) + self.context
 
     def on_host(self, offloaded: Collection[Kind]) -> int:
-        """Return the bytes of host memory that the rank takes for its state; gradients are not copied there."""
+        """Return the bytes of host memory that the rank takes for its state; gradients are not copied there.
+
+        The copy for checkpoints is not part of them.
+        """
         params = self.weights + self.reference if "params" in offloaded else 0
         return self.host_optimizer + params + (self.optimizer if "optimizer" in offloaded else 0)
 
@@ -131,6 +138,7 @@ def _stage_memory(
         gradients=parameters.total * work.gradient_bytes,
         optimizer=0 if work.state.on_host else int(state_bytes * sharded),
         host_optimizer=int(state_bytes * sharded) if work.state.on_host else 0,
+        snapshot=int(SNAPSHOT_BYTES * sharded),
         update=_update_bytes(work, sharded),
         activations=int(in_flight * (kept + outputs * layout.vpp)),
         in_flight=in_flight,

@@ -32,6 +32,10 @@ def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
         "devices": None if question.devices is None else {role: list(at) for role, at in question.devices.items()},
         "cluster": {"nodes": question.n_nodes, "gpus_per_node": question.gpus_per_node, "gpu": asdict(question.gpu)},
         "work": asdict(question.work),
+        "host_memory": [
+            {"node": node, **asdict(memory), "total": memory.total}
+            for node, memory in sorted(blueprint.host_memory.items())
+        ],
         "fits": blueprint.fits,
         "problems": list(blueprint.problems),
         "notes": list(blueprint.notes),

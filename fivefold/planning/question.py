@@ -41,6 +41,8 @@ class Question:
     """What the actor may move off GPUs that a rollout shares with it."""
     host_memory_gib: int | None = None
     """Host memory of a node in GiB; None if it is not known."""
+    writes_checkpoints: bool = False
+    """Whether trainers copy their state to host memory, from which checkpoints are written."""
     notes: tuple[str, ...] = ()
     """What the recipe left open, and how it was understood."""
 

@@ -222,4 +222,5 @@ def _question(
         generated=generated,
         devices=recipe_devices(recipe),
         host_memory_gib=recipe.cluster.host_memory_gib,
+        writes_checkpoints=recipe.recover.is_enabled,
     )

@@ -108,8 +108,9 @@ def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
     shape = question.reference or question.shape
     _require_possible(placed, shape)
     context = {} if question.gpus_per_node > 0 else {"context": 0}
+    gone = dict.fromkeys(("gradients", "optimizer", "host_optimizer", "snapshot", "update", "activations"), 0)
     memory = tuple(
-        replace(stage, gradients=0, optimizer=0, host_optimizer=0, update=0, activations=0, in_flight=0.0, **context)
+        replace(stage, **gone, in_flight=0.0, **context)
         for stage in training_memory(placed.layout, shape, question.work.recomputing("full"))
     )
     return TrainerPlan(placed, memory, None, group_spreads(placed, is_moe=shape.is_moe), {}, beside=0)

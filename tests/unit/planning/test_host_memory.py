@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.families.read import find_shape
 from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.host_memory import PROCESS_BYTES, host_bytes
+from fivefold.planning.host_memory import PROCESS_BYTES
 from fivefold.planning.plan import plan_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
@@ -22,7 +22,7 @@ def planned(*overrides: str) -> Blueprint:
 
 
 def needed(blueprint: Blueprint) -> int:
-    return host_bytes(blueprint.trainers, blueprint.rollouts, blueprint.offloaded)[0]
+    return blueprint.host_memory[0].total
 
 
 def test_the_whole_model_fits_on_two_h200s_and_their_host() -> None:
@@ -33,7 +33,10 @@ def test_the_whole_model_fits_on_two_h200s_and_their_host() -> None:
     assert needed(blueprint) == pytest.approx(
         6 * find_shape("Qwen3-30B-A3B").n_parameters + 4 * PROCESS_BYTES, rel=1e-6
     )
-    assert any("a node needs up to 199.2 GB of host memory" in note for note in blueprint.notes)
+    assert (
+        "a node needs up to 199.2 GB of host memory, of the 274.9 GB of cluster.host_memory_gib: 16.0 GB of processes, "
+        "183.2 GB of pinned copies of weights and optimizer state"
+    ) in blueprint.notes
     assert any("the weights of actor stay on the devices, and the gradients" in note for note in blueprint.notes)
 
 
@@ -48,6 +51,23 @@ def test_it_fits_only_with_small_state_on_the_host() -> None:
     (problem,) = planned(*float32).problems
     assert "node 0: its roles need 382.4 GB of host memory, of the 274.9 GB of cluster.host_memory_gib" in problem
     assert not planned(*float32, "cluster.host_memory_gib=null").problems
+
+
+def test_checkpoints_need_a_copy_in_float32_whatever_the_state_is() -> None:
+    n_parameters = find_shape("Qwen3-30B-A3B").n_parameters
+    blueprint = planned("recover.mode=auto")
+    memory = blueprint.host_memory[0]
+    assert memory.snapshots == pytest.approx(12 * n_parameters, rel=1e-6)
+    assert memory.total == needed(planned()) + memory.snapshots
+    (problem,) = blueprint.problems
+    assert "node 0: its roles need 565.6 GB of host memory" in problem
+    assert "366.4 GB of copies for checkpoints" in problem
+    assert "write no checkpoints (recover.mode=disabled)" in problem
+    plan = plan_recipe(RECIPE, [*MODEL, "recover.mode=auto", "cluster.host_memory_gib=null"], gpu="h200-141g")
+    assert plan.fits
+    assert any("366.4 GB of copies for checkpoints" in note for note in plan.as_json()["notes"])
+    [node] = plan.as_json()["host_memory"]
+    assert node == {"node": 0, **vars(memory), "total": memory.total}
 
 
 def test_offloaded_weights_are_copied_to_the_host() -> None:
