@@ -130,9 +130,13 @@ class KLInReward:
         The penalty is the KL from the policy that sampled, by `old_logprobs` (`rollout_logprobs` if the batch lacks
         them), to the reference, by `ref_logprobs`.
         """
-        sampled_T = batch.fields.get("old_logprobs", batch.fields["rollout_logprobs"])
-        kl_T = kl_estimate(sampled_T, batch.fields["ref_logprobs"], self.estimator)
+        kl_T = self.estimate(batch)
         return batch.with_fields(advantages=subtract_kl_to_go(batch.fields["advantages"], kl_T, batch, self.kl_ctl))
+
+    def estimate(self, batch: Batch) -> torch.Tensor:
+        """Return the KL estimate of each token, [T], without its weight."""
+        sampled_T = batch.fields.get("old_logprobs", batch.fields["rollout_logprobs"])
+        return kl_estimate(sampled_T, batch.fields["ref_logprobs"], self.estimator)
 
 
 def subtract_kl_to_go(advantages_T: torch.Tensor, kl_T: torch.Tensor, batch: Batch, kl_ctl: float) -> torch.Tensor:

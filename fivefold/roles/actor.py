@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
-from fivefold.engine.contract import Offloadable
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult, WriteFailed
+from fivefold.roles.trained import TrainedRole
+from fivefold.roles.trainer import BatchChange, Trainer, TrainerWorker, UpdateResult
 from fivefold.sync.device_buckets import merged
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
 from fivefold.sync.transport import FOLDER, Route
 
-if TYPE_CHECKING:
-    from fivefold.engine.state_store import WrittenPart
 
-
-class Actor:
+class Actor(TrainedRole):
     """The actor's methods, each of which runs in all of its processes."""
 
     def __init__(self, trainer: Trainer, route: Route = FOLDER) -> None:
         """Take the trainer's handle, and the way of its weights to the rollout."""
-        self._trainer = trainer
+        super().__init__(trainer)
         self._route = route
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
@@ -37,10 +31,9 @@ class Actor:
         """Return the sum of the log-probs of all trained tokens, at temperature 1."""
         return self._trainer.sum_logprobs(batch)
 
-    def update(self, batch: RemoteBatch, loss: Loss, kl: KLInReward | None = None) -> UpdateResult:
-        """Make one optimizer step on a mini-batch; `kl` is subtracted from its advantages first."""
-        _, arguments = self._trainer.deal(batch, loss, kl)
-        return self._trainer.group.call_each(TrainerWorker.update, arguments)[0]
+    def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
+        """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
+        return self._trainer.update(batch, loss, change)
 
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""
@@ -68,47 +61,6 @@ class Actor:
     def enter_link(self) -> Pending[None]:
         """Enter the NCCL group, which waits for the rollout."""
         return self._trainer.group.start(TrainerWorker.enter_link)
-
-    def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        self._trainer.group.call_first(TrainerWorker.save, folder)
-
-    def snapshot(self, folder: Path) -> int:
-        """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        return sum(self._trainer.group.call(TrainerWorker.snapshot, folder))
-
-    def write_snapshot(self) -> list[WrittenPart]:
-        """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
-
-        Raises:
-            OSError: some rank could not write.
-        """
-        results = self._trainer.group.control(TrainerWorker.write_snapshot)
-        failures = [result for result in results if isinstance(result, WriteFailed)]
-        if failures:
-            first = failures[0]
-            raise OSError(f"{first.reason} (actor rank {first.rank} on {first.host})")
-        return [result for result in results if not isinstance(result, WriteFailed)]
-
-    def load_state(self, folder: Path) -> None:
-        """Load the training state that was written below `folder`, on this layout or any other."""
-        self._trainer.group.call(TrainerWorker.load_state, folder)
-
-    def offload(self, what: Sequence[Offloadable]) -> int:
-        """Move state off the devices. Returns the bytes that were freed, of the rank with the most."""
-        return max(self._trainer.group.call(TrainerWorker.offload, what)) if what else 0
-
-    def onload(self, what: Sequence[Offloadable]) -> int:
-        """Bring back what `offload` moved; what is on the devices stays there.
-
-        Returns:
-            The bytes that were allocated, of the rank with the most.
-        """
-        return max(self._trainer.group.call(TrainerWorker.onload, what)) if what else 0
-
-    def release(self) -> None:
-        """Release cached device memory, for a role that shares the devices."""
-        self._trainer.release()
 
 
 def _free(group: WorkerGroup) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from fivefold.algorithms.advantages import KLInReward
+from fivefold.algorithms.gae import GAE, Moments
 from fivefold.algorithms.loss import Loss
-from fivefold.cluster.group import WorkerGroup
+from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema import EngineConfig, OptimizerConfig
 from fivefold.engine.contract import Offloadable, TrainingEngine
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
@@ -33,7 +34,7 @@ from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
 from fivefold.sync.sender import WeightSender
 from fivefold.sync.transport import Route
-from fivefold.types import Columns
+from fivefold.types import Batch, Columns
 
 if TYPE_CHECKING:
     from fivefold.engine.contract import Snapshot
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 128 * 2**20
 """Most bytes of a bucket in which weights travel to the rollout engines."""
+
+BatchChange = Callable[[Batch], Batch]
+"""Changes the fields of a replica's sequences before they are trained on; it can be pickled."""
 
 Model = Literal["own", "reference"]
 """A model in the trainer's processes: its own, or the reference beside it."""
@@ -63,6 +67,8 @@ class TrainerSpec:
     """Optimizer steps of the run."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
+    value_head: bool = False
+    """Whether the model is a critic, with a value head in place of its output layer."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,23 @@ class Trainer:
     def logprobs(self, batch: RemoteBatch, model: Model, temperature: float, column: str) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens, as a column of the name `column`: one piece for each replica."""
         plan, arguments = self.deal(batch, model, temperature, column)
-        kept = self.group.keep_each(TrainerWorker.compute_logprobs, arguments)
+        return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_logprobs, arguments))
+
+    def pieces(self, plan: BatchPlan, kept: Sequence[tuple[Any, Remote]]) -> tuple[Piece, ...]:
+        """Return the columns that each replica has kept: one piece for each."""
         return tuple(
             Piece(kept[rank][1], np.array(plan.sequences(replica), dtype=np.int64))
             for replica, rank in enumerate(self._first_ranks)
         )
+
+    def summaries(self, kept: Sequence[tuple[Any, Remote]]) -> list[Any]:
+        """Return the summary that each replica has sent."""
+        return [kept[rank][0] for rank in self._first_ranks]
+
+    def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
+        """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
+        _, arguments = self.deal(batch, loss, change)
+        return self.group.call_each(TrainerWorker.update, arguments)[0]
 
     def sum_logprobs(self, batch: RemoteBatch) -> float:
         """Return the sum of the log-probs of all trained tokens, at temperature 1."""
@@ -143,6 +161,7 @@ class TrainerWorker:
             optimizer=spec.optimizer,
             total_steps=spec.total_steps,
             timeout_s=spec.timeout_s,
+            value_head=spec.value_head,
         )
         self._tokenizer = spec.tokenizer
         self._timeout_s = spec.timeout_s
@@ -176,12 +195,40 @@ class TrainerWorker:
         logprobs_T, _ = self._engine.compute_logprobs(assemble(order, columns), temperature=1.0)
         return float(logprobs_T.double().sum())
 
-    def update(self, order: ShareOrder, loss: Loss, kl: KLInReward | None, *columns: Columns) -> UpdateResult:
-        """Make one optimizer step on a mini-batch; `kl` is subtracted from its advantages first."""
+    def compute_values(self, order: ShareOrder, *columns: Columns) -> tuple[None, Columns]:
+        """Compute the values of the states before the share's trained tokens, as the column `values`.
+
+        Returns:
+            No summary, and the columns.
+        """
+        values_T = self._engine.compute_values(assemble(order, columns))
+        return None, Columns(order.lengths.astype(np.int32), {"values": values_T.numpy()})
+
+    def estimate_advantages(
+        self, order: ShareOrder, gae: GAE, kl: KLInReward | None, *columns: Columns
+    ) -> tuple[tuple[Moments, Moments], Columns]:
+        """Estimate the advantages and the returns of the share's trained tokens, as columns of these names.
+
+        Args:
+            order: the share.
+            gae: the constants of the estimate.
+            kl: a penalty in the reward of each token; None: there is none.
+            columns: columns with the values, and the log-probs that `kl` needs.
+
+        Returns:
+            The moments of the share's advantages and returns, and the columns.
+        """
+        batch = assemble(order, columns).batch
+        advantages_T, returns_T = gae.estimate(batch, None if kl is None else -kl.kl_ctl * kl.estimate(batch))
+        trained_T = batch.mask_T.bool()
+        values = {"advantages": advantages_T.numpy(), "returns": returns_T.numpy()}
+        moments = Moments.of(advantages_T[trained_T]), Moments.of(returns_T[trained_T])
+        return moments, Columns(order.lengths.astype(np.int32), values)
+
+    def update(self, order: ShareOrder, loss: Loss, change: BatchChange | None, *columns: Columns) -> UpdateResult:
+        """Make one optimizer step on a mini-batch; `change` is applied to this replica's part of it first."""
         share = assemble(order, columns)
-        if kl is not None:
-            share = replace(share, batch=kl.subtracted(share.batch))
-        return self._update(share, loss)
+        return self._update(share if change is None else replace(share, batch=change(share.batch)), loss)
 
     def _update(self, share: Share, loss: Loss) -> UpdateResult:
         if torch.cuda.is_available():

@@ -1,0 +1,62 @@
+"""The driver's handle of a model that is trained, as far as the actor and the critic have it in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.engine.contract import Offloadable
+from fivefold.roles.trainer import Trainer, TrainerWorker, WriteFailed
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import WrittenPart
+
+
+class TrainedRole:
+    """Methods that save, load and move a model's state, each of which runs in all of its processes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Take the trainer's handle."""
+        self._trainer = trainer
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self._trainer.group.call_first(TrainerWorker.save, folder)
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+        return sum(self._trainer.group.call(TrainerWorker.snapshot, folder))
+
+    def write_snapshot(self) -> list[WrittenPart]:
+        """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
+
+        Raises:
+            OSError: some rank could not write.
+        """
+        results = self._trainer.group.control(TrainerWorker.write_snapshot)
+        failures = [result for result in results if isinstance(result, WriteFailed)]
+        if failures:
+            first = failures[0]
+            raise OSError(f"{first.reason} ({self._trainer.group.name} rank {first.rank} on {first.host})")
+        return [result for result in results if not isinstance(result, WriteFailed)]
+
+    def load_state(self, folder: Path) -> None:
+        """Load the training state that was written below `folder`, on this layout or any other."""
+        self._trainer.group.call(TrainerWorker.load_state, folder)
+
+    def offload(self, what: Sequence[Offloadable]) -> int:
+        """Move state off the devices. Returns the bytes that were freed, of the rank with the most."""
+        return max(self._trainer.group.call(TrainerWorker.offload, what)) if what else 0
+
+    def onload(self, what: Sequence[Offloadable]) -> int:
+        """Bring back what `offload` moved; what is on the devices stays there.
+
+        Returns:
+            The bytes that were allocated, of the rank with the most.
+        """
+        return max(self._trainer.group.call(TrainerWorker.onload, what)) if what else 0
+
+    def release(self) -> None:
+        """Release cached device memory, for a role that shares the devices."""
+        self._trainer.release()
