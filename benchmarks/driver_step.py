@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fivefold.algorithms.advantages import compute_advantages
-from fivefold.algorithms.loss import PolicyLoss
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema import ActorConfig, GenerationConfig, MicroBatchConfig
 from fivefold.data.batches import minibatches
 from fivefold.engine.sharing import BatchPlanner

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.loss import Aggregation, LossInputs, Metrics, token_weights
+from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
+from fivefold.algorithms.loss import LossInputs, Metrics
 from fivefold.types import Totals
 
 
@@ -32,9 +33,7 @@ class ValueLoss:
     entropy_gradient: bool = False
 
     def normalizer(self, totals: Totals) -> float:
-        if self.aggregation == "token_mean":
-            return float(max(1, totals.n_trained_tokens))
-        return float(max(1, totals.n_trained_sequences))
+        return divisor(totals, self.aggregation)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         trained_T = inputs.mask_T.bool()

@@ -62,9 +62,9 @@ PRESETS: Mapping[str, Keys] = {
     "sapo": {"actor.loss": "sapo", **_SEQUENCES},
     # Zhao et al. 2025 (arXiv 2507.20673): the clip is of log-ratios.
     "gmpo": {"actor.loss": "gmpo", "actor.eps_clip": 0.4, "actor.eps_clip_higher": 0.4, **_SEQUENCES},
-    # Chu et al. 2025 (arXiv 2504.02546), eq. 7.
+    # Chu et al. 2025 (arXiv 2504.02546).
     "gpg": {"actor.loss": "reinforce", "actor.advantage": "gpg", "actor.loss_aggregation": "token_mean"},
-    # Le Roux et al. 2025 (arXiv 2503.14286), eq. 8.
+    # Le Roux et al. 2025 (arXiv 2503.14286).
     "topr": {
         "actor.loss": "topr",
         "actor.loss_aggregation": "sequence_sum",
@@ -80,7 +80,7 @@ PRESETS: Mapping[str, Keys] = {
     # Hu 2025 (arXiv 2501.03262).
     "reinforce_pp": {"actor.advantage": "reinforce_pp", **_KL_IN_REWARD},
     "reinforce_pp_baseline": {"actor.advantage": "reinforce_pp_baseline", "actor.kl_estimator": "k2"},
-    # Ahmadian et al. 2024 (arXiv 2402.14740), eq. 7.
+    # Ahmadian et al. 2024 (arXiv 2402.14740).
     "rloo": {"actor.advantage": "rloo", **_BANDIT, **_KL_IN_REWARD},
     # Li et al. 2023 (arXiv 2310.10505), algorithm 1.
     "remax": {"actor.advantage": "remax", **_BANDIT, **_KL_IN_REWARD},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.config.user_code import user_traceback
 from fivefold.rewards.time_limit import OutOfTime
 
 _OTHER_CODE = (f"{Path(__file__).parent}/", importlib.__file__, "<frozen importlib")
@@ -35,15 +35,4 @@ def explaining(message: Callable[[], str], passes: Callable[[], bool] = lambda: 
     except BaseException as error:
         if passes():
             raise
-        raise ValueError(f"{message()}:\n{_traceback(error)}") from error
-
-
-def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error, from the first line of the user's code on."""
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(
-        [frame for frame in shown.stack if not frame.filename.startswith(_OTHER_CODE)]
-    )
-    text = "".join(shown.format(chain=False)).rstrip()
-    # With this heading, the message would look like a bug of Fivefold.
-    return text.removeprefix("Traceback (most recent call last):\n")
+        raise ValueError(f"{message()}:\n{user_traceback(error, _OTHER_CODE)}") from error

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-from fivefold.config.paths import user_path
-from fivefold.rewards.failure import explaining
+from fivefold.config.user_code import load_user_object
 
 _NO_NUMBER: Mapping[str, Callable[[object], bool]] = {
     "a generator function": inspect.isgeneratorfunction,
@@ -59,61 +53,10 @@ def load_user_reward(name: str, kwargs: Mapping[str, Any]) -> UserReward:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    place, _, function_name = name.rpartition(":")
-    module = _load_file(name, place) if place.endswith(".py") or "/" in place else _load_module(name, place)
-    if function_name not in vars(module):
-        raise ValueError(f"reward.fn={name!r}: {module.__file__} defines no {function_name!r}")
-    function = vars(module)[function_name]
+    function = load_user_object("reward.fn", name)
     if not callable(function):
         raise ValueError(f"reward.fn={name!r} is a {type(function).__name__}, which cannot be called")
-    return function
-
-
-def _load_module(name: str, module_name: str) -> ModuleType:
-    folder = _searched(Path.cwd())
-    with explaining(lambda: f"reward.fn={name!r}: the import of its module failed"):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-            if not is_itself:
-                raise
-            missing = error.name
-    raise ValueError(f"reward.fn={name!r}: there is no module {missing!r}, installed or in {folder}")
-
-
-def _load_file(name: str, path: str) -> ModuleType:
-    file = user_path(path).resolve()
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(
-            f"reward.fn={name!r}: there is no Python file {file}: give the path of a file that ends in .py"
-        )
-    _searched(file.parent)
-    _searched(Path.cwd())
-    # The name has a prefix, so that a file called math.py does not take the place of the module math.
-    module_name = f"reward_file_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    with explaining(lambda: f"reward.fn={name!r}: the import of its file failed"):
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[module_name]
-            raise
-    return module
-
-
-def _searched(folder: Path) -> str:
-    """Add a folder to those in which modules are searched for; return it as a text.
-
-    The folder is last, so that its files never hide an installed module. It stays on the path, because the user's
-    module may import its neighbours later.
-    """
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    return str(folder)
+    return cast(Callable[..., Any], function)
 
 
 def _check_kind(name: str, function: Callable[..., Any]) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fivefold.algorithms.loss import PolicyLoss, SFTLoss
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema import OptimizerConfig
 from fivefold.types import Batch
 
@@ -151,12 +153,15 @@ def policy_cost(logprobs_L: torch.Tensor, entropy_L: torch.Tensor, sequence: Bat
 def _policy_token_cost(
     logprob: torch.Tensor, entropy: torch.Tensor, advantage: float, old: float, ref: float, loss: PolicyLoss
 ) -> torch.Tensor:
+    ppo = loss.surrogate
+    assert isinstance(ppo, PPO)
+    assert ppo.eps_clip_higher is not None
     ratio = torch.exp(logprob - old)
-    inside = 1 - loss.clip_low < float(ratio) < 1 + loss.clip_high
-    bounded = ratio if inside else ratio.detach().clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    inside = 1 - ppo.eps_clip < float(ratio) < 1 + ppo.eps_clip_higher
+    bounded = ratio if inside else ratio.detach().clamp(1 - ppo.eps_clip, 1 + ppo.eps_clip_higher)
     surrogate = -torch.minimum(ratio * advantage, bounded * advantage)
-    if loss.dual_clip is not None and advantage < 0 and float(surrogate) > -advantage * loss.dual_clip:
-        surrogate = torch.tensor(-advantage * loss.dual_clip)
+    if ppo.c_clip is not None and advantage < 0 and float(surrogate) > -advantage * ppo.c_clip:
+        surrogate = torch.tensor(-advantage * ppo.c_clip)
     log_ratio = ref - logprob
     kl = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(log_ratio) - log_ratio - 1}[loss.kl_estimator]
     return surrogate - loss.entropy_coeff * entropy + loss.kl_coeff * kl

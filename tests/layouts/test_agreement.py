@@ -25,7 +25,9 @@ from megatron_cases import Case, Run
 from safetensors.torch import load_file
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import PolicyLoss, SFTLoss
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.types import Batch
 
@@ -36,9 +38,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, beta2=0.99, gra
 
 _POLICY = PolicyLoss(
     temperature=0.8,
-    clip_low=0.2,
-    clip_high=0.3,
-    dual_clip=None,
+    surrogate=PPO(0.2, 0.3),
     aggregation="token_mean",
     entropy_coeff=0.01,
     kl_coeff=0.1,
@@ -47,7 +47,7 @@ _POLICY = PolicyLoss(
 LOSSES: dict[str, PolicyLoss | SFTLoss] = {
     "sft": SFTLoss(),
     "token_mean": _POLICY,
-    "sequence_mean": replace(_POLICY, aggregation="sequence_mean", kl_estimator="k2", dual_clip=1.5),
+    "sequence_mean": replace(_POLICY, aggregation="sequence_mean", kl_estimator="k2", surrogate=PPO(0.2, 0.3, 1.5)),
     "sequence_sum": replace(_POLICY, aggregation="sequence_sum", kl_estimator="k1", entropy_coeff=0.0),
 }
 

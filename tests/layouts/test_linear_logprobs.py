@@ -16,7 +16,8 @@ from megatron_cases import Case
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import PolicyLoss
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.logprobs import linear_logprobs
@@ -216,7 +217,7 @@ def test_an_engine_never_holds_the_logits_of_all_tokens(
     n_tokens = 400
     fields = {name: torch.zeros(n_tokens) for name in ("advantages", "old_logprobs", "ref_logprobs")}
     batch = Batch((n_tokens,), torch.arange(n_tokens), (torch.arange(n_tokens) > 0).float(), fields)
-    loss = PolicyLoss(1.0, 0.2, 0.2, None, "token_mean", entropy_coeff=0.01, kl_coeff=0.1, kl_estimator="k3")
+    loss = PolicyLoss(1.0, PPO(), entropy_coeff=0.01, kl_coeff=0.1, kl_estimator="k3")
     case = Case(
         layout,
         MegatronConfig(logprob_chunk_size=chunk_size, recompute=recompute),

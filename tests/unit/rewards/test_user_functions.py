@@ -141,7 +141,7 @@ def test_an_error_while_the_module_is_imported_is_refused_with_its_place(
     assert [fact for fact in facts if fact not in str(caught.value)] == []
     # Only places in the user's code and in what it calls are of interest.
     assert "importlib" not in str(caught.value)
-    assert "reward_file_broken" not in sys.modules
+    assert "user_file_broken" not in sys.modules
 
 
 @pytest.mark.parametrize(("fn", "value"), [("text", "'1.0'"), ("nothing", "None"), ("infinite", "inf")])

@@ -1,40 +1,28 @@
-"""The policy loss against a token-by-token loop in plain Python, finite differences, and its own micro-batch splits."""
+"""The parts that all policy losses share; their values and gradients are in test_golden_losses.py."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 
-from fivefold.algorithms.loss import LossInputs, PolicyLoss, SFTLoss, mismatch_metrics
+from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
+from fivefold.algorithms.loss import LossInputs, SFTLoss
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema import ActorConfig, GenerationConfig
 from fivefold.types import Batch
 
 LENGTHS = (5, 9, 3, 7, 4)
 RESPONSES = (3, 6, 0, 6, 1)  # trained tokens of each sequence, at its end; the third has none
 
-BASE = PolicyLoss(
-    temperature=1.0,
-    clip_low=0.2,
-    clip_high=0.3,
-    dual_clip=None,
-    aggregation="token_mean",
-    entropy_coeff=0.0,
-    kl_coeff=0.0,
-    kl_estimator="k3",
-)
+BASE = PolicyLoss(temperature=1.0, surrogate=PPO(0.2, 0.3))
 VARIANTS = [
     BASE,
-    replace(BASE, aggregation="sequence_mean"),
-    replace(BASE, aggregation="sequence_sum"),
-    replace(BASE, dual_clip=1.4),
-    replace(BASE, entropy_coeff=0.05, aggregation="sequence_mean"),
-    replace(BASE, kl_coeff=0.1, kl_estimator="k1"),
-    replace(BASE, kl_coeff=0.1, kl_estimator="k2", aggregation="sequence_sum"),
-    replace(BASE, kl_coeff=0.1, kl_estimator="k3", entropy_coeff=0.02, dual_clip=1.5),
+    replace(BASE, surrogate=PPO(0.2, 0.3, 1.4), aggregation="sequence_mean"),
+    replace(BASE, entropy_coeff=0.05, kl_coeff=0.1, correction=RolloutCorrection("token", 1.05, "geometric", 1.2, 0.8)),
 ]
 
 
@@ -70,66 +58,6 @@ def make_batch(seed: int = 0) -> tuple[Batch, torch.Tensor, torch.Tensor]:
 
 def inputs_of(batch: Batch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -> LossInputs:
     return raw_inputs(logprobs_T, entropy_T, batch.mask_T, batch.lengths, batch.fields)
-
-
-def reference_cost(loss: PolicyLoss, logprob: float, entropy: float, fields: dict[str, float]) -> float:
-    """Return one token's cost, by the case distinctions of the papers instead of maxima."""
-    ratio = math.exp(logprob - fields["old_logprobs"])
-    advantage = fields["advantages"]
-    if advantage >= 0:
-        cost = -advantage * min(ratio, 1 + loss.clip_high)
-    else:
-        cost = -advantage * max(ratio, 1 - loss.clip_low)
-        if loss.dual_clip is not None:
-            cost = -advantage * min(max(ratio, 1 - loss.clip_low), loss.dual_clip)
-    d = logprob - fields["ref_logprobs"]
-    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[loss.kl_estimator]
-    return cost - loss.entropy_coeff * entropy + loss.kl_coeff * kl
-
-
-def reference_loss(loss: PolicyLoss, batch: Batch, logprobs: list[float], entropy: list[float]) -> float:
-    per_sequence = []
-    offsets = batch.offsets()
-    for start, end in pairwise(offsets):
-        trained = [t for t in range(start, end) if batch.mask_T[t]]
-        if trained:
-            rows = [{name: value[t].item() for name, value in batch.fields.items()} for t in trained]
-            costs = [reference_cost(loss, logprobs[t], entropy[t], row) for t, row in zip(trained, rows, strict=True)]
-            per_sequence.append(costs)
-    match loss.aggregation:
-        case "token_mean":
-            return sum(map(sum, per_sequence)) / sum(map(len, per_sequence))
-        case "sequence_mean":
-            return sum(sum(costs) / len(costs) for costs in per_sequence) / len(per_sequence)
-        case "sequence_sum":
-            return sum(map(sum, per_sequence)) / len(per_sequence)
-
-
-@pytest.mark.parametrize("loss", VARIANTS)
-def test_value_equals_a_loop_over_tokens(loss: PolicyLoss) -> None:
-    batch, logprobs, entropy = make_batch()
-    total, _ = loss(inputs_of(batch, logprobs, entropy))
-    expected = reference_loss(loss, batch, logprobs.tolist(), entropy.tolist())
-    assert total.item() / loss.normalizer(batch.totals()) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("loss", VARIANTS)
-def test_gradient_equals_finite_differences(loss: PolicyLoss) -> None:
-    batch, logprobs, entropy = make_batch(seed=1)
-    logprobs.requires_grad_()
-    entropy.requires_grad_()
-    total, _ = loss(inputs_of(batch, logprobs, entropy))
-    (total / loss.normalizer(batch.totals())).backward()
-    step = 1e-6
-    for tensor in (logprobs, entropy):
-        got = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        for t in range(0, batch.n_tokens, 3):
-            moved = []
-            for sign in (1, -1):
-                values = {id(x): x.detach().clone() for x in (logprobs, entropy)}
-                values[id(tensor)][t] += sign * step
-                moved.append(reference_loss(loss, batch, values[id(logprobs)].tolist(), values[id(entropy)].tolist()))
-            assert got[t].item() == pytest.approx((moved[0] - moved[1]) / (2 * step), rel=1e-4, abs=1e-8)
 
 
 @pytest.mark.parametrize("loss", [*VARIANTS, SFTLoss()])
@@ -215,7 +143,7 @@ def test_metrics_equal_counts_by_hand() -> None:
         "rollout_logprobs": torch.tensor([7.0, 0.1, 0.0, -0.3, 0.0], dtype=torch.float64),
     }
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    _, metrics = replace(BASE, dual_clip=1.5)(
+    _, metrics = replace(BASE, surrogate=PPO(0.2, 0.3, 1.5))(
         LossInputs({"logprobs": logprobs, "entropy": zeros + 2}, mask, (5,), fields)
     )
     values = {name: value.item() for name, value in metrics.items()}
@@ -240,6 +168,11 @@ def test_the_mismatch_is_over_the_tokens_whose_log_prob_the_rollout_gave() -> No
     assert metrics["rollout_mismatch_share"] == 2
     assert metrics["rollout_mismatch"] == metrics["rollout_mismatch/max"] == 0.5
     assert metrics["rollout_mismatch_kl"].item() == pytest.approx(math.exp(0.5) - 1 - 0.5)
+    # E_q[w log w] with the control variate w - 1.
+    assert metrics["rollout_mismatch_kl_reverse"].item() == pytest.approx(math.exp(0.5) * 0.5 - math.exp(0.5) + 1)
+    assert metrics["rollout_ratio"].item() == pytest.approx(math.exp(0.5) + 1)
+    assert metrics["rollout_ratio_square"].item() == pytest.approx(math.exp(1.0) + 1)
+    assert metrics["rollout_ratio/max"].item() == pytest.approx(math.exp(0.5))
 
 
 def test_a_kl_penalty_without_reference_is_an_error() -> None:
@@ -260,7 +193,8 @@ def test_log_probs_of_a_truncated_distribution_are_not_compared(truncation: dict
     _, metrics = PolicyLoss.from_config(actor, GenerationConfig())(inputs)
     _, truncated = PolicyLoss.from_config(actor, GenerationConfig.model_validate(truncation))(inputs)
     assert metrics.keys() - truncated.keys() == {
-        "rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl", "rollout_mismatch_share",
+        "rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse",
+        "rollout_mismatch_share", "rollout_ratio", "rollout_ratio_square", "rollout_ratio/max",
     }  # fmt: skip
 
 
@@ -291,11 +225,12 @@ def test_from_config_reads_every_option() -> None:
         kl_ctl=0.3,
         kl_estimator="k2",
     )
-    assert PolicyLoss.from_config(config, sampling) == PolicyLoss(0.7, 0.1, 0.1, 3.0, "sequence_sum", 0.2, 0.3, "k2")
+    wanted = PolicyLoss(0.7, PPO(0.1, None, 3.0), "sequence_sum", 1024, 0.2, 0.3, "k2")
+    assert PolicyLoss.from_config(config, sampling) == wanted
     assert PolicyLoss.from_config(config, GenerationConfig(top_k=5)).rollout_is_truncated
-    in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28})
-    assert PolicyLoss.from_config(in_reward, sampling) == PolicyLoss(
-        0.7, 0.1, 0.28, 3.0, "sequence_sum", 0.2, 0.0, "k2"
+    in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28, "loss_length": 7})
+    assert PolicyLoss.from_config(in_reward, sampling) == replace(
+        wanted, surrogate=PPO(0.1, 0.28, 3.0), kl_coeff=0.0, length=7
     )
     assert PolicyLoss.from_config(config, sampling).entropy_gradient
     assert not BASE.entropy_gradient

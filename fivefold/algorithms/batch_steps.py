@@ -1,0 +1,20 @@
+"""What is computed over a whole mini-batch before its loss, which sees one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from fivefold.types import Batch
+
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]
+"""Takes one tensor of each data-parallel replica, of any length, and returns all of them on each."""
+
+
+class BatchStep(Protocol):
+    """Changes the fields of a mini-batch, of which each replica has its share."""
+
+    def __call__(self, batch: Batch, gather: Gather) -> Batch:
+        """Return `batch`, this replica's share, with changed fields. Every replica calls `gather` as often."""

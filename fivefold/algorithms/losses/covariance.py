@@ -1,0 +1,73 @@
+"""Tokens chosen by the covariance of their log-prob with their advantage, for Clip-Cov and KL-Cov.
+
+A token's covariance (Cui et al. 2025, arXiv 2505.22617) is over the T tokens of the mini-batch:
+
+    cov_t = (log p_old,t - mean log p_old) (A_t - mean A)
+
+The papers' code takes log p and a micro-batch in the place of log p_old and the mini-batch; the choice would then
+depend on the layout. With p_old it is made once, before the mini-batch's first micro-batch, and is the same on every
+layout and split. For the first update of a step, p is p_old.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.algorithms.batch_steps import Gather
+from fivefold.types import Batch
+
+CHOSEN = "covariance_chosen"
+"""Name of the field that is 1 on the tokens that were chosen, else 0."""
+NUMBER = "sequence_number"
+"""Name of the field with the number of each token's sequence in the step."""
+
+
+@dataclass(frozen=True)
+class CovarianceChoice:
+    """Chooses a share of the trained tokens: those with the largest covariance, or random ones within bounds."""
+
+    share: float
+    """Share of the trained tokens, of which at least one is chosen."""
+    low: float = -math.inf
+    high: float = math.inf
+    at_random: bool = False
+
+    def __call__(self, batch: Batch, gather: Gather) -> Batch:
+        """Return `batch` with the field `covariance_chosen`.
+
+        Fields read: `old_logprobs`, `advantages`, and `sequence_number` for a random choice.
+        """
+        trained_T = batch.mask_T.bool()
+        covariance_T, n_trained = _covariances(batch, trained_T, gather)
+        inside_T = trained_T & (covariance_T >= self.low) & (covariance_T <= self.high)
+        score_T = random_numbers(batch) if self.at_random else covariance_T
+        score_T = torch.where(inside_T, score_T, torch.full_like(score_T, -math.inf))
+        n_chosen = max(1, int(self.share * n_trained))
+        own_best = score_T.topk(min(n_chosen, len(score_T))).values
+        best = torch.cat(gather(own_best)).sort(descending=True).values
+        least = best[min(n_chosen, len(best)) - 1].item() if len(best) else math.inf
+        return batch.with_fields(**{CHOSEN: (inside_T & (score_T >= least)).to(batch.mask_T.dtype)})
+
+
+def _covariances(batch: Batch, trained_T: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, int]:
+    """Return float64 [T], and the number of trained tokens of all replicas."""
+    zero_T = torch.zeros(len(trained_T), dtype=torch.float64)
+    logprobs_T, advantages_T = (
+        torch.where(trained_T, batch.fields[name].double(), zero_T) for name in ("old_logprobs", "advantages")
+    )
+    own = torch.stack([trained_T.double().sum(), logprobs_T.sum(), advantages_T.sum()])
+    n_trained, logprob, advantage = torch.stack(gather(own)).sum(0).tolist()
+    n_trained = max(1.0, n_trained)
+    return (logprobs_T - logprob / n_trained) * (advantages_T - advantage / n_trained), int(n_trained)
+
+
+def random_numbers(batch: Batch) -> torch.Tensor:
+    """Return float64 [T], numbers in [0, 1) that depend on a token's sequence and its place in it alone."""
+    place_T = torch.cat([torch.arange(length) for length in batch.lengths] or [torch.arange(0)])
+    mixed_T = batch.fields[NUMBER].long() * 0x9E3779B1 + place_T * 0x85EBCA77
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        mixed_T = ((mixed_T ^ (mixed_T >> 15)) & 0xFFFFFFFF) * factor
+    return ((mixed_T ^ (mixed_T >> 15)) & 0xFFFFFFFF).double() / 2**32

@@ -1,0 +1,68 @@
+"""The options of a method: keys of the recipe that have the names of its parameters, and its keyword arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from fivefold.config.problems import show
+from fivefold.config.schema import ActorConfig
+
+Method = TypeVar("Method")
+
+
+def options(
+    key: str, method: Callable[..., Any], config: ActorConfig, kwargs: Mapping[str, Any], n_arguments: int = 0
+) -> dict[str, Any]:
+    """Return the keyword arguments with which a method is called.
+
+    A parameter that is named like a key of the recipe's `actor` section, such as `eps_clip`, gets the key's value;
+    `kwargs` gives the others.
+
+    Args:
+        key: `actor.loss` or `actor.advantage`, for messages.
+        method: a function or a class.
+        config: the recipe's actor.
+        kwargs: the recipe's mapping of further options.
+        n_arguments: number of positional arguments with which the method is called besides.
+
+    Raises:
+        ValueError: `kwargs` has an option that the method does not take or that is a key of the recipe, or lacks one.
+    """
+    try:
+        parameters = list(inspect.signature(method).parameters.values())[n_arguments:]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{key} has no signature that could be checked ({error}): give a function or a class"
+        ) from error
+    keys = type(config).model_fields
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name, value in kwargs.items():
+        if name in keys:
+            raise ValueError(f"{key}_kwargs.{name}={show(value)}: this option is the recipe's key actor.{name}")
+        if name not in names and not takes_all:
+            known = [known for known in names if known not in keys] or ["none"]
+            raise ValueError(f"{key}_kwargs.{name}={show(value)}: there is no such option; it has {', '.join(known)}")
+    chosen = {name: getattr(config, name) for name in names if name in keys} | dict(kwargs)
+    for parameter in parameters:
+        if parameter.name in names and parameter.name not in chosen and parameter.default is parameter.empty:
+            raise ValueError(f"{key} needs the option {parameter.name}: give {key}_kwargs.{parameter.name}")
+    return chosen
+
+
+def built_in(key: str, name: str, kind: type[Method], chosen: Mapping[str, Any]) -> Method:
+    """Return a built-in method with its options, whose types and bounds are checked.
+
+    Raises:
+        ValueError: an option of the wrong type, or out of its bounds.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(chosen)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{key}={name}: {option}={show(first['input'])}: {first['msg']}") from error

@@ -1,0 +1,138 @@
+"""The loss of a policy: a surrogate, corrected for the rollout engine, minus an entropy bonus, plus a KL penalty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
+from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
+from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
+from fivefold.algorithms.loss import LossInputs, Metrics, largest, zero_unless
+from fivefold.algorithms.losses.registry import build_surrogate
+from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
+from fivefold.algorithms.ragged import Sequences
+from fivefold.config.schema import ActorConfig, GenerationConfig
+from fivefold.types import Totals
+
+_POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"})
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy's loss, aggregated over a mini-batch as `fivefold/algorithms/aggregation.py` says. A token costs
+
+        cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref)
+
+    where the weight is that of the rollout correction, or 1, and tokens that the correction leaves out cost nothing.
+
+    Without an `old_logprobs` field the batch is on-policy: p_old is p without its gradient, so that r = p / p_old is 1
+    and PPO's gradient is the plain policy gradient -A grad log p. The correction's weights p_old / q then still compare
+    the trainer with the rollout.
+
+    Fields read: `advantages`; `old_logprobs` and `rollout_logprobs` where present; `rollout_logprobs` is required with
+    `old_is_rollout` or a correction, and `ref_logprobs` with `kl_coeff` > 0.
+    """
+
+    temperature: float
+    surrogate: Surrogate
+    aggregation: Aggregation = "token_mean"
+    length: int = 1
+    """Tokens by which the aggregation `sequence_sum_fixed` divides."""
+    entropy_coeff: float = 0.0
+    kl_coeff: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    correction: RolloutCorrection | None = None
+    old_is_rollout: bool = False
+    """Whether `rollout_logprobs` are p_old (`recompute_logprob: false`)."""
+    rollout_is_truncated: bool = False
+    """Whether `rollout_logprobs` are of a truncated distribution, so that a comparison with the trainer's is void."""
+
+    @classmethod
+    def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
+        """Return the loss of a recipe's actor on completions that are sampled with `sampling`.
+
+        Raises:
+            ValueError: a loss that cannot be built; see `build_surrogate`.
+        """
+        return cls(
+            temperature=sampling.temperature,
+            surrogate=build_surrogate(config),
+            aggregation=config.loss_aggregation,
+            length=config.loss_length or sampling.max_new_tokens,
+            entropy_coeff=config.entropy_coeff,
+            kl_coeff=config.kl_ctl if config.kl_in == "loss" else 0.0,
+            kl_estimator=config.kl_estimator,
+            correction=RolloutCorrection.of(config.rollout_correction),
+            old_is_rollout=config.recompute_logprob is False,
+            rollout_is_truncated=sampling.truncates_distribution,
+        )
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.entropy_coeff != 0.0
+
+    def normalizer(self, totals: Totals) -> float:
+        return divisor(totals, self.aggregation, self.length)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        trained_T = inputs.mask_T.bool()
+        # Values of masked tokens may be -inf or NaN.
+        logprobs_T = zero_unless(trained_T, inputs.predictions["logprobs"])
+        entropy_T = zero_unless(trained_T, inputs.predictions["entropy"])
+        present = inputs.fields.keys() & _POLICY_FIELDS
+        fields = {name: zero_unless(trained_T, inputs.fields[name]) for name in present}
+        old_T = self._old_logprobs(fields, logprobs_T.detach())
+        sequences = Sequences.of(inputs.mask_T, inputs.lengths)
+
+        tokens = PolicyTokens(logprobs_T, old_T, fields["advantages"], sequences, inputs.fields)
+        cost_T, metrics = self.surrogate(tokens)
+        metrics |= {
+            "policy_loss": zero_unless(trained_T, cost_T.detach()).sum(),
+            "entropy": entropy_T.detach().sum(),
+            **_ratio_metrics(tokens),
+        }
+        if "rollout_logprobs" in fields and not self.rollout_is_truncated:
+            # Old log-probs that are the rollout's own show no mismatch. Current ones do, exactly on the first update.
+            trainer_T = logprobs_T.detach() if self.old_is_rollout else old_T
+            metrics |= mismatch_metrics(trainer_T, fields["rollout_logprobs"], trained_T)
+
+        kept_T = trained_T
+        if self.correction is not None:
+            corrected = self.correction(old_T, fields["rollout_logprobs"], sequences)
+            cost_T, kept_T = corrected.weights_T * cost_T, corrected.kept_T
+            metrics |= corrected.metrics
+        if self.entropy_gradient:
+            cost_T = cost_T - self.entropy_coeff * entropy_T
+        cost_T, kl_metrics = self._with_kl(cost_T, logprobs_T, fields)
+        weights_T = token_weights(inputs.mask_T, inputs.lengths, self.aggregation)
+        return (zero_unless(kept_T, cost_T) * weights_T).sum(), metrics | kl_metrics
+
+    def _old_logprobs(self, fields: dict[str, torch.Tensor], current_T: torch.Tensor) -> torch.Tensor:
+        return fields["rollout_logprobs"] if self.old_is_rollout else fields.get("old_logprobs", current_T)
+
+    def _with_kl(
+        self, cost_T: torch.Tensor, logprobs_T: torch.Tensor, fields: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
+        if "ref_logprobs" in fields:
+            kl_T = kl_estimate(logprobs_T, fields["ref_logprobs"], self.kl_estimator)
+            return (cost_T + self.kl_coeff * kl_T if self.kl_coeff else cost_T), {"kl_ref": kl_T.detach().sum()}
+        if self.kl_coeff:
+            raise ValueError(
+                f"the loss has a KL penalty (actor.kl_ctl={self.kl_coeff}), but the batch has no `ref_logprobs` field "
+                f"(it has {sorted(fields)}): compute the reference's log-probs, or set actor.kl_ctl=0"
+            )
+        return cost_T, {}
+
+
+def _ratio_metrics(tokens: PolicyTokens) -> Metrics:
+    """Measure how far the policy has moved from the old one."""
+    log_ratio_T = tokens.log_ratio_T.detach()
+    ratio_T = bounded_exp(log_ratio_T)
+    return {
+        "ppo_kl": (-log_ratio_T).sum(),
+        "ppo_kl_k3": kl_estimate(torch.zeros_like(log_ratio_T), log_ratio_T, "k3").sum(),
+        "ratio": zero_unless(tokens.trained_T, ratio_T).sum(),
+        "ratio/max": largest(ratio_T, tokens.trained_T),
+    }

@@ -1,0 +1,100 @@
+"""Losses and advantages that users write, outside the package: they are imported, tried out at the start, and called.
+
+A loss travels to the workers by name, so that its class need not be one that can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fivefold.algorithms.loss import Metrics
+from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
+from fivefold.algorithms.ragged import Sequences
+from fivefold.config.user_code import load_user_object, user_traceback
+
+
+def load(key: str, name: str, folder: Path | None = None) -> Callable[..., Any]:
+    """Import the function or class that the recipe's `key` names.
+
+    Raises:
+        ValueError: it cannot be imported, or cannot be called.
+    """
+    found = load_user_object(key, name, folder)
+    if not callable(found):
+        raise ValueError(f"{key}={name!r} is a {type(found).__name__}, which cannot be called")
+    return cast(Callable[..., Any], found)
+
+
+@dataclass(frozen=True)
+class UserLoss:
+    """A user's class with its options."""
+
+    name: str
+    folder: str
+    """Working folder of the command, in which the module is searched for."""
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def of(name: str, options: Mapping[str, Any]) -> UserLoss:
+        """Return the loss, after it was tried out on a small batch.
+
+        Raises:
+            ValueError: the class does not do what `Surrogate` says.
+        """
+        folder = str(Path.cwd())
+        # Another object than the one that is returned, which travels to the workers and must not hold the instance.
+        _try_out(name, UserLoss(name, folder, options))
+        return UserLoss(name, folder, options)
+
+    @cached_property
+    def _loss(self) -> Surrogate:
+        kind = load("actor.loss", self.name, Path(self.folder))
+        return cast(Surrogate, kind(**self.options))
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+        return self._loss(tokens)
+
+
+def _try_out(name: str, loss: UserLoss) -> None:
+    both, alone = _tokens([2, 3]), _tokens([2])
+    key = f"actor.loss={name!r}"
+    try:
+        cost_T, metrics = loss(both)
+        alone_T, _ = loss(alone)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        shown = user_traceback(error, [str(Path(__file__).parent)])
+        raise ValueError(f"{key} failed on a batch of two sequences:\n{shown}") from error
+    if not isinstance(cost_T, torch.Tensor) or cost_T.shape != (5,):
+        found = tuple(cost_T.shape) if isinstance(cost_T, torch.Tensor) else type(cost_T).__name__
+        raise ValueError(
+            f"{key} returned {found} for 5 tokens: return a tensor with the cost of each token, and a dict"
+        )
+    if not isinstance(metrics, dict):
+        raise ValueError(f"{key} returned a {type(metrics).__name__} in the place of a dict of metrics")
+    if not cost_T.requires_grad:
+        raise ValueError(f"{key} returned costs without a gradient: compute them from tokens.logprobs_T")
+    (gradient_T,) = torch.autograd.grad(cost_T.sum(), both.logprobs_T)
+    if not (cost_T.isfinite().all() and gradient_T.isfinite().all()):
+        raise ValueError(f"{key} returned costs or gradients that are not finite, for finite log-probs")
+    if not torch.allclose(cost_T[:2], alone_T):
+        raise ValueError(
+            f"{key}: the costs of a sequence depend on the sequences beside it, so the gradient would depend on the "
+            "split into micro-batches: compute means over tokens.sequences, not over all tokens"
+        )
+
+
+def _tokens(lengths: list[int]) -> PolicyTokens:
+    total = sum(lengths)
+    logprobs_T = -torch.linspace(0.5, 2.5, 5)[:total]
+    sequences = Sequences.of(torch.ones(total), lengths)
+    advantages_T = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])[:total]
+    old_T = logprobs_T - torch.tensor([0.1, -0.2, 0.3, -0.1, 0.0])[:total]
+    return PolicyTokens(logprobs_T.clone().requires_grad_(), old_T, advantages_T, sequences, {})

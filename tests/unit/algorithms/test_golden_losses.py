@@ -1,0 +1,345 @@
+"""Every policy loss, aggregation, KL term and correction against its formula, evaluated token by token in plain Python.
+
+The oracle shares no code with `fivefold.algorithms`: it loops over sequences and tokens, and decides by `if` where the
+papers have minima and clips. Its gradients are those of autograd through these scalars, in float64.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import exp, log
+
+import pytest
+import torch
+
+from fivefold.algorithms.corrections import RolloutCorrection
+from fivefold.algorithms.loss import zero_unless
+from fivefold.algorithms.losses.cispo import CISPO
+from fivefold.algorithms.losses.clip_cov import ClipCov
+from fivefold.algorithms.losses.covariance import CHOSEN
+from fivefold.algorithms.losses.cpgd import CPGD
+from fivefold.algorithms.losses.gmpo import GMPO
+from fivefold.algorithms.losses.gspo import GSPO
+from fivefold.algorithms.losses.kimi import Kimi
+from fivefold.algorithms.losses.kl_cov import KLCov
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.losses.registry import LOSSES
+from fivefold.algorithms.losses.reinforce import Reinforce
+from fivefold.algorithms.losses.sapo import SAPO
+from fivefold.algorithms.losses.surrogate import Surrogate
+from fivefold.algorithms.losses.topr import TOPR
+from fivefold.algorithms.policy_loss import PolicyLoss
+from tests.unit.algorithms.random_batches import Sampled, random_split, sample
+
+BATCHES = 200
+"""Random batches for each loss."""
+
+Scalar = torch.Tensor
+"""A tensor of no dimensions, in float64."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One trained token."""
+
+    logprob: Scalar
+    entropy: Scalar
+    old: float
+    rollout: float
+    ref: float
+    advantage: float
+    is_chosen: bool
+    """Whether Clip-Cov or KL-Cov chose the token."""
+
+    @property
+    def ratio(self) -> Scalar:
+        return torch.exp(self.logprob - self.old)
+
+
+def number(value: float) -> Scalar:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+Oracle = Callable[[list[Token]], list[Scalar]]
+"""The trained tokens of one sequence -> the cost of each."""
+
+
+def ppo(low: float, high: float, dual: float | None = None) -> Oracle:
+    def cost(token: Token) -> Scalar:
+        a, r = token.advantage, token.ratio
+        if a >= 0:
+            return -a * r if r <= 1 + high else number(-a * (1 + high))
+        if r < 1 - low:
+            return number(-a * (1 - low))
+        if dual is not None and r > dual:
+            return number(-a * dual)
+        return -a * r
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
+def reinforce(tokens: list[Token]) -> list[Scalar]:
+    return [-token.advantage * token.logprob for token in tokens]
+
+
+def gspo(low: float, high: float) -> Oracle:
+    """Eq. 14, whose gradient goes through the token's own log-prob."""
+
+    def costs(tokens: list[Token]) -> list[Scalar]:
+        log_s = sum((t.logprob - t.old for t in tokens), number(0.0)) / len(tokens)
+        result = []
+        for t in tokens:
+            s = torch.exp(log_s).detach() * t.ratio / t.ratio.detach()
+            stopped = s > 1 + high if t.advantage >= 0 else s < 1 - low
+            bound = 1 + high if t.advantage >= 0 else 1 - low
+            result.append(number(-t.advantage * bound) if stopped else -t.advantage * s)
+        return result
+
+    return costs
+
+
+def gmpo(low: float, high: float) -> Oracle:
+    def costs(tokens: list[Token]) -> list[Scalar]:
+        total = number(0.0)
+        for t in tokens:
+            d = t.logprob - t.old
+            if t.advantage > 0 and d > high:
+                d = number(high)
+            elif t.advantage <= 0 and d < -low:
+                d = number(-low)
+            total = total + d
+        mean_advantage = sum(t.advantage for t in tokens) / len(tokens)
+        return [-mean_advantage * torch.exp(total / len(tokens)) for _ in tokens]
+
+    return costs
+
+
+def cispo(low: float, high: float) -> Oracle:
+    def cost(token: Token) -> Scalar:
+        weight = min(max(token.ratio.item(), 1 - low), 1 + high)
+        return -weight * token.advantage * token.logprob
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
+def sapo(tau_pos: float, tau_neg: float) -> Oracle:
+    def cost(token: Token) -> Scalar:
+        tau = tau_pos if token.advantage > 0 else tau_neg
+        return -token.advantage * 4 / tau / (1 + torch.exp(-tau * (token.ratio - 1)))
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
+def topr(positive: float, negative: float) -> Oracle:
+    def costs(tokens: list[Token]) -> list[Scalar]:
+        whole = exp(sum(t.logprob.item() - t.old for t in tokens))
+        return [
+            -(positive if t.advantage > 0 else negative * min(1.0, whole)) * t.advantage * t.logprob for t in tokens
+        ]
+
+    return costs
+
+
+def clip_cov(low: float, high: float) -> Oracle:
+    def costs(tokens: list[Token]) -> list[Scalar]:
+        plain = ppo(low, high)(tokens)
+        return [number(0.0) if t.is_chosen else cost for t, cost in zip(tokens, plain, strict=True)]
+
+    return costs
+
+
+def kl_cov(coefficient: float) -> Oracle:
+    def cost(t: Token) -> Scalar:
+        distance = t.logprob - t.old if t.logprob > t.old else t.old - t.logprob
+        return -t.advantage * t.ratio + (coefficient * distance if t.is_chosen else 0.0)
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
+def kimi(tau: float) -> Oracle:
+    """The square of the whole sequence's log-ratio, as the sum over its tokens of the whole times the token's."""
+
+    def costs(tokens: list[Token]) -> list[Scalar]:
+        whole = sum((t.logprob - t.old for t in tokens), number(0.0))
+        return [-t.advantage * t.logprob + tau / 2 * whole * (t.logprob - t.old) for t in tokens]
+
+    return costs
+
+
+def cpgd(low: float, high: float, drift: float) -> Oracle:
+    def cost(t: Token) -> Scalar:
+        d = t.logprob - t.old
+        bound = log(1 + high) if t.advantage >= 0 else log(1 - low)
+        stopped = d > bound if t.advantage >= 0 else d < bound
+        gain = number(-t.advantage * bound) if stopped else -t.advantage * d
+        return gain + drift * (torch.exp(d) - 1 - d)
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
+CASES: dict[str, list[tuple[Surrogate, Oracle]]] = {
+    "ppo": [(PPO(0.2, 0.28), ppo(0.2, 0.28)), (PPO(0.3, None, 1.5), ppo(0.3, 0.3, 1.5))],
+    "reinforce": [(Reinforce(), reinforce)],
+    "gspo": [(GSPO(), gspo(3e-4, 4e-4)), (GSPO(0.2, 0.3), gspo(0.2, 0.3))],
+    "gmpo": [(GMPO(), gmpo(0.4, 0.4)), (GMPO(0.1, 0.3), gmpo(0.1, 0.3))],
+    "cispo": [(CISPO(), cispo(1.0, 4.0)), (CISPO(0.2, None), cispo(0.2, 0.2))],
+    "sapo": [(SAPO(), sapo(1.0, 1.05)), (SAPO(2.0, 3.0), sapo(2.0, 3.0))],
+    "topr": [(TOPR(), topr(1.0, 1.0)), (TOPR(0.5, 2.0), topr(0.5, 2.0))],
+    "clip_cov": [(ClipCov(0.2, 0.3, 0.3, -1.0, 1.0), clip_cov(0.2, 0.3))],
+    "kl_cov": [(KLCov(0.3, 0.7), kl_cov(0.7))],
+    "kimi": [(Kimi(0.3), kimi(0.3))],
+    "cpgd": [(CPGD(0.2, 0.3, 0.1), cpgd(0.2, 0.3, 0.1))],
+}
+CORRECTIONS = [
+    None,
+    None,
+    RolloutCorrection("token", 1.2),
+    RolloutCorrection("sequence", 2.0),
+    RolloutCorrection("token", None, "token", 1.5, 0.0),
+    RolloutCorrection("sequence", None, "sequence", 1.5, 0.0),
+    RolloutCorrection("token", None, "token", 1.5, 0.6),
+    RolloutCorrection(None, None, "geometric", 1.05, 0.95),
+    RolloutCorrection("token", 1.3, "geometric", None, 0.9, veto_below=0.5),
+]
+
+
+def random_loss(rng: random.Random, surrogate: Surrogate) -> PolicyLoss:
+    return PolicyLoss(
+        temperature=1.0,
+        surrogate=surrogate,
+        aggregation=rng.choice(["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_fixed"]),
+        length=rng.randint(1, 9),
+        entropy_coeff=rng.choice([0.0, 0.05]),
+        kl_coeff=rng.choice([0.0, 0.1]),
+        kl_estimator=rng.choice(["k1", "k2", "k3"]),
+        correction=rng.choice(CORRECTIONS),
+    )
+
+
+def tokens_of(sampled: Sampled) -> list[list[Token]]:
+    batch = sampled.batch
+    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+    chosen_T = batch.fields.get(CHOSEN, torch.zeros(batch.n_tokens))
+    return [
+        [
+            Token(
+                sampled.logprobs_T[t], sampled.entropy_T[t], *(float(batch.fields[name][t]) for name in names),
+                is_chosen=bool(chosen_T[t]),
+            )
+            for t in range(start, end)
+            if batch.mask_T[t]
+        ]
+        for start, end in pairwise(batch.offsets())
+    ]  # fmt: skip
+
+
+def correct(correction: RolloutCorrection | None, tokens: list[Token]) -> list[tuple[float, bool]]:
+    """Return the weight of each token of a sequence, and whether it is kept."""
+    if correction is None:
+        return [(1.0, True)] * len(tokens)
+    by_token = [exp(t.old - t.rollout) for t in tokens]
+    whole = exp(sum(t.old - t.rollout for t in tokens))
+    values = {"token": by_token, "sequence": [whole] * len(tokens), "geometric": [whole ** (1 / len(tokens))] * 9}
+    result = []
+    for i in range(len(tokens)):
+        weight = 1.0 if correction.weight is None else values[correction.weight][i]
+        if correction.weight_cap is not None:
+            weight = min(weight, correction.weight_cap)
+        kept = correction.veto_below is None or min(by_token) >= correction.veto_below
+        if correction.mask is not None:
+            judged = values[correction.mask][i]
+            kept &= correction.mask_above is None or judged <= correction.mask_above
+            kept &= correction.mask_below is None or judged >= correction.mask_below
+        result.append((weight, kept))
+    return result
+
+
+def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Scalar:
+    """Return the loss of a whole mini-batch, divided as its aggregation says."""
+    sums = []
+    for tokens in sequences:
+        total = number(0.0)
+        if not tokens:
+            continue
+        corrected = correct(loss.correction, tokens)
+        for t, cost, (weight, kept) in zip(tokens, oracle(tokens), corrected, strict=True):
+            if not kept:
+                continue
+            d = t.logprob - t.ref
+            kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[loss.kl_estimator]
+            total = total + weight * cost - loss.entropy_coeff * t.entropy + loss.kl_coeff * kl
+        sums.append(total / len(tokens) if loss.aggregation == "sequence_mean" else total)
+    n_tokens = sum(map(len, sequences))
+    divisors = {
+        "token_mean": n_tokens,
+        "sequence_mean": len(sums),
+        "sequence_sum": len(sums),
+        "sequence_sum_fixed": len(sums) * loss.length,
+    }
+    return sum(sums, number(0.0)) / max(1, divisors[loss.aggregation])
+
+
+def gradients(value: torch.Tensor, sampled: Sampled) -> list[torch.Tensor]:
+    tensors = (sampled.logprobs_T, sampled.entropy_T)
+    if not value.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    found = torch.autograd.grad(value, tensors, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+
+
+def prepared(sampled: Sampled, surrogate: Surrogate) -> Sampled:
+    """Return the batch after what the loss computes over a whole mini-batch, on one replica."""
+    if not isinstance(surrogate, ClipCov | KLCov):
+        return sampled
+    return replace(sampled, batch=surrogate.before(sampled.batch, lambda tensor: [tensor]))
+
+
+def test_every_loss_has_a_golden_case() -> None:
+    assert CASES.keys() == LOSSES.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_equal_the_formula_under_every_split(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(BATCHES):
+        surrogate, oracle = rng.choice(CASES[name])
+        loss, sampled = random_loss(rng, surrogate), prepared(sample(rng), surrogate)
+        scale = loss.normalizer(sampled.batch.totals())
+        total, metrics = loss(sampled.inputs())
+        value = total / scale
+        wanted = naive(loss, oracle, tokens_of(sampled))
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+        got = gradients(value, sampled)
+        trained_T = sampled.batch.mask_T.bool()
+        for mine, theirs in zip(got, gradients(wanted, sampled), strict=True):
+            torch.testing.assert_close(mine, zero_unless(trained_T, theirs), rtol=1e-8, atol=1e-12)
+
+        parts = [loss(sampled.inputs(indices)) for indices in random_split(rng, len(sampled.batch))]
+        split = torch.stack([part for part, _ in parts]).sum() / scale
+        torch.testing.assert_close(split, value, rtol=1e-9, atol=1e-12)
+        for mine, whole in zip(gradients(split, sampled), got, strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-12)
+        for metric, measured in metrics.items():
+            reduce = max if metric.endswith("/max") else sum
+            assert reduce(float(part[metric]) for _, part in parts) == pytest.approx(float(measured), rel=1e-9), metric
+
+
+def test_gspo_has_the_gradient_of_the_sequences_ratio_where_its_tokens_have_one_advantage() -> None:
+    rng = random.Random(0)
+    loss = PolicyLoss(1.0, GSPO(0.2, 0.3), "sequence_mean")
+    for _ in range(50):
+        sampled = sample(rng)
+        advantages_T = torch.cat([number(rng.gauss(0, 1)).expand(length) for length in sampled.batch.lengths])
+        sampled = replace(sampled, batch=sampled.batch.with_fields(advantages=advantages_T))
+        objective = number(0.0)
+        for tokens in tokens_of(sampled):
+            if tokens:  # eq. 5 and 7
+                s = torch.exp(sum((t.logprob - t.old for t in tokens), number(0.0)) / len(tokens))
+                a = tokens[0].advantage
+                objective = objective + torch.minimum(s * a, s.clamp(0.8, 1.3) * a)
+        total, _ = loss(sampled.inputs())
+        torch.testing.assert_close(total, -objective)
+        torch.testing.assert_close(gradients(total, sampled)[0], torch.nan_to_num(gradients(-objective, sampled)[0]))
