@@ -36,8 +36,8 @@ FINAL_ONLY = 2
 _INDEX = re.compile(rb'"index":\s*(\d+)')
 _TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([\d,\s]*)\]')
 _FINISH_REASON = re.compile(rb'"finish_reason":\s*"?(\w+)')
-_LOGPROB = re.compile(rb'"logprob":\s*(-?[\d.][\d.eE+-]*)')
-
+# Beside each token's log-prob is the list of the most likely ones, with the same keys; it is empty for lack of numbers.
+_LOGPROB = re.compile(rb'"logprob":\s*(-?[\d.][\d.eE+-]*)[^{}]*"top_logprobs":\s*\[\{[^}]*\}\s*\]')
 
 INSIDE = Path(__file__).with_name("inside_vllm")
 """Folder of the code that runs inside vLLM's workers."""

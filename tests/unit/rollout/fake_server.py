@@ -458,8 +458,9 @@ def _vllm_reply(prompt: Sequence[int], answers: Sequence[AnswerParts], *, with_l
     choices = []
     for index, (token_ids, logprobs, reason) in enumerate(answers):
         content = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            {**entry, "top_logprobs": [entry]}
             for token, logprob in zip(token_ids, logprobs, strict=False)
+            for entry in [{"token": f"token_id:{token}", "logprob": logprob, "bytes": None}]
         ]
         choice = {"index": index, "logprobs": {"content": content} if with_logprobs else None}
         choices.append({**choice, "finish_reason": reason, "token_ids": token_ids, "routed_experts": None})
