@@ -13,6 +13,7 @@ from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.store import TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.cluster.group import put
 from fivefold.config.load import resolved_yaml
@@ -27,9 +28,9 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.keeping import keep
 from fivefold.roles.launch import launch_actor
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
-from fivefold.roles.policy_update import SkipGuard, average_updates
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
+from fivefold.roles.updates import SkipGuard, average_updates
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
     with open_run(recipe, start, SFT_COLUMNS, _banner(setup, start, note)) as run:
         actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
-        load_state(start, actor)
+        load_state(start, TRAINER, actor)
         run.folder.started()
         state = _loop(setup, actor, run, state, began)
         before, after = state.evaluation_before, state.evaluation_last
@@ -127,7 +128,7 @@ def _loop(setup: SFTSetup, actor: Actor, run: OpenRun, state: RunState, began: f
     saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
     guard = SkipGuard()
     guard.in_a_row = state.skips_in_a_row
-    with keep(run, recipe, actor, state, setup.schedule(recipe.recover), began) as keeper:
+    with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
         run.screen.start(setup.total_steps, state.step)
         if state.step == 0:
             state = replace(state, evaluation_before=_held_out(actor, setup.valid, run, "before training"))

@@ -1,8 +1,8 @@
 """Reinforcement learning: the roles are started, then one loop runs.
 
-prompts ─> rollout ─> rewards ─> (reference) ─> advantages ─> mini-batches ─> actor
-   ^                                                                            │
-next step <──────────────── rollout engines <──────────────── new weights <─────┘
+prompts ─> rollout ─> rewards ─> (critic, reference) ─> advantages ─> mini-batches ─> (critic), actor
+   ^                                                                                         │
+next step <───────────────────── rollout engines <──────────────────── new weights <─────────┘
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.store import CRITIC, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema import PeriodicConfig, TrainRecipe
@@ -31,8 +32,9 @@ from fivefold.observe.versions import versions
 from fivefold.rewards.compute import check_ground_truths
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.reward import NamedReward
+from fivefold.roles.critic_update import critic_update
 from fivefold.roles.keeping import keep
-from fivefold.roles.launch import ActorState, Roles, launch_roles, replica_spec
+from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owners
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.remote_batch import RemoteBatch
@@ -109,11 +111,13 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     setup = set_up(recipe)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
     with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note)) as run:
-        updates = setup.total_steps * recipe.actor.ppo_epochs * recipe.actor.ppo_n_minibatches
         ground = setup.ground
-        roles = launch_roles(run.session, recipe, ground.placement, ground.path, updates, setup.route)
+        roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
         with roles.on_device(run.timers, *OFFLOADABLE):
-            load_state(start, roles.actor)
+            load_state(start, TRAINER, roles.actor)
+        if roles.critic is not None:
+            with roles.critic_on_device(run.timers, *OFFLOADABLE):
+                load_state(start, CRITIC, roles.critic)
         run.folder.started()
         state = _loop(setup, roles, run, state, began)
         summary = _summary(setup, state)
@@ -126,12 +130,12 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, timers = setup.recipe, run.timers
     source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.reward, timers)
-    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers)
+    critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
+    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic)
     update.guard.in_a_row = state.skips_in_a_row
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
     weights = WeightSaver(recipe.saver, run.folder.weights, roles.actor.save)
-    owner = ActorState(roles, timers)
-    with keep(run, recipe, owner, state, setup.schedule(recipe.recover), began) as keeper:
+    with keep(run, recipe, state_owners(roles, timers), state, setup.schedule(recipe.recover), began) as keeper:
         run.screen.start(setup.total_steps, state.step)
         roles.send_weights(state.step, timers)
         if state.step == 0:
@@ -159,6 +163,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                 sampler=setup.sampler.state_dict(),
                 weight_version=step,
                 skips_in_a_row=update.guard.in_a_row,
+                critic_skips_in_a_row=critic.guard.in_a_row if critic else 0,
             )
             try:
                 if saver.is_due(step):

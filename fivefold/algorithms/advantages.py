@@ -55,7 +55,8 @@ def compute_advantages(rewards: Sequence[float], group_ids: Sequence[int], confi
     numbers = {group: number for number, group in enumerate(dict.fromkeys(group_ids))}
     groups_N = torch.tensor([numbers[group] for group in group_ids])
     shaped_N = _shape(raw_N, config)
-    advantages_N = normalize(shaped_N, groups_N, config.reward_norm)
+    # GAE takes the shaped rewards, and makes advantages of them and of a critic's values (gae.py).
+    advantages_N = shaped_N if config.advantage == "gae" else normalize(shaped_N, groups_N, config.reward_norm)
     constant_G = _Sets(shaped_N, groups_N).is_constant_S
     return Advantages(
         advantages_N.float(),

@@ -62,6 +62,8 @@ class RunState:
     """The last evaluation up to this step; None if there was none."""
     kept_metric: MetricHistory | None = None
     """History of the metric of `recover.keep_best`; None if the recipe names none."""
+    critic_skips_in_a_row: int = 0
+    """The same as `skips_in_a_row`, of the critic."""
     started_from: str | None = None
     """Folder of another run's checkpoint, from which this run started; None if it started anew."""
 

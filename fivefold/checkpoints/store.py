@@ -25,6 +25,8 @@ RECIPE = "recipe.yaml"
 """File of a checkpoint with the resolved recipe."""
 TRAINER = "trainer"
 """Folder of a checkpoint with the actor's state."""
+CRITIC = "critic"
+"""Folder of a checkpoint with the critic's state, if there is a critic."""
 MOST_NAMES = 5
 """Most files that a message lists."""
 _NAME = re.compile(r"step-(\d{6,})")

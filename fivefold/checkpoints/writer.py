@@ -22,7 +22,7 @@ from typing import Protocol, Self, TypeVar
 from fivefold.checkpoints.manifest import FileEntry, Manifest
 from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.store import RECIPE, TRAINER, CheckpointStore
+from fivefold.checkpoints.store import RECIPE, CheckpointStore
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema import RunConfig
 from fivefold.engine.state_store import WrittenFile, WrittenPart, finish
@@ -63,7 +63,7 @@ class Checkpointer:
         self,
         recipe: RunConfig,
         store: CheckpointStore,
-        owner: StateOwner,
+        owners: Mapping[str, StateOwner],
         timers: PhaseTimers,
         *,
         schedule: Schedule,
@@ -75,7 +75,7 @@ class Checkpointer:
         Args:
             recipe: the recipe, whose section `recover` is followed, and which is saved with each checkpoint.
             store: the run's checkpoints.
-            owner: whose state is saved.
+            owners: whose state is saved, by the folder of a checkpoint that gets it.
             timers: timers of the driver; the copy counts for the phase `checkpoint`, the rest for `checkpoint write`.
             schedule: the frequencies of `recover`.
             history: values of the metric `recover.keep_best` at the steps before; None if there are none.
@@ -84,7 +84,7 @@ class Checkpointer:
         self._recipe = recipe
         self._config = recipe.recover
         self._store = store
-        self._owner = owner
+        self._owners = owners
         self._timers = timers
         self._schedule = schedule
         best = self._config.keep_best
@@ -159,8 +159,9 @@ class Checkpointer:
 
     def _snapshot(self, step: int) -> Path:
         folder = self._store.begin(step)
-        (folder / TRAINER).mkdir()
-        self._owner.snapshot(folder / TRAINER)
+        for name, owner in self._owners.items():
+            (folder / name).mkdir()
+            owner.snapshot(folder / name)
         return folder
 
     def _write(self, begun: _Begun) -> None:
@@ -175,8 +176,10 @@ class Checkpointer:
 
     def _files(self, begun: _Begun) -> dict[str, FileEntry]:
         """Write all files but the manifest. Returns their entries."""
-        parts = self._owner.write_snapshot()
-        files = {f"{TRAINER}/{file.name}": _entry(file) for file in finish(begun.folder / TRAINER, parts)}
+        files: dict[str, FileEntry] = {}
+        for name, owner in self._owners.items():
+            written = finish(begun.folder / name, owner.write_snapshot())
+            files |= {f"{name}/{file.name}": _entry(file) for file in written}
         write_file(begun.folder / RECIPE, resolved_yaml(self._recipe).encode())
         for path in (begun.folder / RECIPE, begun.state.write(begun.folder)):
             files[path.name] = FileEntry.of(path)

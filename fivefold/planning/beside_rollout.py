@@ -28,6 +28,7 @@ def beside_rollout(
     recipe: TrainRecipe,
     actor_folder: Path | str,
     reference_folder: Path | str | None,
+    critic_folder: Path | str | None = None,
     *,
     gpu_memory: int | None,
 ) -> BesideRollout:
@@ -37,6 +38,7 @@ def beside_rollout(
         recipe: the roles, their layouts and their cluster.
         actor_folder: local model folder of the actor.
         reference_folder: local model folder of the reference model; None: that of the actor.
+        critic_folder: local model folder of the critic; None: there is none.
         gpu_memory: bytes of the smallest GPU, by which the plan decides what must be offloaded; None: it is not known,
             and taken to be 80 GB.
 
@@ -44,8 +46,10 @@ def beside_rollout(
         ValueError: a folder without a model that can be planned, a layout that its model cannot take, or roles that do
             not fit on the cluster.
     """
+    critic = recipe.critic
     local = recipe.model_copy(
         update={
+            "critic": None if critic is None else critic.model_copy(update={"path": str(critic_folder)}),
             "actor": recipe.actor.model_copy(update={"path": str(actor_folder)}),
             "ref": recipe.ref.model_copy(update={"path": None if reference_folder is None else str(reference_folder)}),
         }

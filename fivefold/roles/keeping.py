@@ -102,7 +102,12 @@ class Keeper:
 
 @contextmanager
 def keep(
-    run: OpenRun, recipe: Recipe, owner: StateOwner, state: RunState, schedule: Schedule, began: float
+    run: OpenRun,
+    recipe: Recipe,
+    owners: Mapping[str, StateOwner],
+    state: RunState,
+    schedule: Schedule,
+    began: float,
 ) -> Iterator[Keeper]:
     """Yield the keeper of a training loop. Inside the block, Ctrl-C and SIGTERM end the run after the step in progress.
 
@@ -111,7 +116,7 @@ def keep(
     Args:
         run: folder, screen and timers of the run.
         recipe: its recipe.
-        owner: whose state is saved.
+        owners: whose state is saved, by the folder of a checkpoint that gets it.
         state: the state of the run before its next step.
         schedule: the frequencies of checkpoints.
         began: time on `time.perf_counter` at which the command was started.
@@ -121,7 +126,7 @@ def keep(
     checkpoints = Checkpointer(
         recipe,
         CheckpointStore(folder.checkpoints),
-        owner,
+        owners,
         run.timers,
         schedule=schedule,
         history=state.kept_metric,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.checkpoints.store import CRITIC, TRAINER
+from fivefold.checkpoints.writer import StateOwner
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import EngineConfig, Recipe, TrainRecipe
+from fivefold.config.schema import ActorConfig, CriticConfig, EngineConfig, OffloadConfig, Recipe, TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape
@@ -24,6 +26,7 @@ from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
 from fivefold.roles.actor import Actor
+from fivefold.roles.critic import Critic
 from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a run. There is a reference only if the recipe has a KL term."""
+    """All roles of a run. There is a reference only if the recipe has a KL term, and a critic only if it has one."""
 
     actor: Actor
     rollout: Rollout
@@ -46,6 +49,7 @@ class Roles:
     """What the actor moves off its devices while the rollout that shares them is awake."""
     moved: MovedBytes = field(default_factory=MovedBytes)
     """What the actor has moved off its devices and back since its metrics were taken."""
+    critic: Critic | None = None
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
@@ -72,6 +76,22 @@ class Roles:
         with self.training(timers):
             yield
         if version is not None:
+            self.send_weights(version, timers)
+
+    @contextmanager
+    def critic_on_device(self, timers: PhaseTimers, *needed: Offloadable) -> Iterator[None]:
+        """Have `needed` of the critic on its devices inside the block, which saves or loads it.
+
+        If the rollout must make room for it, it gets its weights once more behind the block.
+        """
+        assert self.critic is not None
+        if not set(needed).intersection(self.critic.offloaded):
+            yield
+            return
+        version = self.rollout.version
+        with self.training(timers), self.critic.working(*needed):
+            yield
+        if version is not None and self.rollout.shares_devices:
             self.send_weights(version, timers)
 
     def send_weights(self, version: int, timers: PhaseTimers) -> None:
@@ -113,8 +133,34 @@ class ActorState:
         return self.roles.actor.write_snapshot()
 
 
+@dataclass(frozen=True)
+class CriticState:
+    """The critic's state as checkpoints take it, like `ActorState`."""
+
+    roles: Roles
+    critic: Critic
+    timers: PhaseTimers
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+        with self.roles.critic_on_device(self.timers, "params", "optimizer"):
+            return self.critic.snapshot(folder)
+
+    def write_snapshot(self) -> list[WrittenPart]:
+        """Write the files of the last snapshot; see `TrainedRole.write_snapshot`."""
+        return self.critic.write_snapshot()
+
+
+def state_owners(roles: Roles, timers: PhaseTimers) -> dict[str, StateOwner]:
+    """Return whose state a checkpoint has, by its folder."""
+    owners: dict[str, StateOwner] = {TRAINER: ActorState(roles, timers)}
+    if roles.critic is not None:
+        owners[CRITIC] = CriticState(roles, roles.critic, timers)
+    return owners
+
+
 def launch_roles(
-    session: Session, recipe: TrainRecipe, placement: Placement, path: str, total_steps: int, route: Route
+    session: Session, recipe: TrainRecipe, placement: Placement, path: str, n_steps: int, route: Route
 ) -> Roles:
     """Start the processes of all roles of `recipe`.
 
@@ -123,10 +169,11 @@ def launch_roles(
         recipe: the recipe.
         placement: the roles on their devices.
         path: the actor's model, folder or hub name.
-        total_steps: optimizer steps of the whole run.
+        n_steps: training steps of the whole run.
         route: how weights travel from the actor to the rollout.
     """
-    spec = actor_spec(recipe, placement, path, total_steps)
+    warmup = 0 if recipe.critic is None else recipe.critic.warmup_steps
+    spec = actor_spec(recipe, placement, path, updates_of(recipe.actor, max(1, n_steps - warmup)))
     roles = [_trainer_role("actor", placement, spec)]
     reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
     alone = None
@@ -135,7 +182,10 @@ def launch_roles(
         roles.append(_trainer_role("ref", placement, alone))
     beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
     replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
-    groups = _launch(session, rollout_role(placement, replica), roles, placement)
+    critic_spec = None if recipe.critic is None else _critic_spec(recipe, recipe.critic, placement, n_steps)
+    first = [] if critic_spec is None else [_trainer_role("critic", placement, critic_spec)]
+    offloaded_by_critic = () if recipe.critic is None else _offloaded_by_critic(recipe.critic, placement)
+    groups = _launch(session, rollout_role(placement, replica), first, offloaded_by_critic, roles, placement)
     trainer = _trainer(groups["actor"], spec)
     actor = Actor(trainer, route)
     rollout = Rollout(
@@ -150,6 +200,45 @@ def launch_roles(
         rollout=rollout,
         reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
         offloaded=beside.offloaded,
+        critic=None
+        if critic_spec is None
+        else Critic(
+            _trainer(groups["critic"], critic_spec),
+            offloaded_by_critic,
+            actor if "actor" in placement.sharers("critic") else None,
+            beside.offloaded or asked_offload(recipe.actor.offload),
+        ),
+    )
+
+
+def updates_of(section: ActorConfig | CriticConfig, n_steps: int) -> int:
+    """Return the optimizer steps that a role makes in so many training steps."""
+    return n_steps * section.ppo_epochs * section.ppo_n_minibatches
+
+
+def asked_offload(section: OffloadConfig) -> tuple[Offloadable, ...]:
+    """Return what the recipe itself says that a role offloads."""
+    return tuple(kind for kind in OFFLOADABLE if getattr(section, kind))
+
+
+def _offloaded_by_critic(critic: CriticConfig, placement: Placement) -> tuple[Offloadable, ...]:
+    """Return what the critic moves off its devices while it does not work: on GPUs, all of it if others work there."""
+    by_default = bool(placement.sharers("critic")) and not placement.is_cpu
+    wanted = {kind: getattr(critic.offload, kind) for kind in OFFLOADABLE}
+    return tuple(kind for kind, is_wanted in wanted.items() if (by_default if is_wanted is None else is_wanted))
+
+
+def _critic_spec(recipe: TrainRecipe, critic: CriticConfig, placement: Placement, n_steps: int) -> TrainerSpec:
+    """Return the spec of the critic's processes."""
+    return TrainerSpec(
+        model=engine_config(critic, resolve_model_path(critic.path)),
+        layout=placement["critic"].layout,
+        seed=recipe.seed,
+        timeout_s=recipe.scheduler.timeout_s,
+        tokenizer=resolve_model_path(recipe.tokenizer_path or recipe.actor.path),
+        optimizer=critic.optimizer,
+        total_steps=updates_of(critic, n_steps),
+        value_head=True,
     )
 
 
@@ -187,16 +276,30 @@ def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
     return Trainer(group, BatchPlanner.of(spec.model, spec.layout, shape))
 
 
-def _launch(session: Session, rollout: Role, trainers: Sequence[Role], placement: Placement) -> dict[str, WorkerGroup]:
-    """Start all roles at once. A server that shares devices starts first, because it measures their free memory.
+def _launch(
+    session: Session,
+    rollout: Role,
+    critic: Sequence[Role],
+    offloaded_by_critic: Sequence[Offloadable],
+    trainers: Sequence[Role],
+    placement: Placement,
+) -> dict[str, WorkerGroup]:
+    """Start all roles at once, unless they would need each other's memory.
 
-    It sleeps until the first weights are sent.
+    A server that shares devices starts first, because it measures their free memory, and sleeps until the first weights
+    are sent. A critic that offloads its state does so before others start.
     """
-    if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
-        return session.launch(rollout, *trainers)
-    groups = session.launch(rollout)
-    groups["rollout"].call(RolloutWorker.sleep)
-    return groups | session.launch(*trainers)
+    groups: dict[str, WorkerGroup] = {}
+    together = [rollout, *critic, *trainers]
+    if placement["rollout"].layout.is_server and placement.sharers("rollout"):
+        groups |= session.launch(rollout)
+        groups["rollout"].call(RolloutWorker.sleep)
+        together.remove(rollout)
+    if offloaded_by_critic and placement.sharers("critic"):
+        groups |= session.launch(*critic)
+        groups["critic"].call(TrainerWorker.offload, offloaded_by_critic)
+        together = [role for role in together if role not in critic]
+    return groups | session.launch(*together)
 
 
 def _reference(
@@ -286,13 +389,13 @@ def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_me
     if not sharers:
         return BesideRollout(0, ())
     if placement.is_cpu:
-        asked = tuple(kind for kind in OFFLOADABLE if getattr(recipe.actor.offload, kind))
-        return BesideRollout(0, asked if "actor" in sharers else ())
+        return BesideRollout(0, asked_offload(recipe.actor.offload) if "actor" in sharers else ())
     reference = recipe.ref.path
     return beside_rollout(
         recipe,
         resolve_model_folder(path),
         None if reference is None else resolve_model_folder(reference),
+        None if recipe.critic is None else resolve_model_folder(recipe.critic.path),
         gpu_memory=gpu_memory,
     )
 

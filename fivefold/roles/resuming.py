@@ -12,8 +12,8 @@ from fivefold.config.schema import Recipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe
 from fivefold.observe.versions import versions
-from fivefold.roles.actor import Actor
 from fivefold.roles.opening import Groundwork
+from fivefold.roles.trained import TrainedRole
 
 
 def state_at_start(
@@ -61,6 +61,7 @@ def state_at_start(
     kept = replace(
         state,
         skips_in_a_row=earlier.skips_in_a_row,
+        critic_skips_in_a_row=earlier.critic_skips_in_a_row,
         seconds=earlier.seconds,
         began=earlier.began,
         evaluation_before=earlier.evaluation_before,
@@ -70,10 +71,13 @@ def state_at_start(
     return kept, note
 
 
-def load_state(start: Anew | Resume, actor: Actor) -> None:
-    """Load the actor's state from the checkpoint from which the run goes on, if there is one."""
-    if isinstance(start, Resume):
-        actor.load_state(start.checkpoint.path / TRAINER)
+def load_state(start: Anew | Resume, folder: str, role: TrainedRole) -> None:
+    """Load the state of a role from `folder` of the checkpoint from which the run goes on, if there is one.
+
+    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, has a new one.
+    """
+    if isinstance(start, Resume) and (folder == TRAINER or (start.checkpoint.path / folder).is_dir()):
+        role.load_state(start.checkpoint.path / folder)
 
 
 def start_facts(start: Anew | Resume, note: str | None) -> dict[str, object]:

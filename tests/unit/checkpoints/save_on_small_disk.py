@@ -19,7 +19,7 @@ import torch
 from fivefold.bridge.pieces import Piece
 from fivefold.checkpoints.manifest import verify
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.store import TRAINER, CheckpointStore
 from fivefold.checkpoints.writer import Checkpointer
 from fivefold.config.schema import TrainRecipe
 from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange, WrittenPart
@@ -83,7 +83,7 @@ def attempt(store: CheckpointStore, step: int) -> str | None:
     notes: list[str] = []
     try:
         with Checkpointer(
-            RECIPE, store, Weights(), PhaseTimers(), schedule=schedule, history=None, note=notes.append
+            RECIPE, store, {TRAINER: Weights()}, PhaseTimers(), schedule=schedule, history=None, note=notes.append
         ) as saving:
             saving.begin(run_state(step, kept_metric=None), {})
             saving.commit()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoints.manifest import verify
+from fivefold.checkpoints.manifest import FileEntry, Manifest, verify
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
 from fivefold.checkpoints.writer import Checkpointer
 from fivefold.config.schema import TrainRecipe
 from fivefold.engine.state_store import WrittenPart
@@ -49,7 +49,7 @@ class SlowWeights(Weights):
         return super().write_snapshot()
 
 
-def checkpointer(folder: Path, owner: Weights, notes: list[str] | None = None, **recover: object) -> Checkpointer:
+def checkpointer(folder: Path, *owners: Weights, notes: list[str] | None = None, **recover: object) -> Checkpointer:
     recipe = TrainRecipe.model_validate(
         {
             "experiment_name": "e", "actor": {"path": "m"}, "train_dataset": {"path": "d"},
@@ -59,7 +59,8 @@ def checkpointer(folder: Path, owner: Weights, notes: list[str] | None = None, *
     schedule = Schedule(recipe.recover, total_steps=50, steps_per_epoch=20)
     note = ([] if notes is None else notes).append
     store = CheckpointStore(folder)
-    return Checkpointer(recipe, store, owner, PhaseTimers(), schedule=schedule, history=None, note=note)
+    by_folder = dict(zip((TRAINER, CRITIC), owners, strict=False))
+    return Checkpointer(recipe, store, by_folder, PhaseTimers(), schedule=schedule, history=None, note=note)
 
 
 def steps(folder: Path) -> list[int]:
@@ -101,7 +102,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_is_repeated(tmp_path: Path) -> None:
     notes: list[str] = []
-    with checkpointer(tmp_path, FailingWeights(2), notes, write_attempts=3) as saving:
+    with checkpointer(tmp_path, FailingWeights(2), notes=notes, write_attempts=3) as saving:
         saving.begin(run_state(1, kept_metric=None), {})
         saving.commit()
         saving.finish()
@@ -126,6 +127,22 @@ def test_a_write_that_always_fails_ends_the_run_in_one_of_the_next_steps(tmp_pat
     with pytest.raises(RunFailed, match=r"checkpoint of step 2 .* in 2 attempts .* Input/output error.*/step-000001\."):
         go_on()
     assert steps(tmp_path) == [1]
+
+
+def test_every_role_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, Weights(), Weights()) as saving:
+        saving.begin(run_state(1, kept_metric=None), {})
+        saving.commit()
+        saving.finish()
+    assert steps(tmp_path) == [1]
+    files = CheckpointStore(tmp_path).all()[0].manifest().files
+    assert {"trainer/.metadata", "critic/.metadata"} <= files.keys()
+    with pytest.raises(ValueError, match="critic/.metadata is not in the manifest"):
+        CheckpointStore(tmp_path).commit(tmp_path / "step-000001", Manifest(1, "", "", without_critic(files)))
+
+
+def without_critic(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    return {name: entry for name, entry in files.items() if not name.startswith("critic")}
 
 
 def test_without_recovery_nothing_is_due(tmp_path: Path) -> None:

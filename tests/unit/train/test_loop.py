@@ -23,12 +23,12 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.launch import Roles
 from fivefold.roles.opening import OpenRun
-from fivefold.roles.policy_update import SkipGuard
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.resuming import state_at_start
 from fivefold.roles.rollout import Generated, Rollout
 from fivefold.roles.trainer import Trainer, UpdateResult
+from fivefold.roles.updates import SkipGuard
 from fivefold.sync.offer import WeightOffer
 from fivefold.types import Prompt, Sample
 

@@ -1,0 +1,64 @@
+"""What follows from the results of optimizer steps: one number for each metric, and an end if none of them succeeds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fivefold.observe.errors import RunFailed
+from fivefold.roles.trainer import UpdateResult
+
+MOST_SKIPPED = 3
+"""Updates in a row without a finite gradient, after which the run ends: it will not recover by itself."""
+
+
+class SkipGuard:
+    """Ends a run whose gradients are repeatedly not finite."""
+
+    def __init__(self, role: str = "actor") -> None:
+        """Count no update yet; `role` is the role whose updates are counted."""
+        self._role = role
+        self.in_a_row = 0
+        """Number of the last updates that were skipped one after the other."""
+
+    def check(self, result: UpdateResult, step: int) -> None:
+        """Count updates that were skipped in a row.
+
+        Raises:
+            RunFailed: `MOST_SKIPPED` updates in a row were skipped.
+        """
+        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
+        if self.in_a_row >= MOST_SKIPPED:
+            raise RunFailed(
+                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}"
+                f"{_where(result)}. The {self._role}'s weights are those before them. "
+                f"Lower {self._role}.optimizer.lr, or look at what these steps trained on"
+            )
+
+
+def _where(result: UpdateResult) -> str:
+    if result.non_finite:
+        return f", first in {', '.join(result.non_finite)}"
+    return ": every parameter's gradient is finite, but the norm of all of them is beyond float32"
+
+
+def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Reduce each metric of several updates to one number.
+
+    Most are averaged. Names that end in `/max` or `/min` are reduced by maximum or minimum, `lr` is the last one, and
+    `skipped_updates` counts the updates that were skipped.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for name, value in result.metrics.items():
+            values[name].append(value)
+    reduce = {"max": max, "min": min}
+    averages = {
+        name: reduce.get(name.rpartition("/")[2], lambda row: sum(row) / len(row))(row) for name, row in values.items()
+    }
+    averages["lr"] = values["lr"][-1]
+    if share := averages.get("rollout_mismatch_share"):
+        # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
+        averages |= {name: averages[name] / share for name in ("rollout_mismatch", "rollout_mismatch_kl")}
+    averages["skipped_updates"] = float(sum(result.skipped for result in results))
+    return averages
