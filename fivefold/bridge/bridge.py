@@ -16,6 +16,7 @@ from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mapping
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
+from fivefold.bridge.participants import find_part
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
 
@@ -42,7 +43,7 @@ class Bridge:
         self._mappings = {mapping.megatron: mapping for mapping in mappings(shape)}
 
     def expected_names(self) -> dict[str, Shape]:
-        """Return the names and full shapes of the model's Hugging Face tensors, in the order of an export."""
+        """Return the names and full shapes of the model's Hugging Face tensors."""
         return expected_tensors(self._shape)
 
     @torch.no_grad()
@@ -74,25 +75,34 @@ class Bridge:
             raise _not_finite(suspects, source)
 
     def export(
-        self, parameters: Mapping[str, Tensor], groups: ShardGroups, *, dtype: torch.dtype | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: ShardGroups,
+        *,
+        dtype: torch.dtype | None = None,
+        readers: frozenset[int] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every Hugging Face tensor, full, on every rank, in the order of `expected_names`.
+        """Yield every Hugging Face tensor, full, on the ranks that read them; on the others, outlines on `meta`.
 
         `parameters` may hold anything of the parameters' names and shapes: weights, gradients, moments. If the
-        embeddings are tied, the first stage's tensor is exported. All ranks iterate in lock-step, to the end. Without
-        sharding the tensors are views of `parameters`: copy what has to outlive their next change.
+        embeddings are tied, the first stage's tensor is exported. All ranks iterate in lock-step, to the end, and get
+        the same names in the same order. Without sharding the tensors are views of `parameters`: copy what has to
+        outlive their next change.
 
         Args:
             parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
             groups: where this rank stands.
             dtype: what tensors are converted to before they are sent; None leaves them as they are.
+            readers: the ranks that read the tensors; None: all.
 
         Raises:
             WeightMismatchError: on every rank, unless `parameters` are those of the model, all in their shapes.
         """
-        for bucket in buckets(self._plan(parameters, groups, dtype), self._bucket_bytes):
-            for item, shards in zip(bucket, gather(bucket, parameters, groups), strict=True):
-                for name, tensor in item.mapping.merge(shards):
+        plan = self._plan(parameters, groups, dtype)
+        part = find_part(groups, readers)
+        for bucket in buckets(plan, self._bucket_bytes):
+            for item, shards in zip(bucket, gather(bucket, parameters, groups, part), strict=True):
+                for name, tensor in item.merged(shards):
                     yield name, tensor.contiguous()
 
     def mapped(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[WeightMapping, Tensor]]:
@@ -101,16 +111,17 @@ class Bridge:
             yield self._mappings[name], parameter
 
     def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
-        """Return what is sent in which order, the same on every rank."""
+        """Return what is sent, in order and in parts, the same on every rank."""
         specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
         stages = over_stages(specs, groups)
         check_model(self._mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
-        plan = []
+        plan: list[Item] = []
         for name, mapping in self._mappings.items():
             if mapping.hf_shapes():
                 owner = next(number for number, stage in enumerate(stages) if name in stage)
                 shape, shard_dtype = stages[owner][name]
-                plan.append(Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups)))
+                item = Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups))
+                plan += item.slices(self._bucket_bytes)
         return plan
 
 

@@ -1,15 +1,16 @@
 """The collectives of an export, which make full tensors of shards, in buckets.
 
-    shard ──all-gather over ETP, TP──> ──all-gather over EP──> [n, *local shape] ──broadcast over PP──> every rank
+    shard ──all-gather over ETP, TP──> ──all-gather over EP──> [n, *local shape] ──broadcast over PP──> readers
 
 Parameters travel in buckets, because most are small and every collective costs a round trip: the parameters of one
-pipeline stage and one dtype, one after the other in the model's order, up to a number of bytes.
+pipeline stage and one dtype, one after the other in the model's order, up to a number of bytes. The experts of a layer
+travel in slices of that size. Ranks whose result nobody reads take part in nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Domain, Shape, WeightMapping
+from fivefold.bridge.participants import Part
 
 # torch 2.11 knows only the second name; later versions deprecate it.
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -27,21 +29,37 @@ _DOMAINS: tuple[Domain, ...] = ("replicated", "tensor", "expert")
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter on its way to every rank."""
+    """One parameter on its way to the ranks that read it, or some of the experts of one."""
 
     mapping: WeightMapping
     stage: int
     """Pipeline stage that owns it."""
     shape: Shape
-    """Shape of one shard."""
+    """Shape of what travels of one shard."""
     dtype: torch.dtype
     n_shards: int
     """Ranks of one stage over which it is cut."""
+    first: int = 0
+    """Index in the shard's first dimension at which it begins."""
 
     @property
     def nbytes(self) -> int:
         """Size of all shards together."""
         return self.n_shards * prod(self.shape) * self.dtype.itemsize
+
+    def slices(self, max_bytes: int) -> Iterator[Item]:
+        """Yield it in parts of at most `max_bytes`, of one expert of each rank at least; without experts, whole."""
+        if self.mapping.domain != "expert":
+            yield self
+            return
+        count = self.shape[0]
+        step = max(1, count * max_bytes // self.nbytes)
+        for first in range(0, count, step):
+            yield replace(self, shape=(min(step, count - first), *self.shape[1:]), first=first)
+
+    def merged(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full Hugging Face tensors of its shards, [n_shards, *shape]."""
+        yield from self.mapping.merge(shards, self.first)
 
 
 def over_stages(value: Any, groups: ShardGroups) -> list[Any]:
@@ -69,43 +87,62 @@ def buckets(items: Sequence[Item], max_bytes: int) -> Iterator[list[Item]]:
         yield bucket
 
 
-def gather(bucket: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups) -> list[Tensor]:
-    """Return the shards of every item, [n_shards, *shape] each, on every rank.
+def gather(bucket: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups, part: Part) -> list[Tensor]:
+    """Return the shards of every item, [n_shards, *shape] each; on ranks that do not read them, without content.
 
-    `tensors` are those of this rank, by Megatron name.
+    Args:
+        bucket: items of one stage and dtype.
+        tensors: tensors of this rank, by Megatron name.
+        groups: where this rank stands.
+        part: what this rank does.
     """
     if groups.pp_size == 1 and all(item.n_shards == 1 for item in bucket):
-        return [_local(item, tensors).unsqueeze(0) for item in bucket]
-    device = next(iter(tensors.values())).device
-    buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=device)
+        return [_local(item, tensors).unsqueeze(0) if part.reads else _outline(item) for item in bucket]
     is_owner = bucket[0].stage == groups.pp_rank
-    shards: dict[str, Tensor] = {}
-    start = 0
-    for domain in _DOMAINS:
-        items = [item for item in bucket if item.mapping.domain == domain]
-        if not items:
-            continue
-        end = start + sum(item.nbytes for item in items)
-        region = buffer[start:end].view(items[0].dtype).view(items[0].n_shards, -1)
-        if is_owner:
-            _gather_domain(region, torch.cat([_local(item, tensors).flatten() for item in items]), domain, groups)
-        parts = torch.split(region, [prod(item.shape) for item in items], dim=1)
-        shards.update(
-            (item.mapping.megatron, part.view(item.n_shards, *item.shape))
-            for item, part in zip(items, parts, strict=True)
-        )
-        start = end
-    if groups.pp_size > 1:
-        dist.broadcast(buffer, group=groups.pp_group, group_src=bucket[0].stage)
-    return [shards[item.mapping.megatron] for item in bucket]
+    shards: dict[int, Tensor] = {}
+    if part.holds or (is_owner and (part.tensor or part.etp)):
+        device = next(iter(tensors.values())).device
+        buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=device)
+        start = 0
+        for domain in _DOMAINS:
+            places = [place for place, item in enumerate(bucket) if item.mapping.domain == domain]
+            if not places:
+                continue
+            items = [bucket[place] for place in places]
+            end = start + sum(item.nbytes for item in items)
+            region = buffer[start:end].view(items[0].dtype).view(items[0].n_shards, -1)
+            if is_owner:
+                _gather_domain(region, items, tensors, groups, part)
+            parts = torch.split(region, [prod(item.shape) for item in items], dim=1)
+            shards.update(zip(places, parts, strict=True))
+            start = end
+        if groups.pp_size > 1 and part.holds:
+            dist.broadcast(buffer, group=groups.pp_group, group_src=bucket[0].stage)
+    return [
+        shards[place].view(item.n_shards, *item.shape) if part.reads else _outline(item)
+        for place, item in enumerate(bucket)
+    ]
+
+
+def _outline(item: Item) -> Tensor:
+    """Return shards of an item without content."""
+    return torch.empty((item.n_shards, *item.shape), dtype=item.dtype, device="meta")
 
 
 def _local(item: Item, tensors: Mapping[str, Tensor]) -> Tensor:
-    return tensors[item.mapping.megatron].detach().to(item.dtype)
+    shard = tensors[item.mapping.megatron].detach()
+    return shard[item.first : item.first + item.shape[0]].to(item.dtype)
 
 
-def _gather_domain(region: Tensor, local: Tensor, domain: Domain, groups: ShardGroups) -> None:
-    """Fill `region` [n_shards, elements] with the `local` shards [elements] of the ranks of a domain."""
+def _gather_domain(
+    region: Tensor, items: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups, part: Part
+) -> None:
+    """Fill `region` [n_shards, elements] with the shards of items of one domain, as far as this rank takes part."""
+    domain = items[0].mapping.domain
+    takes_part = {"replicated": part.holds, "tensor": part.tensor, "expert": part.etp}[domain]
+    if not takes_part:
+        return
+    local = torch.cat([_local(item, tensors).flatten() for item in items])
     if domain == "tensor" and groups.tp_size > 1:
         _all_gather(region, local, groups.tp_group)
         return
@@ -114,7 +151,8 @@ def _gather_domain(region: Tensor, local: Tensor, domain: Domain, groups: ShardG
         _all_gather(expert_shards, local, groups.etp_group)
         local = expert_shards
     if domain == "expert" and groups.ep_size > 1:
-        _all_gather(region, local, groups.ep_group)
+        if part.ep:
+            _all_gather(region, local, groups.ep_group)
     elif local is not region:
         region.copy_(local)
 

@@ -1,7 +1,7 @@
 """How one Megatron parameter and its Hugging Face tensors turn into each other.
 
     Hugging Face tensors <──pieces: rectangles of this rank──> parameter (a shard)
-    Hugging Face tensors <──merge── [n, *local shape] <──all-gather── parameter (a shard)
+    Hugging Face tensors <──merge── [n, *local shape] <──all-gather── parameter (a shard, or some of its experts)
 
 A mapping knows names, shapes and slices; it never communicates. `domain` says over which ranks the shards of a
 parameter are spread: `replicated` (one shard), `tensor` (n = tp, in rank order), or `expert` (n = ep * etp, ep
@@ -127,8 +127,13 @@ class WeightMapping(ABC):
                 piece.view(parameter).copy_(rows[piece.offsets[0] - first :][: piece.sizes[0]])
 
     @abstractmethod
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full Hugging Face tensors of `shards` [n, *local_shape], as views of it where that is possible."""
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full Hugging Face tensors of shards, as views of them where that is possible.
+
+        Args:
+            shards: [n, *local_shape]; or of experts' parameters [n, some of a shard's experts, ...].
+            first: number of the first of these experts in each shard.
+        """
 
     def exists(self, groups: ShardGroups) -> bool:
         """Return whether a model of this layout has the parameter, on one stage or another."""
@@ -161,7 +166,7 @@ class Replicated(WeightMapping):
         if groups.tp_rank == 0:
             yield from self.pieces(groups)
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards[0]
 
 
@@ -183,7 +188,7 @@ class Row(WeightMapping):
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         yield _columns(self.hf, self.shape, groups.tp_rank, groups.tp_size)
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards.movedim(0, 1).flatten(1)
 
 
@@ -208,7 +213,7 @@ class VocabParallel(WeightMapping):
         if first < self.shape[0]:
             yield _rows(self.hf, self.shape, first, min(width, self.shape[0] - first))
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards.flatten(0, 1)[: self.shape[0]]
 
 
@@ -228,7 +233,7 @@ class TiedOutput(VocabParallel):
     def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         yield from ()
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield from ()
 
 
@@ -272,7 +277,7 @@ class QKV(WeightMapping):
                 yield piece
                 start = piece.end
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         grouped = shards.reshape(self.n_kv_heads, self._queries + 2, self.head_dim, *self.features)
         yield self.q, grouped[:, : self._queries].flatten(0, 2)
         yield self.k, grouped[:, self._queries].flatten(0, 1)
@@ -301,7 +306,7 @@ class GatedMLP(WeightMapping):
         for name, start in ((self.gate, 0), (self.up, rows * self.shape[1])):
             yield _rows(name, self.shape, groups.tp_rank * rows, rows, start)
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         halves = shards.view(len(shards), 2, -1, self.shape[1])
         yield self.gate, halves[:, 0].flatten(0, 1)
         yield self.up, halves[:, 1].flatten(0, 1)
@@ -341,8 +346,9 @@ class ExpertGatedMLP(WeightMapping):
                 yield piece
                 start = piece.end
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for expert, fused in enumerate(_by_expert(shards, self.n_experts)):
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        etp_size = 2 * self.shape[0] // shards.shape[2]
+        for expert, fused in _by_expert(shards, self.n_experts, etp_size, first):
             halves = fused.view(len(fused), 2, -1, self.shape[1])
             yield self.gate.format(expert=expert), halves[:, 0].flatten(0, 1)
             yield self.up.format(expert=expert), halves[:, 1].flatten(0, 1)
@@ -376,13 +382,18 @@ class ExpertRow(WeightMapping):
             yield piece
             start = piece.end
 
-    def merge(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for expert, weight in enumerate(_by_expert(shards, self.n_experts)):
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        etp_size = self.shape[1] // shards.shape[3]
+        for expert, weight in _by_expert(shards, self.n_experts, etp_size, first):
             yield self.down.format(expert=expert), weight.movedim(0, 1).flatten(1)
 
 
-def _by_expert(shards: Tensor, n_experts: int) -> Iterator[Tensor]:
-    """Yield [ep * etp, experts / ep, ...] as one [etp, ...] an expert, in the experts' global order."""
-    ep_size = n_experts // shards.shape[1]
-    for rank_shards in shards.view(ep_size, -1, *shards.shape[1:]):
-        yield from rank_shards.unbind(1)
+def _by_expert(shards: Tensor, n_experts: int, etp_size: int, first: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each expert in [ep * etp, experts, ...], and its [etp, ...].
+
+    The experts are those of each expert-parallel rank from its own number `first` on.
+    """
+    ep_size = len(shards) // etp_size
+    per_rank = n_experts // ep_size
+    for ep_rank, rank_shards in enumerate(shards.view(ep_size, etp_size, *shards.shape[1:])):
+        yield from enumerate(rank_shards.unbind(1), start=ep_rank * per_rank + first)

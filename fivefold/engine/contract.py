@@ -67,8 +67,12 @@ class TrainingEngine(Protocol):
             float32 [T], on the CPU; 0 on tokens that are not trained.
         """
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
+    def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step.
+
+        Args:
+            readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
+        """
 
     def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
         """Write the model as a Hugging Face folder that transformers loads, from all ranks, which must all see it.

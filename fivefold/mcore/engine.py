@@ -219,10 +219,14 @@ class MegatronEngine:
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step."""
+    def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step.
+
+        Args:
+            readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
+        """
         self._require("params")
-        return self._bridge.export(self.parameters, self._shards)
+        return self._bridge.export(self.parameters, self._shards, readers=readers)
 
     def save_hf(
         self,

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.gae import GAE, Moments
+from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema import EngineConfig, OptimizerConfig
@@ -33,7 +33,7 @@ from fivefold.sync.buckets import Bucket, pack
 from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
 from fivefold.sync.sender import WeightSender
-from fivefold.sync.transport import Route
+from fivefold.sync.transport import FOLDER, Route
 from fivefold.types import Batch, Columns
 
 if TYPE_CHECKING:
@@ -242,8 +242,8 @@ class TrainerWorker:
 
     def offer_weights(self, with_checksum: bool) -> Iterator[Bucket]:
         """Yield all weights under their Hugging Face names, on rank 0; other ranks take part and yield nothing."""
-        weights = self._engine.export_weights()
-        if dist.get_rank() == 0:
+        weights = self._engine.export_weights(FOLDER.readers)
+        if dist.get_rank() in FOLDER.readers:
             yield from pack(weights, BUCKET_BYTES, with_checksum=with_checksum)
         else:
             for _ in weights:
@@ -252,7 +252,8 @@ class TrainerWorker:
     def next_bucket(self, route: Route) -> DeviceBucket | None:
         """Announce the next bucket of all weights; see `WeightSender.next`. None: all are sent."""
         if self._sender is None:
-            self._sender = WeightSender(self._engine.export_weights(), route, dist.get_rank(), self._link)
+            weights = self._engine.export_weights(route.readers)
+            self._sender = WeightSender(weights, route, dist.get_rank(), self._link)
         return self._sender.next()
 
     def free_buckets(self) -> None:

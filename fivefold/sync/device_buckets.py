@@ -45,7 +45,7 @@ class DeviceBucket:
     handles: Mapping[str, Handle]
     """The handle of the buffer on each device, by the device's UUID; none where NCCL carries the bytes."""
     checksum: int | None
-    """Checksum of all tensors; None: nobody asked for it."""
+    """Checksum of all tensors; None: nobody asked for it, or this rank does not have them."""
 
     @property
     def sizes(self) -> list[int]:
@@ -76,12 +76,16 @@ class DeviceBucket:
 
 
 def merged(parts: Sequence[DeviceBucket | None]) -> DeviceBucket | None:
-    """Return one rank's bucket with the handles of all ranks; None if the weights are at their end."""
+    """Return the bucket of which each rank has a part: a handle, the checksum, or names and shapes alone.
+
+    None: the weights are at their end.
+    """
     first = parts[0]
     if first is None:
         return None
     handles = {uuid: handle for part in parts if part is not None for uuid, handle in part.handles.items()}
-    return replace(first, handles=handles)
+    checksums = (part.checksum for part in parts if part is not None and part.checksum is not None)
+    return replace(first, handles=handles, checksum=next(checksums, None))
 
 
 class BufferFiller:

@@ -21,7 +21,10 @@ class Link(Protocol):
 
 
 class WeightSender:
-    """Sends all weights of one version. All ranks call it in lock-step, because gathering the weights is collective."""
+    """Sends all weights of one version. All ranks call it in lock-step, because gathering the weights is collective.
+
+    Ranks that send nothing copy nothing: their weights are outlines, which fill the same buckets without content.
+    """
 
     def __init__(
         self,
@@ -34,13 +37,15 @@ class WeightSender:
         """Begin to gather.
 
         Args:
-            weights: all tensors, under their names in Hugging Face files.
+            weights: all tensors, under their names in Hugging Face files; outlines on `meta` unless the rank is one of
+                `route.readers`.
             route: how they travel.
             rank: the rank of this process in the trainer.
             link: with `nccl`, the connection to the engines on the rank that sends; None on the others.
             max_bytes: bytes of a buffer, unless a tensor is larger.
         """
         self._route = route
+        self._reads = rank in route.readers
         self._exports = rank in route.exporters
         self._link = link
         # NCCL has sent a bucket before the next is filled; by IPC, the engine reads one while the other is filled.
@@ -70,7 +75,7 @@ class WeightSender:
             dtype=self._route.dtype,
             # A handle that nobody opens would keep its buffer's memory forever.
             handles={cuda_ipc.device_uuid(buffer.device): cuda_ipc.exported(buffer)} if self._exports else {},
-            checksum=checksum(tensors) if self._route.checksum else None,
+            checksum=checksum(tensors) if self._route.checksum and self._reads else None,
         )
         self._announced = buffer[: bucket.n_bytes]
         return bucket

@@ -39,6 +39,11 @@ class Route:
     n_receivers: int = 0
     """With `nccl`, the processes of all engines."""
 
+    @property
+    def readers(self) -> frozenset[int]:
+        """The trainer's ranks that send weights, and so need all of them in full."""
+        return self.exporters if self.transport == "ipc" else frozenset({0})
+
 
 FOLDER = Route("folder", "float32", checksum=False)
 """The route of an actor whose weights nobody reads."""

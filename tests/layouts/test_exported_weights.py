@@ -9,6 +9,7 @@ import hf_reference
 import megatron_cases
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import Case
 from ragged import uneven_batch
 from safetensors.torch import load_file
@@ -60,6 +61,24 @@ def test_exported_tensors_are_the_files_tensors_bit_for_bit(
     for name in names:
         differ = workers(case.world_size).run(names_that_differ, case, models / f"{name}{FILES[dtype]}")
         assert differ == [[]] * case.world_size, name
+
+
+def exported_to(case: Case, folder: Path, readers: frozenset[int]) -> list[str]:
+    """In a worker: return the names of tensors that differ from the file, or on other ranks are no outlines of it."""
+    wanted = load_file(folder / "model.safetensors")
+    differ = []
+    for name, tensor in case.engine(folder, OPTIMIZER).export_weights(readers):
+        want = wanted.pop(name)
+        is_right = torch.equal(tensor, want) if dist.get_rank() in readers else tensor.is_meta
+        if not is_right or tensor.shape != want.shape:
+            differ.append(name)
+    return differ + sorted(wanted)
+
+
+@pytest.mark.parametrize("layout", ["megatron:(attn:d4|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:p2t2"])
+def test_only_readers_get_the_weights(workers: Workers, models: Path, layout: str) -> None:
+    for readers in (frozenset({0}), frozenset({1, 3})):
+        assert workers(4).run(exported_to, Case(layout), models / MOE[0], readers) == [[]] * 4
 
 
 @pytest.mark.parametrize(("dtype", "files"), [("float32", "-bf16"), ("bfloat16", "")])

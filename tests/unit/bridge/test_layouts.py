@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.multiprocessing as mp
 from sharding_by_hand import LAYOUTS, Layout, Position, shard_by_hand
 from torch import Tensor
 
+from fivefold.bridge import gather
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
@@ -22,7 +24,20 @@ from fivefold.families.read import load_shape
 WORLD = 8
 DENSE = ("llama", "qwen2", "qwen3")
 MOE = ("qwen3_moe", "qwen2_moe", "mixtral")
-CHECKS = ("load", "export", "export mixed", "export as bfloat16", "order")
+CHECKS = ("load", "export", "export mixed", "export as bfloat16", "export to two ranks", "order")
+ONE_OF_TP2, ONE_OF_EP4, ONE_OF_ALL = LAYOUTS[0], LAYOUTS[3], LAYOUTS[7]
+WORK = {
+    "rank 0 reads, tp2": (ONE_OF_TP2, {0}, {"tp": {0, 1}}),
+    "ranks 0 and 5 read, tp2": (ONE_OF_TP2, {0, 5}, {"tp": {0, 1, 4, 5}}),
+    "rank 6 reads, ep4": (ONE_OF_EP4, {6}, {"ep": {4, 5, 6, 7}}),
+    # Ranks 1, 5, 3 and 7 give rank 0 parts of dense weights, parts of experts, and parts of other experts.
+    "rank 0 reads, tp2 etp2 ep2 pp2": (
+        ONE_OF_ALL,
+        {0},
+        {"tp": {0, 1, 4, 5}, "ep": {0, 2, 4, 6}, "etp": set(range(8)), "pp": {0, 4}},
+    ),
+}
+"""Exports of which few ranks read: layout, readers, and the ranks that may use groups of each kind."""
 
 
 def case_name(family: str, layout: Layout) -> str:
@@ -77,6 +92,34 @@ def differences(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list
     ]
 
 
+def is_outline(got: Tensor | None, wanted: Tensor) -> bool:
+    return got is not None and got.is_meta and got.shape == wanted.shape and got.dtype == wanted.dtype
+
+
+def groups_used(folder: Path, layout: Layout, at: Position, groups: ShardGroups, readers: frozenset[int]) -> list[str]:
+    """Return the kinds of groups over which this rank sends anything in an export that `readers` read."""
+    config = json.loads((folder / "config.json").read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    with HFWeights(folder) as source:
+        shards = shard_by_hand({name: source.read(name) for name in source.names}, config, layout, at)
+    kinds = {"tp": groups.tp_group, "ep": groups.ep_group, "etp": groups.etp_group, "pp": groups.pp_group}
+    used: set[str] = set()
+
+    def noted(collective: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, group: dist.ProcessGroup, **options: Any) -> None:
+            used.add(next(kind for kind, own in kinds.items() if own is group))
+            collective(*args, group=group, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "_all_gather_single", noted(gather._all_gather_single))
+        patch.setattr(dist, "broadcast", noted(dist.broadcast))
+        for _ in Bridge(load_shape(folder)).export(shards, groups, readers=readers):
+            pass
+    return sorted(used)
+
+
 def is_router(name: str) -> bool:
     return name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))
 
@@ -98,11 +141,16 @@ def check_case(folder: Path, layout: Layout, at: Position, groups: ShardGroups) 
     mixed_shards = shard_by_hand(mixed, config, layout, at)
     small_buckets = Bridge(load_shape(folder), bucket_bytes=1000)
     exported = dict(bridge.export(shards, groups))
+    readers = frozenset({1, 6})
+    given = dict(small_buckets.export(shards, groups, readers=readers))
+    if dist.get_rank() not in readers:
+        given = {name: tensor for name, tensor in gradients.items() if is_outline(given.get(name), tensor)}
     return {
         "load": differences(loaded, wanted),
         "export": differences(exported, gradients),
         "export mixed": differences(dict(small_buckets.export(mixed_shards, groups)), mixed),
         "export as bfloat16": differences(dict(bridge.export(loaded, groups, dtype=torch.bfloat16)), half),
+        "export to two ranks": differences(given, gradients),
         "order": [] if list(exported) == list(bridge.expected_names()) else list(exported),
     }
 
@@ -138,6 +186,10 @@ def worker(rank: int, folders: dict[str, Path], scratch: Path) -> None:
     found: dict[str, object] = {
         case_name(family, layout): check_case(folders[family], layout, *places[layout]) for family, layout in CASES
     }
+    found["work"] = {
+        name: groups_used(folders["qwen3_moe"], layout, *places[layout], frozenset(readers))
+        for name, (layout, readers, _) in WORK.items()
+    }
     found["errors"] = check_stray_errors(folders["qwen3"], LAYOUTS[4], *places[LAYOUTS[4]])
     (scratch / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -160,6 +212,13 @@ def test_shards_and_full_tensors_are_bit_exact(
     found: list[dict[str, dict[str, list[str]]]], family: str, layout: Layout
 ) -> None:
     assert [rank[case_name(family, layout)] for rank in found] == [{check: [] for check in CHECKS}] * WORLD
+
+
+@pytest.mark.parametrize("case", WORK)
+def test_ranks_whose_result_nobody_reads_send_nothing(found: list[dict[str, dict[str, list[str]]]], case: str) -> None:
+    by_hand = WORK[case][2]
+    used = [set(rank["work"][case]) for rank in found]
+    assert used == [{kind for kind, ranks in by_hand.items() if number in ranks} for number in range(WORLD)]
 
 
 def test_every_rank_names_the_layer_that_no_stage_has(found: list[dict[str, dict[str, str]]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,10 +132,13 @@ def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
     sources, link = tensors(), RecordingLink()
     route = Route("nccl", "bfloat16", checksum=True)
     sender = WeightSender(sources.items(), route, 0, link, max_bytes=256)
-    other = WeightSender(sources.items(), route, 1, None, max_bytes=256)
+    outlines = {name: tensor.to("meta") for name, tensor in sources.items()}
+    other = WeightSender(outlines.items(), route, 1, None, max_bytes=256)
     announced: list[DeviceBucket] = []
     while (bucket := sender.next()) is not None:
-        assert other.next() == bucket
+        outline = other.next()
+        assert outline == replace(bucket, checksum=None)
+        assert merged([bucket, outline]) == merged([outline, bucket]) == bucket
         assert len(link.sent) == len(announced)
         announced.append(bucket)
     assert other.next() is None
