@@ -12,6 +12,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema import Recipe, TrainRecipe
 from fivefold.families.check import (
+    critic_problems,
     layout_problems,
     reference_problems,
     replica_problems,
@@ -25,13 +26,16 @@ from fivefold.layout.placement import place
 from fivefold.rewards.static_check import reward_problems
 
 
-def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None) -> None:
+def check_recipe(
+    recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None, critic_shape: ModelShape | None = None
+) -> None:
     """Refuse a recipe that asks for what the models cannot do, or whose layouts do not fit the cluster or the models.
 
     Args:
         recipe: the recipe.
         shape: shape of the model at `actor.path`.
         ref_shape: shape of the model at `ref.path`; None: the reference is the actor's model.
+        critic_shape: shape of the model at `critic.path`; None: there is no critic, or it is the actor's model.
 
     Raises:
         RecipeError: a line for each problem.
@@ -42,16 +46,21 @@ def check_recipe(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None
     if ref_shape is not None:
         layouts.setdefault("ref", layouts["actor"])
         shapes["ref"] = ref_shape
+    if critic_shape is not None:
+        shapes["critic"] = critic_shape
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
     problems += [line for placed in placement.roles for line in replica_problems(placed)]
-    problems += recipe_problems(recipe, shape, ref_shape)
+    problems += recipe_problems(recipe, shape, ref_shape, critic_shape)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
 
-def recipe_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None) -> Iterator[str]:
+def recipe_problems(
+    recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None, critic_shape: ModelShape | None = None
+) -> Iterator[str]:
     """Yield a line for each problem that has nothing to do with layouts, which a plan may still choose."""
-    yield from router_problems(recipe, shape)
+    yield from router_problems("actor", recipe.actor, shape)
+    yield from critic_problems(recipe, shape, critic_shape)
     yield from server_problems(recipe)
     yield from reference_problems(recipe, shape, ref_shape)
     yield from sampling_problems(recipe, shape)
@@ -60,10 +69,12 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | N
             resolve_model_path(recipe.tokenizer_path)
         except ValueError as error:
             yield f"tokenizer_path: {error}"
-    if (checkpoint := recipe.actor.megatron.dist_checkpointing_path) is not None:
-        try:
-            find_torch_dist(checkpoint)
-        except ValueError as error:
-            yield f"actor.megatron.dist_checkpointing_path: {error}"
+    critic = recipe.critic if isinstance(recipe, TrainRecipe) else None
+    for role, config in {"actor": recipe.actor, **({} if critic is None else {"critic": critic})}.items():
+        if (checkpoint := config.megatron.dist_checkpointing_path) is not None:
+            try:
+                find_torch_dist(checkpoint)
+            except ValueError as error:
+                yield f"{role}.megatron.dist_checkpointing_path: {error}"
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)

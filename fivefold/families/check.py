@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.config.schema import Recipe, RolloutConfig, TrainRecipe
+from fivefold.config.schema import EngineConfig, Recipe, RolloutConfig, TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
@@ -42,14 +42,26 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
         yield from _expert_problems(layout, shape)
 
 
-def router_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a line for each key of the recipe that is about a router, if the model has none."""
+def router_problems(role: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield a line for each key of a role's section that is about a router, if its model has none."""
     if shape.is_moe:
         return
-    fields = recipe.actor.megatron.transformer
+    fields = config.megatron.transformer
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if value := getattr(fields, name):
-            yield f"actor.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
+            yield f"{role}.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
+
+
+def critic_problems(recipe: Recipe, shape: ModelShape, critic: ModelShape | None) -> Iterator[str]:
+    """Yield a line for each key of the critic's section that its model, None if there is none, cannot take."""
+    if not isinstance(recipe, TrainRecipe) or recipe.critic is None or critic is None:
+        return
+    yield from router_problems("critic", recipe.critic, critic)
+    if critic.vocab != shape.vocab:
+        yield (
+            f"critic.path={recipe.critic.path} has {critic.vocab} tokens in its vocabulary, the actor {shape.vocab}: "
+            "the critic reads the actor's tokens, so name a model with the actor's vocabulary"
+        )
 
 
 def replica_problems(placed: RolePlacement) -> Iterator[str]:

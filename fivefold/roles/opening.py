@@ -72,8 +72,11 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
     placement = place(recipe)
     check_engines(placement)
     reference = _reference_shape(recipe)
-    check_recipe(recipe, shape, reference)
+    critic = _critic_shape(recipe)
+    check_recipe(recipe, shape, reference, critic)
     _check_weights(recipe, folder, shape, reference)
+    if critic is not None:
+        _check_critic_weights(recipe, critic)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     return Groundwork(path, shape, placement, tokenizer)
 
@@ -83,6 +86,23 @@ def _reference_shape(recipe: Recipe) -> ModelShape | None:
     if not isinstance(recipe, TrainRecipe) or recipe.ref.path is None:
         return None
     return load_shape(resolve_model_folder(recipe.ref.path))
+
+
+def _critic_shape(recipe: Recipe) -> ModelShape | None:
+    """Return the shape of the model whose layers the critic has; None if there is no critic."""
+    if not isinstance(recipe, TrainRecipe) or recipe.critic is None:
+        return None
+    return load_shape(resolve_model_folder(recipe.critic.path))
+
+
+def _check_critic_weights(recipe: Recipe, shape: ModelShape) -> None:
+    """Check the weight files of the critic, in which a value head may be missing."""
+    assert isinstance(recipe, TrainRecipe)
+    assert recipe.critic is not None
+    if (checkpoint := recipe.critic.megatron.dist_checkpointing_path) is not None:
+        MegatronWeights(checkpoint, shape).close()
+    elif not recipe.critic.init_from_scratch:
+        check_weights(resolve_model_folder(recipe.critic.path), shape.as_critic())
 
 
 def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:
