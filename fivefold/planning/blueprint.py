@@ -13,6 +13,7 @@ from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
+from fivefold.planning.sending import sending_bytes
 from fivefold.planning.stages import plan_problems
 
 NAMES: Mapping[Kind, str] = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state"}
@@ -55,8 +56,12 @@ def draw_up(question: Question) -> Blueprint:
         ValueError: roles that do not fit on the cluster, or a backend whose memory is not known.
     """
     placement = question.place()
-    alone = [plan_trainer(question, placed) for placed in placement.roles if placed.layout.is_training]
-    kept = {trainer.placed.role: kept_bytes(trainer) for trainer in alone}
+    alone = [
+        _with_sending(_alone(question, placement, placed), question, placement)
+        for placed in placement.roles
+        if placed.layout.is_training
+    ]
+    kept = {trainer.placed.role: kept_bytes(trainer, trainer.offloaded) for trainer in alone}
     generating = [placed for placed in placement.roles if not placed.layout.is_training]
     on_gpus = question.gpus_per_node > 0
     kept |= {placed.role: asleep_bytes(placed.layout) if on_gpus else 0 for placed in generating}
@@ -64,18 +69,49 @@ def draw_up(question: Question) -> Blueprint:
     def beside(role: str, kept: Mapping[str, int]) -> int:
         return sum(kept[other] for other in placement.sharers(role))
 
-    trainers = tuple(replace(trainer, beside=beside(trainer.placed.role, kept)) for trainer in alone)
     offloaded: tuple[Kind, ...] = ()
     for offloaded in _offload_steps(question, placement, generating):
         waiting = {
-            each.placed.role: kept_bytes(each, offloaded if each.placed.role == "actor" else ()) for each in alone
+            each.placed.role: kept_bytes(each, offloaded if each.placed.role == "actor" else each.offloaded)
+            for each in alone
         }
-        rollouts = tuple(plan_rollout(question, placed, beside(placed.role, kept | waiting)) for placed in generating)
+        sending = {
+            each.placed.role: _kept_while_sending(each, offloaded) for each in alone if each.placed.role == "actor"
+        }
+        rollouts = tuple(
+            replace(
+                rollout,
+                arriving=rollout.memory.weights
+                + kept[rollout.placed.role]
+                + beside(rollout.placed.role, kept | waiting | sending),
+            )
+            for placed in generating
+            for rollout in [plan_rollout(question, placed, beside(placed.role, kept | waiting))]
+        )
         if all(_has_room(rollout, question) for rollout in rollouts):
             break
+    # While a critic works, the actor offloads what it does for a rollout, or what the recipe says.
+    for_critic = {
+        each.placed.role: kept_bytes(each, offloaded or question.offload.asked)
+        for each in alone
+        if each.placed.role == "actor"
+    }
+    trainers = tuple(
+        replace(each, beside=beside(each.placed.role, kept | (for_critic if each.placed.role == "critic" else {})))
+        for each in alone
+    )
     blueprint = Blueprint(question, placement, trainers, rollouts, offloaded, (), ())
     problems = (*_model_problems(blueprint), *_memory_problems(blueprint))
     return replace(blueprint, problems=problems, notes=tuple(_notes(blueprint)))
+
+
+def _alone(question: Question, placement: Placement, placed: RolePlacement) -> TrainerPlan:
+    """Return what a role that trains needs if no role shares its devices."""
+    trainer = plan_trainer(question, placed)
+    if placed.role != "critic" or question.critic is None:
+        return trainer
+    shares = bool(placement.sharers("critic")) and question.gpus_per_node > 0
+    return replace(trainer, offloaded=question.critic.offloaded(shares=shares))
 
 
 def _offload_steps(
@@ -86,6 +122,31 @@ def _offload_steps(
         yield from question.offload.steps()
     else:
         yield ()
+
+
+def _with_sending(trainer: TrainerPlan, question: Question, placement: Placement) -> TrainerPlan:
+    """Return the actor's plan with the buckets in which its weights go to the rollout."""
+    if trainer.placed.role != "actor" or "rollout" not in placement:
+        return trainer
+    work = question.work
+    sending = sending_bytes(
+        trainer.placed.layout,
+        question.shape,
+        question.weight_transport,
+        shares="rollout" in placement.sharers("actor"),
+        element_bytes=work.element_bytes,
+    )
+    return replace(
+        trainer,
+        memory=tuple(replace(stage, sending=sending) for stage in trainer.memory),
+        modes={mode: replace(stage, sending=sending) for mode, stage in trainer.modes.items()},
+    )
+
+
+def _kept_while_sending(trainer: TrainerPlan, offloaded: Sequence[Kind]) -> int:
+    """Return the bytes that the actor has on a GPU while its weights go to the rollout."""
+    others = [kind for kind in offloaded if kind != "params"]
+    return max(stage.kept(others) + stage.sending for stage in trainer.memory)
 
 
 def _has_room(rollout: RolloutPlan, question: Question) -> bool:
@@ -102,9 +163,10 @@ def _model_problems(blueprint: Blueprint) -> Iterator[str]:
             yield f"{rollout.placed.role}: {line}"
         yield from replica_problems(rollout.placed)
     for trainer in blueprint.trainers:
-        if trainer.time is not None and trainer.placed.layout.dp > blueprint.question.work.sequences:
+        sequences = blueprint.question.of(trainer.placed.role).work.sequences
+        if trainer.time is not None and trainer.placed.layout.dp > sequences:
             yield (
-                f"{trainer.placed.role}: d{trainer.placed.layout.dp} shares out {blueprint.question.work.sequences} "
+                f"{trainer.placed.role}: d{trainer.placed.layout.dp} shares out {sequences} "
                 "sequences of a step: some ranks would have none; use fewer replicas or more sequences"
             )
 
@@ -137,6 +199,13 @@ def _rollout_problems(rollout: RolloutPlan, question: Question) -> Iterator[str]
         yield (
             f"{rollout.placed.role}: a rank needs {gb(memory.total)} GB{besides}, of the {gb(room)} GB of a "
             f"{question.gpu.name}; split replicas further (t), give roles devices of their own, or lower rollout.{key}"
+        )
+    elif rollout.arriving > room:
+        yield (
+            f"{rollout.placed.role}: while new weights arrive, a GPU has {gb(rollout.arriving)} GB on it, of the "
+            f"{gb(room)} GB of a {question.gpu.name}: {gb(memory.weights)} GB of the rollout's weights, the actor's, "
+            "the buckets between them, and what is not offloaded; split replicas further (t), or give the roles "
+            "devices of their own"
         )
     elif memory.sequences == 0:
         yield (
@@ -194,9 +263,9 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
     """Yield one line for each pair of roles that take turns on the same devices."""
     for rollout in blueprint.rollouts:
         if sharers := blueprint.placement.sharers(rollout.placed.role):
-            role, others = rollout.placed.role, " and ".join(sharers)
+            role, others = rollout.placed.role, " and ".join(name for name in sharers if name != "critic")
             offloaded = blueprint.offloaded if "actor" in sharers else ()
-            waiting = [trainer for trainer in blueprint.trainers if trainer.placed.role in sharers]
+            waiting = [each for each in blueprint.trainers if each.placed.role in sharers and not each.offloaded]
             staying = [NAMES[kind] for kind in KINDS if kind not in offloaded and _has(waiting, kind)]
             moved = [NAMES[kind] for kind in offloaded if _has(waiting, kind)]
             stay = f"the {' and '.join(staying)} of {others} stay on the devices" if staying else "nothing stays"
@@ -206,6 +275,11 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
                 f"it generates, {stay}{go}"
             )
     for trainer in blueprint.trainers:
+        sharers = blueprint.placement.sharers(trainer.placed.role)
+        if trainer.placed.role == "critic" and sharers:
+            moved = [NAMES[kind] for kind in trainer.offloaded]
+            go = f"its {' and '.join(moved)} are offloaded" if moved else "nothing of it is offloaded"
+            yield f"critic and {' and '.join(sharers)} take turns on the same devices: {go} while it does not work"
         if trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
             yield f"{trainer.placed.role} and actor take turns on the same devices; the weights of both stay there"
 

@@ -60,7 +60,7 @@ def host_memory(
     for trainer in trainers:
         placed = trainer.placed
         per_stage = placed.layout.world_size // placed.layout.pp
-        moved = offloaded if placed.role == "actor" else ()
+        moved = offloaded if placed.role == "actor" else trainer.offloaded
         for rank, device in enumerate(placed.devices):
             memory = trainer.memory[rank // per_stage]
             of_rank = HostMemory(PROCESS_BYTES, memory.on_host(moved), memory.snapshot if writes_checkpoints else 0)

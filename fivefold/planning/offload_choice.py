@@ -21,6 +21,11 @@ class OffloadChoice:
         """The kinds that may be offloaded."""
         return tuple(kind for kind in KINDS if getattr(self, kind) is not False)
 
+    @property
+    def asked(self) -> tuple[Kind, ...]:
+        """The kinds that are offloaded whatever the plan says."""
+        return tuple(kind for kind in KINDS if getattr(self, kind))
+
     def steps(self) -> Iterator[tuple[Kind, ...]]:
         """Yield what could be offloaded, from the least to the most.
 

@@ -40,7 +40,7 @@ def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
         "problems": list(blueprint.problems),
         "notes": list(blueprint.notes),
         "roles": [
-            *(_trainer(trainer, shape, question.gpu) for trainer in blueprint.trainers),
+            *(_trainer(each, question.of(each.placed.role).shape, question.gpu) for each in blueprint.trainers),
             *(_rollout(rollout) for rollout in blueprint.rollouts),
         ],
     }
@@ -91,7 +91,12 @@ def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
     return {
         "role": rollout.placed.role,
         "layout": asdict(rollout.placed.layout),
-        "memory": {**asdict(memory), "total": memory.total, "waiting_roles": rollout.beside},
+        "memory": {
+            **asdict(memory),
+            "total": memory.total,
+            "waiting_roles": rollout.beside,
+            "arriving": rollout.arriving,
+        },
         "groups": [asdict(spread) for spread in rollout.spreads],
         "devices": [list(device) for device in rollout.placed.devices],
     }

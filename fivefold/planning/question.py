@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.devices import device_text
 from fivefold.layout.placement import Placement, place_allocation, place_by_list
 from fivefold.planning.gpus import Gpu
+from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.offload_choice import KEEP_ALL, OffloadChoice
+from fivefold.planning.sending import Transport
 from fivefold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class CriticQuestion:
+    """A critic beside the actor."""
+
+    shape: ModelShape
+    """The model, with its value head."""
+    work: Workload
+    """The work of one of its optimizer steps."""
+    offload: OffloadChoice
+    """What it moves off its GPUs while it does not work; None: everything, if it shares them."""
+
+    def offloaded(self, *, shares: bool) -> tuple[Kind, ...]:
+        """Return what the critic moves off its GPUs; `shares`: whether other roles work there."""
+        choice = {kind: getattr(self.offload, kind) for kind in KINDS}
+        return tuple(kind for kind, is_wanted in choice.items() if (shares if is_wanted is None else is_wanted))
 
 
 @dataclass(frozen=True)
@@ -37,10 +56,14 @@ class Question:
     """Share of a GPU's memory that a server takes; None for its usual share, less what other roles keep there."""
     devices: Mapping[str, tuple[int, ...]] | None = None
     """Each role's devices, numbered across nodes; None where the allocation's `+` and `|` decide."""
+    critic: CriticQuestion | None = None
+    """The critic, if there is one."""
     offload: OffloadChoice = KEEP_ALL
     """What the actor may move off GPUs that a rollout shares with it."""
     host_memory_gib: int | None = None
     """Host memory of a node in GiB; None if it is not known."""
+    weight_transport: Transport = "folder"
+    """How weights go from the actor to the rollout."""
     writes_checkpoints: bool = False
     """Whether trainers copy their state to host memory, from which checkpoints are written."""
     notes: tuple[str, ...] = ()
@@ -56,6 +79,12 @@ class Question:
             return place_allocation(self.allocation, self.n_nodes, self.gpus_per_node)
         roles = {role.role: (role, self.devices[role.role]) for role in self.allocation.roles}
         return place_by_list(roles, self.n_nodes, self.gpus_per_node)
+
+    def of(self, role: str) -> Question:
+        """Return the question about the model and the work of `role`, which are the actor's unless it is a critic."""
+        if role != "critic" or self.critic is None:
+            return self
+        return replace(self, shape=self.critic.shape, work=self.critic.work, reference=None)
 
     @property
     def kept_reference(self) -> ModelShape | None:

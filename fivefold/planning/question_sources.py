@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema import CriticConfig, EngineConfig, Recipe, SFTRecipe, TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
@@ -20,7 +20,7 @@ from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.planning.defaults import DEFAULT_MICRO_TOKENS, DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES
 from fivefold.planning.gpus import find_gpu
 from fivefold.planning.offload_choice import OffloadChoice
-from fivefold.planning.question import Question
+from fivefold.planning.question import CriticQuestion, Question
 from fivefold.planning.workload import Recompute, StateBytes, Workload
 from fivefold.preflight import recipe_problems
 
@@ -140,7 +140,10 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     reference = None
     if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0:
         reference = shape if recipe.ref.path is None else _shape_at(recipe, "ref.path", recipe.ref.path)
-    if problems := list(recipe_problems(recipe, shape, reference)):
+    critic = None
+    if isinstance(recipe, TrainRecipe) and recipe.critic is not None:
+        critic = _shape_at(recipe, "critic.path", recipe.critic.path)
+    if problems := list(recipe_problems(recipe, shape, reference, critic)):
         raise RecipeError(recipe.experiment_name, problems)
     notes = (*unused_keys(recipe, shape), *_folder_notes(recipe))
     if isinstance(recipe, SFTRecipe):
@@ -152,10 +155,12 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     question = _question(recipe, shape, gpu, changes, length=length, generated=generated, batch=batch)
     return replace(
         question,
+        critic=_critic(recipe, recipe.critic, critic, changes) if recipe.critic and critic else None,
         offload=OffloadChoice(**recipe.actor.offload.model_dump()),
         reference=reference,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
+        weight_transport=recipe.rollout.weight_transport,
         notes=notes,
     )
 
@@ -194,23 +199,8 @@ def _question(
     recipe: Recipe, shape: ModelShape, gpu: str, changes: Changes, *, length: int, generated: int, batch: int
 ) -> Question:
     """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
-    actor, optimizer = recipe.actor, recipe.actor.megatron.optimizer
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
-    work = Workload(
-        sequence_length=length,
-        sequences=(generated or recipe.train_dataset.batch_size) // n_minibatches,
-        micro_tokens=actor.mb_spec.max_tokens_per_mb,
-        recompute=actor.megatron.recompute,
-        element_bytes=ELEMENT_BYTES[actor.dtype],
-        logprob_chunk=actor.megatron.logprob_chunk_size,
-        gradient_bytes=4 if actor.megatron.ddp.grad_reduce_in_fp32 else ELEMENT_BYTES[actor.dtype],
-        state=StateBytes(
-            master=2 if optimizer.store_param_remainders else 4,
-            exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
-            exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
-            on_host=optimizer.state_on == "host",
-        ),
-    )
+    work = _work(recipe.actor, length, (generated or recipe.train_dataset.batch_size) // n_minibatches)
     return Question(
         shape=shape,
         gpu=find_gpu(gpu),
@@ -224,3 +214,31 @@ def _question(
         host_memory_gib=recipe.cluster.host_memory_gib,
         writes_checkpoints=recipe.recover.is_enabled,
     )
+
+
+def _work(config: EngineConfig, length: int, sequences: int) -> Workload:
+    """Return the work of one optimizer step of a role's model, on `sequences` of `length` tokens."""
+    optimizer, element = config.megatron.optimizer, ELEMENT_BYTES[config.dtype]
+    return Workload(
+        sequence_length=length,
+        sequences=sequences,
+        micro_tokens=config.mb_spec.max_tokens_per_mb,
+        recompute=config.megatron.recompute,
+        element_bytes=element,
+        logprob_chunk=config.megatron.logprob_chunk_size,
+        gradient_bytes=4 if config.megatron.ddp.grad_reduce_in_fp32 else element,
+        state=StateBytes(
+            master=2 if optimizer.store_param_remainders else 4,
+            exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
+            exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
+            on_host=optimizer.state_on == "host",
+        ),
+    )
+
+
+def _critic(recipe: TrainRecipe, config: CriticConfig, shape: ModelShape, changes: Changes) -> CriticQuestion:
+    """Return the question about the critic, on every sequence at its longest."""
+    generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
+    length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
+    work = changes.applied(_work(config, length, generated // config.ppo_n_minibatches))
+    return CriticQuestion(shape.as_critic(), work, OffloadChoice(**config.offload.model_dump()))

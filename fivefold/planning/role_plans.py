@@ -31,6 +31,8 @@ class TrainerPlan:
     """Memory of the stage that needs the most, by recompute mode; empty for a reference model."""
     beside: int
     """Bytes that other roles keep on the same GPUs while this one works."""
+    offloaded: tuple[Kind, ...] = ()
+    """What a critic moves off its GPUs while it does not work."""
 
     @property
     def binding(self) -> RankMemory:
@@ -52,6 +54,8 @@ class RolloutPlan:
     spreads: tuple[GroupSpread, ...]
     beside: int
     """Bytes that other roles keep on the same GPUs while this one works."""
+    arriving: int = 0
+    """Bytes of all roles on a GPU while new weights arrive, before there is a cache."""
 
 
 def largest(stages: Iterable[RankMemory]) -> RankMemory:
@@ -70,6 +74,7 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     Raises:
         ValueError: a backend whose memory is not known, or a layout that the model cannot take.
     """
+    question = question.of(placed.role)
     layout, shape, work = placed.layout, question.shape, question.work
     if layout.backend != "megatron":
         raise ValueError(

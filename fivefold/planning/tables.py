@@ -55,7 +55,7 @@ def _print_blueprint(console: Console, blueprint: Blueprint, *, all_ranks: bool)
         console.print(_ranks(blueprint, trainer, all_ranks=all_ranks))
         if trainer.placed.layout.vpp > 1:
             console.print()
-            console.print(_virtual_stages(trainer, blueprint.question.shape))
+            console.print(_virtual_stages(trainer, blueprint.question.of(trainer.placed.role).shape))
     if blueprint.question.gpus_per_node > 0:
         _print_groups(console, blueprint)
     _print_memory(console, blueprint)
@@ -161,7 +161,7 @@ def _short(n_parameters: int) -> str:
 
 
 def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Table:
-    rows = list(rank_rows(trainer.placed, blueprint.question.shape))
+    rows = list(rank_rows(trainer.placed, blueprint.question.of(trainer.placed.role).shape))
     shown = rows if all_ranks else rows[:MOST_RANKS]
     table = _table()
     for name in RANK_COLUMNS:

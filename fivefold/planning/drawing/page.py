@@ -28,7 +28,7 @@ def page(blueprint: Blueprint) -> str:
     """Return one HTML document, which loads nothing from elsewhere."""
     name = escape(blueprint.question.shape.name)
     sections = [_list("Why it cannot run", blueprint.problems), _list("Notes", blueprint.notes)]
-    sections += [_ranks(trainer, blueprint.question.shape) for trainer in blueprint.trainers]
+    sections += [_ranks(trainer, blueprint.question.of(trainer.placed.role).shape) for trainer in blueprint.trainers]
     return "\n".join(
         [
             "<!doctype html>",

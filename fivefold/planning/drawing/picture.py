@@ -68,7 +68,7 @@ def _heading(canvas: Canvas, text: str, detail: str, y: float) -> None:
 
 
 def _trainer(canvas: Canvas, blueprint: Blueprint, trainer: TrainerPlan, y: float) -> float:
-    placed, shape = trainer.placed, blueprint.question.shape
+    placed, shape = trainer.placed, blueprint.question.of(trainer.placed.role).shape
     layout = placed.layout
     _heading(canvas, placed.role, f"{layout.backend}, {layout.world_size} ranks", y)
     views = [("Attention and dense layers", _dense_degrees(layout), attention_view(placed))]

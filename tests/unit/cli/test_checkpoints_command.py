@@ -47,7 +47,7 @@ def test_the_table_lists_whole_checkpoints_in_80_columns(run: Path) -> None:
     header, *rows = result.stdout.splitlines()
     assert header.split() == ["step", "saved", "size", "files", "state", "eval/accuracy"]
     assert [row.split()[0] for row in rows] == ["10", "20", "1000"]
-    assert rows[0].split()[3:] == [*rows[1].split()[3:5], "4", "whole", "0.75", "best"]
+    assert rows[0].split()[4:] == [rows[1].split()[4], "4", "whole", "0.75", "best"]
     assert rows[1].split()[-2:] == ["whole", "0.5"]
     assert rows[2].split()[-1] == "whole"
     assert max(map(len, [header, *rows])) <= 80

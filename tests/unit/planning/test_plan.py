@@ -12,9 +12,12 @@ import pytest
 
 import fivefold
 from fivefold.config.problems import RecipeError
+from fivefold.families.read import find_shape
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
 from fivefold.planning.question_sources import Changes
+from fivefold.planning.role_plans import TrainerPlan
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 FOLDED = "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
 RECIPE = """
 experiment_name: plan-me
@@ -144,15 +147,41 @@ def small(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml")), ids=lambda it: it.stem
-)
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda it: it.stem)
 def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     # A model that has yet to be converted is stood in for.
     planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
     assert planned.blueprint is not None
     roles = [placed.role for placed in planned.blueprint.placement.roles]
-    assert roles == (["actor"] if recipe.stem == "tiny-moe-sft" else ["rollout", "actor"])
+    expected = {"tiny-moe-sft": ["actor"], "quickstart-ppo": ["rollout", "actor", "critic"]}
+    assert roles == expected.get(recipe.stem, ["rollout", "actor"])
+
+
+def test_a_critic_is_planned_with_its_own_layout_and_memory() -> None:
+    def plan(*overrides: str) -> dict[str, TrainerPlan]:
+        keys = ["cluster.n_gpus_per_node=8", "critic.path=Qwen3-8B", "actor.path=Qwen3-8B", *overrides]
+        blueprint = plan_recipe(RECIPES / "quickstart-ppo.yaml", keys).blueprint
+        assert blueprint is not None
+        return {trainer.placed.role: trainer for trainer in blueprint.trainers}
+
+    on_four = ["actor.backend=megatron:d4", "rollout.backend=vllm:d4"]
+    shared = plan(*on_four, "critic.backend=megatron:d2t2")
+    actor, critic = (shared[role].binding for role in ("actor", "critic"))
+    shape = find_shape("Qwen3-8B")
+    n_head = shape.vocab * shape.hidden
+    assert shape.n_parameters - shape.as_critic().n_parameters == n_head - shape.hidden - 1
+    assert actor.weights == 4 * shape.n_parameters
+    assert critic.weights == pytest.approx(4 * shape.as_critic().n_parameters / 2, rel=1e-3)
+    # The critic leaves only its context while the actor works; the actor leaves nothing while the critic works.
+    assert shared["actor"].beside == critic.context
+    assert shared["critic"].beside == actor.resident + actor.context
+    assert shared["critic"].offloaded == ("params", "grads", "optimizer")
+    kept = plan(*on_four, "critic.backend=megatron:d2t2", "critic.offload={params: false, optimizer: false}")
+    assert kept["actor"].beside == critic.weights + critic.optimizer + critic.context
+    offloading = plan(*on_four, "critic.backend=megatron:d4", "actor.offload={optimizer: true}")
+    assert offloading["critic"].beside == actor.resident - actor.optimizer + actor.context
+    apart = plan("critic.colocate=false", "critic.backend=megatron:d2", "actor.backend=megatron:d2")
+    assert (apart["critic"].beside, apart["critic"].offloaded) == (0, ())
 
 
 def test_a_recipe_of_either_kind_is_planned_for_fine_tuning_with_a_note(small: Path) -> None:
