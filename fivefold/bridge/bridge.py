@@ -17,6 +17,7 @@ from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.bridge.participants import find_part
+from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
 
@@ -37,7 +38,7 @@ class Bridge:
         ValueError: a family that is not known, or that can be planned but not trained.
     """
 
-    def __init__(self, shape: ModelShape, *, bucket_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, shape: ModelShape, *, bucket_bytes: int = GATHER_BYTES) -> None:
         self._shape = shape
         self._bucket_bytes = bucket_bytes
         self._mappings = {mapping.megatron: mapping for mapping in mappings(shape)}

@@ -55,6 +55,8 @@ class RankMemory:
     """Host memory of the float32 copy of master weights and moments from which a checkpoint is written."""
     update: int
     """Buckets of state that pass through the GPU during the update, when no activations are alive."""
+    sending: int
+    """Buckets in which weights go to a rollout, when no activations are alive."""
     activations: int
     in_flight: float
     """Micro-batches whose activations are held at one time; a fraction where stages are interleaved."""
@@ -76,7 +78,7 @@ class RankMemory:
     def allocated(self) -> int:
         """Bytes that `torch.cuda.max_memory_allocated` would report."""
         passes = self.activations + max(self.logprobs, self.temporaries)
-        return self.resident + max(passes, self.update) + self.buffers
+        return self.resident + max(passes, self.update, self.sending) + self.buffers
 
     @property
     def total(self) -> int:
@@ -140,6 +142,7 @@ def _stage_memory(
         host_optimizer=int(state_bytes * sharded) if work.state.on_host else 0,
         snapshot=int(SNAPSHOT_BYTES * sharded),
         update=_update_bytes(work, sharded),
+        sending=0,
         activations=int(in_flight * (kept + outputs * layout.vpp)),
         in_flight=in_flight,
         logprobs=head_bytes(shape, layout, work) if stage.has_head else 0,

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 512 * 2**20
-"""Bytes of a buffer on each rank's device, unless a tensor is larger. Loaders take long for a tensor, not a bucket."""
+from fivefold.config.weight_buckets import DEVICE_BYTES
 
 CHECKSUMS = 2**61
 """Checksums are compared modulo this."""
@@ -97,7 +96,7 @@ class BufferFiller:
         *,
         dtype: torch.dtype,
         n_buffers: int,
-        max_bytes: int = BUCKET_BYTES,
+        max_bytes: int = DEVICE_BYTES,
     ) -> None:
         """Begin with the first tensor.
 

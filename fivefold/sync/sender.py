@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fivefold.config.weight_buckets import DEVICE_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.sync import cuda_ipc
-from fivefold.sync.device_buckets import BUCKET_BYTES, BufferFiller, DeviceBucket, checksum
+from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum
 from fivefold.sync.transport import Route
 
 
@@ -32,7 +33,7 @@ class WeightSender:
         route: Route,
         rank: int,
         link: Link | None,
-        max_bytes: int = BUCKET_BYTES,
+        max_bytes: int = DEVICE_BYTES,
     ) -> None:
         """Begin to gather.
 
@@ -48,8 +49,7 @@ class WeightSender:
         self._reads = rank in route.readers
         self._exports = rank in route.exporters
         self._link = link
-        # NCCL has sent a bucket before the next is filled; by IPC, the engine reads one while the other is filled.
-        n_buffers = 2 if route.transport == "ipc" else 1
+        n_buffers = IPC_BUFFERS if route.transport == "ipc" else NCCL_BUFFERS
         dtype = getattr(torch, route.dtype)
         self._filler = BufferFiller(weights, dtype=dtype, n_buffers=n_buffers, max_bytes=max_bytes)
         self._announced: Tensor | None = None

@@ -17,6 +17,7 @@ MEMORY_COLOURS = {
     "gradients": "#f28e2b",
     "optimizer": "#b07aa1",
     "optimizer buckets": "#c9a0bb",
+    "weight buckets": "#86a9cc",
     "activations": "#59a14f",
     "log-probs": "#edc948",
     "temporaries": "#d4a83f",
@@ -53,13 +54,14 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
     passes = {"activations": memory.activations, **turn}
+    moments = (passes, {"optimizer buckets": memory.update}, {"weight buckets": memory.sending})
     return {
         "waiting roles": beside,
         "weights": memory.weights,
         "reference": memory.reference,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        **(passes if sum(passes.values()) >= memory.update else {"optimizer buckets": memory.update}),
+        **max(moments, key=lambda parts: sum(parts.values())),
         "buffers": memory.buffers,
         "CUDA, NCCL": memory.context,
     }

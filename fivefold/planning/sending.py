@@ -1,0 +1,35 @@
+"""Memory of the moment at which weights go from the actor to a rollout: buckets, and two copies of the weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fivefold.config.weight_buckets import DEVICE_BYTES, GATHER_BYTES, HOST_BYTES, IPC_BUFFERS, NCCL_BUFFERS
+from fivefold.families.shape import ModelShape
+from fivefold.layout.parallel import ParallelLayout
+
+Transport = Literal["auto", "ipc", "nccl", "folder"]
+"""`rollout.weight_transport` of a recipe."""
+
+
+def sending_bytes(
+    layout: ParallelLayout, shape: ModelShape, transport: Transport, *, shares: bool, element_bytes: int
+) -> int:
+    """Return the most bytes that a rank of the actor takes for buckets while it sends its weights.
+
+    Args:
+        layout: layout of the actor.
+        shape: its model.
+        transport: how weights travel.
+        shares: whether a rollout is on the actor's devices, where `auto` means `ipc`.
+        element_bytes: bytes of an element of the actor's weights.
+    """
+    largest = element_bytes * shape.hidden * max(shape.vocab, shape.ffn_hidden if not all(shape.moe_layers) else 0)
+    buffers = {
+        "ipc": IPC_BUFFERS * max(DEVICE_BYTES, largest),
+        "nccl": NCCL_BUFFERS * max(DEVICE_BYTES, largest),
+        "folder": HOST_BYTES,
+    }
+    chosen = ("ipc" if shares else "nccl") if transport == "auto" else transport
+    is_cut = layout.tp * layout.pp * layout.ep * layout.etp > 1
+    return buffers[chosen] + (max(GATHER_BYTES, largest) if is_cut else 0)

@@ -1,0 +1,65 @@
+"""Memory while weights go from the actor to a rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.families.read import find_shape
+from fivefold.layout.parser import parse_role
+from fivefold.planning.plan import plan_recipe
+from fivefold.planning.sending import Transport, sending_bytes
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
+MIB = 2**20
+EMBEDDING = 2 * 151_936 * 2048
+"""Bytes of the largest tensor of Qwen3-30B-A3B in bfloat16, which is larger than a bucket."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "shares", "buckets"),
+    [
+        ("ipc", True, 2 * EMBEDDING),
+        ("nccl", False, EMBEDDING),
+        ("folder", True, 128 * MIB),
+        ("auto", True, 2 * EMBEDDING),
+        ("auto", False, EMBEDDING),
+    ],
+)
+def test_buckets_hold_the_largest_tensor(transport: Transport, shares: bool, buckets: int) -> None:
+    shape = find_shape("Qwen3-30B-A3B")
+    whole, cut = (
+        sending_bytes(layout, shape, transport, shares=shares, element_bytes=2)
+        for layout in (parse_role(text).resolve(2) for text in ("megatron:d2", "megatron:d2e2"))
+    )
+    assert whole == buckets
+    # Shards are gathered beside the buckets.
+    assert cut == buckets + EMBEDDING
+
+
+def roles(gpu: str, *overrides: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return a rank of the actor, the rollout, and the plan's problems."""
+    plan = plan_recipe(RECIPE, ["actor.path=Qwen3-30B-A3B", *overrides], gpu=gpu).as_json()
+    by_role = {role["role"]: role for role in plan["roles"]}
+    return by_role["actor"]["memory"][0], by_role["rollout"], plan["problems"]
+
+
+@pytest.mark.parametrize("offloads_params", ["true", "false"])
+def test_two_copies_of_the_weights_are_on_a_gpu_while_they_are_sent(offloads_params: str) -> None:
+    actor, rollout, problems = roles("h200-141g", f"actor.offload.params={offloads_params}")
+    asleep = 4_600_000_000
+    assert rollout["memory"]["arriving"] == pytest.approx(
+        rollout["memory"]["weights"] + asleep + actor["weights"] + actor["context"] + actor["sending"], abs=1e8
+    )
+    assert problems == []
+
+
+def test_a_gpu_without_room_for_both_copies_is_a_problem() -> None:
+    """On 85 GB there is room for the rollout's 61 GB of weights and its cache, but not beside 32 GB of the actor's."""
+    _, rollout, problems = roles("h100-80g", "actor.offload.params=true")
+    assert rollout["memory"]["total"] + rollout["memory"]["waiting_roles"] < 84.9e9
+    assert any(
+        line.startswith("rollout: while new weights arrive, a GPU has 99.7 GB on it, of the 84.9") for line in problems
+    )
