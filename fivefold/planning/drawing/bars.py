@@ -53,15 +53,19 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
     turn = (
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
-    passes = {"activations": memory.activations, **turn}
-    moments = (passes, {"optimizer buckets": memory.update}, {"weight buckets": memory.sending})
+    moments: tuple[dict[str, float], ...] = (
+        {"activations": memory.activations, **turn},
+        {"optimizer buckets": memory.update},
+        {"weight buckets": memory.sending},
+    )
+    fullest = max(moments, key=lambda parts: sum(parts.values()))
     return {
         "waiting roles": beside,
         "weights": memory.weights,
         "reference": memory.reference,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        **max(moments, key=lambda parts: sum(parts.values())),
+        **fullest,
         "buffers": memory.buffers,
         "CUDA, NCCL": memory.context,
     }
