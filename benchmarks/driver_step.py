@@ -18,8 +18,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fivefold.algorithms.advantages import compute_advantages
+from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
+from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.config.schema import ActorConfig, GenerationConfig, MicroBatchConfig
 from fivefold.data.batches import minibatches
 from fivefold.engine.sharing import BatchPlanner
@@ -88,7 +90,9 @@ def main() -> None:
     samples, batch = timed("samples", receive)  # type: ignore[misc]
     groups = [sample.prompt.index for sample in samples]
     timed("metrics", lambda: sample_metrics(samples))
-    advantages = timed("advantages", lambda: compute_advantages([s.reward for s in samples], groups, config))
+    method, shaping = build_advantage(config, GROUP), RewardShaping.of(config, GenerationConfig())
+    outcomes = Outcomes([s.reward for s in samples], groups, [s.n_sampled for s in samples])
+    advantages = timed("advantages", lambda: compute_advantages(outcomes, shaping, method))
     batch = batch.with_scalars(advantages=advantages.advantages_N.numpy())  # type: ignore[attr-defined]
     timed("order of the log-probs", lambda: order(batch))
     split = timed("mini-batches", lambda: minibatches(groups, args.minibatches, "seed"))

@@ -36,7 +36,7 @@ from fivefold.roles.critic_update import critic_update
 from fivefold.roles.keeping import keep
 from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owners
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
-from fivefold.roles.policy_update import PolicyUpdate
+from fivefold.roles.policy_update import PolicyUpdate, check_methods
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.rollout.engines import check_server
@@ -82,6 +82,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
     check_requests(ground.shape, [*data.prompts, *(evaluator.data.prompts if evaluator else ())], sampling)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
+    check_methods(recipe)
     return TrainSetup(
         recipe=recipe,
         ground=ground,
@@ -133,6 +134,8 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
     update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic)
     update.guard.in_a_row = state.skips_in_a_row
+    if state.algorithm is not None:
+        update.state = state.algorithm.resumed(recipe.actor)
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
     weights = WeightSaver(recipe.saver, run.folder.weights, roles.actor.save)
     with keep(run, recipe, state_owners(roles, timers), state, setup.schedule(recipe.recover), began) as keeper:
@@ -150,7 +153,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             for sample in experience.samples[: recipe.stats.n_logged_samples]:
                 keeper.samples.write(as_record(sample, step=step))
             with roles.training(timers):
-                batch, metrics = update.prepare(experience.samples, experience.batch)
+                batch, metrics = update.prepare(experience.samples, experience.batch, experience.greedy)
                 with timers.phase("train"):
                     metrics |= update.run(batch, experience.groups, step)
             roles.send_weights(step, timers)
@@ -164,6 +167,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                 weight_version=step,
                 skips_in_a_row=update.guard.in_a_row,
                 critic_skips_in_a_row=critic.guard.in_a_row if critic else 0,
+                algorithm=update.state,
             )
             try:
                 if saver.is_due(step):

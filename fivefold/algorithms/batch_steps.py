@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,3 +19,15 @@ class BatchStep(Protocol):
 
     def __call__(self, batch: Batch, gather: Gather) -> Batch:
         """Return `batch`, this replica's share, with changed fields. Every replica calls `gather` as often."""
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Changes of a batch, one after the other."""
+
+    changes: tuple[Callable[[Batch], Batch], ...]
+
+    def __call__(self, batch: Batch) -> Batch:
+        for change in self.changes:
+            batch = change(batch)
+        return batch

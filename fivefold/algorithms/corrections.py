@@ -30,6 +30,7 @@ import torch
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Metrics, count, largest
 from fivefold.algorithms.ragged import Sequences
+from fivefold.config.presets import CORRECTIONS
 from fivefold.config.schema import RolloutCorrectionConfig
 
 
@@ -53,6 +54,11 @@ class RolloutCorrection:
     mask_above: float | None = None
     mask_below: float | None = None
     veto_below: float | None = None
+
+    @staticmethod
+    def automatic() -> RolloutCorrection:
+        """Return what `actor.rollout_correction.method: auto` corrects with once it does: TIS by token."""
+        return RolloutCorrection(**CORRECTIONS["tis"])
 
     @staticmethod
     def of(config: RolloutCorrectionConfig) -> RolloutCorrection | None:

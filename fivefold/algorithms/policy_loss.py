@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
+from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.algorithms.loss import LossInputs, Metrics, largest, zero_unless
@@ -68,6 +69,11 @@ class PolicyLoss:
             old_is_rollout=config.recompute_logprob is False,
             rollout_is_truncated=sampling.truncates_distribution,
         )
+
+    @property
+    def before(self) -> BatchStep | None:
+        """What the surrogate computes over a whole mini-batch; None: nothing. It needs the field `old_logprobs`."""
+        return getattr(self.surrogate, "before", None)
 
     @property
     def entropy_gradient(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.data.sampler import SamplerState
@@ -64,6 +65,8 @@ class RunState:
     """History of the metric of `recover.keep_best`; None if the recipe names none."""
     critic_skips_in_a_row: int = 0
     """The same as `skips_in_a_row`, of the critic."""
+    algorithm: AlgorithmState | None = None
+    """What the algorithm carries from step to step; None before the first step."""
     started_from: str | None = None
     """Folder of another run's checkpoint, from which this run started; None if it started anew."""
 
@@ -87,11 +90,12 @@ class RunState:
         file = folder / FILE
         try:
             values = json.loads(file.read_bytes())
-            history = values["kept_metric"]
+            history, algorithm = values["kept_metric"], values.get("algorithm")
             return cls(
                 **values
                 | {
                     "fingerprints": Fingerprints(**values["fingerprints"]),
+                    "algorithm": None if algorithm is None else AlgorithmState(**algorithm),
                     "kept_metric": None
                     if history is None
                     else MetricHistory(history["name"], {int(step): x for step, x in history["values"].items()}),

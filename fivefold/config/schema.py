@@ -374,8 +374,9 @@ class ActorConfig(EngineConfig):
     """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
     gae_lambda: Fraction = 1.0
     """`advantage: gae` weights estimates over longer spans by this factor a token: 1 is Monte Carlo, 0 is one step."""
-    whiten_advantages: bool = True
-    """`advantage: gae` brings the advantages of a step's trained tokens to mean 0 and standard deviation 1."""
+    whiten_advantages: bool | None = None
+    """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1, after a KL penalty in the
+    reward; null: with `gae`, `reinforce_pp` and `reinforce_pp_baseline`."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     ppo_epochs: Passes = 1
     """Number of times that each sample is trained on in a step."""
@@ -433,6 +434,13 @@ class ActorConfig(EngineConfig):
     """Replace prompts whose completions all have the same reward by further prompts of the data set (DAPO)."""
     dynamic_sampling_max_rounds: Annotated[int, Field(ge=1, le=1000)] = 10
     """Most batches of prompts that are sampled in one step; prompts without signal then fill what is missing."""
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are brought to mean 0 and standard deviation 1 over the tokens of a step."""
+        if self.whiten_advantages is None:
+            return self.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline")
+        return self.whiten_advantages
 
     @model_validator(mode="after")
     def _check_methods(self) -> ActorConfig:

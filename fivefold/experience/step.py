@@ -1,8 +1,15 @@
-"""Synchronous experience: each step reads prompts, generates samples and computes their rewards itself."""
+"""Synchronous experience: each step reads prompts, generates samples and computes their rewards itself.
+
+next prompts ─> samples ─> rewards ─> groups with signal ─> enough? ─> experience
+     ^                                                        │ no, with `actor.dynamic_sampling`
+     └────────────────────────────────────────────────────────┘
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.sampler import EpochSampler
@@ -25,6 +32,8 @@ class Experience:
     """The same sequences, in the same order."""
     metrics: dict[str, float]
     """Metrics of the rollout."""
+    greedy: Sequence[Sample] = ()
+    """The greedy sample of each prompt, with its reward, if the advantage compares with it; they are not trained on."""
 
     @property
     def groups(self) -> list[int]:
@@ -45,10 +54,63 @@ class StepSource:
 
     def take(self, step: int) -> Experience:
         """Return the experience of training step `step`, counted from 1."""
-        prompts = self.sampler.next_batch()
+        actor = self.recipe.actor
+        experience = self._dynamic(step) if actor.dynamic_sampling else self._sampled(self.sampler.next_batch(), step)
+        if actor.advantage == "remax":
+            experience = replace(experience, greedy=self._greedy(experience.samples, step))
+        return experience
+
+    def _sampled(self, prompts: Sequence[Prompt], step: int, round_: int = 0) -> Experience:
         with self.timers.phase("rollout"):
-            key = (self.recipe.seed, "train", step)
+            # A further round of a step has random choices of its own.
+            key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
             generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
         with self.timers.phase("rewards"):
             samples = judge(generated.samples, self.reward)
         return Experience(samples, generated.batch, generated.metrics)
+
+    def _dynamic(self, step: int) -> Experience:
+        """Sample further prompts until enough have completions with different rewards (DAPO, section 3.2).
+
+        Each round reads a whole batch, so the sampler stays at the beginning of one. What a round has too much is
+        dropped. After the last round, prompts without signal fill what is missing.
+        """
+        wanted = self.recipe.train_dataset.batch_size
+        rounds: list[Experience] = []
+        with_signal: list[int] = []
+        without: list[int] = []
+        n_samples, seen = 0, set[int]()
+        while len(with_signal) < wanted and len(rounds) < self.recipe.actor.dynamic_sampling_max_rounds:
+            # A step may reach the next epoch, and must not have one prompt as two groups.
+            prompts = [prompt for prompt in self.sampler.next_batch() if prompt.index not in seen]
+            seen.update(prompt.index for prompt in prompts)
+            if not prompts:
+                break
+            rounds.append(self._sampled(prompts, step, len(rounds)))
+            for _, group in groupby(rounds[-1].samples, key=lambda sample: sample.prompt.index):
+                rewards = [sample.reward for sample in group]
+                places = range(n_samples, n_samples + len(rewards))
+                (with_signal if min(rewards) < max(rewards) else without).append(places.start)
+                n_samples = places.stop
+        size = self.recipe.gconfig.n_samples
+        starts = [*with_signal, *without][:wanted]
+        indices = [index for start in sorted(starts) for index in range(start, start + size)]
+        samples = [sample for one in rounds for sample in one.samples]
+        return Experience(
+            [samples[index] for index in indices],
+            RemoteBatch.joined([one.batch for one in rounds]).select(indices),
+            {
+                **rounds[-1].metrics,
+                "dynamic_sampling/rounds": float(len(rounds)),
+                "dynamic_sampling/kept": len(with_signal) / (len(with_signal) + len(without)),
+            },
+        )
+
+    def _greedy(self, samples: Sequence[Sample], step: int) -> list[Sample]:
+        """Return the most likely completion of each prompt, with its reward."""
+        prompts = list({sample.prompt.index: sample.prompt for sample in samples}.values())
+        sampling = replace(self.sampling, greedy=True, seeded=False, logprob_share=0.0)
+        with self.timers.phase("rollout"):
+            generated = self.rollout.generate(prompts, 1, sampling, (self.recipe.seed, "greedy", step))
+        with self.timers.phase("rewards"):
+            return judge(generated.samples, self.reward)

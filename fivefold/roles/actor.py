@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
@@ -26,6 +27,10 @@ class Actor(TrainedRole):
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
         return self._trainer.logprobs(batch, "own", temperature, "old_logprobs")
+
+    def advantage_moments(self, batch: RemoteBatch, change: BatchChange | None) -> Moments:
+        """Return the moments of the advantages of all trained tokens, as they are after `change`."""
+        return self._trainer.advantage_moments(batch, change)
 
     def sum_logprobs(self, batch: RemoteBatch) -> float:
         """Return the sum of the log-probs of all trained tokens, at temperature 1."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.gae import GAE, Moments
+from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.contract import Offloadable
 from fivefold.roles.actor import Actor

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fivefold.algorithms.advantages import KLInReward
 from fivefold.algorithms.gae import GAE, Whitening, explained_variance
+from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.config.schema import CriticConfig, TrainRecipe
 from fivefold.data.batches import minibatches
@@ -30,7 +30,7 @@ class CriticUpdate:
         self._critic = critic
         self._timers = timers
         self._gae = GAE(recipe.actor.discount, recipe.actor.gae_lambda)
-        self._whitens = recipe.actor.whiten_advantages
+        self._whitens = recipe.actor.whitens
         self._loss = ValueLoss(config.eps_clip, config.loss_aggregation)
         self.guard = SkipGuard("critic")
 

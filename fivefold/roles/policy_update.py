@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from fivefold.algorithms.advantages import KLInReward, compute_advantages
+import numpy as np
+
+from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
+from fivefold.algorithms.advantages.registry import build_advantage
+from fivefold.algorithms.batch_steps import InTurn
+from fivefold.algorithms.corrections import RolloutCorrection
+from fivefold.algorithms.gae import Whitening
+from fivefold.algorithms.kl_in_reward import KLInReward
+from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.reward_shaping import RewardShaping
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema import TrainRecipe
 from fivefold.data.batches import minibatches
 from fivefold.observe.timers import PhaseTimers
@@ -36,20 +47,41 @@ class PolicyUpdate:
         self._critic = critic
         self._timers = timers
         self._temperature = recipe.gconfig.temperature
-        self._loss = PolicyLoss.from_config(config, recipe.gconfig)
-        penalized = config.kl_in == "reward" and config.kl_ctl > 0
-        self._kl = KLInReward(config.kl_ctl, config.kl_estimator) if penalized else None
-        self._change: BatchChange | None = None if self._kl is None else self._kl.subtracted
+        self._base_loss = PolicyLoss.from_config(config, recipe.gconfig)
+        self._shaping = RewardShaping.of(config, recipe.gconfig)
+        self._advantage = build_advantage(config, recipe.gconfig.n_samples)
+        self._penalized = config.kl_in == "reward" and config.kl_ctl > 0
+        self._change: BatchChange | None = None
+        self._may_correct = (
+            config.rollout_correction.method == "auto"
+            and recipe.rollout.logprob_share == 1
+            and not recipe.gconfig.truncates_distribution
+            and config.recompute_logprob is not False
+        )
+        self.state = AlgorithmState.of(config)
         self.guard = SkipGuard()
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
-        needed = penalized or config.ppo_epochs * config.ppo_n_minibatches > 1
+        several = config.ppo_epochs * config.ppo_n_minibatches > 1
+        needed = self._penalized or several or self._base_loss.before is not None
         self._recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
 
-    def prepare(self, samples: Sequence[Sample], batch: RemoteBatch) -> tuple[RemoteBatch, dict[str, float]]:
-        """Return `batch`, the samples' sequences, with advantages and log-probs; and metrics of rewards, advantages."""
+    def prepare(
+        self, samples: Sequence[Sample], batch: RemoteBatch, greedy: Sequence[Sample] = ()
+    ) -> tuple[RemoteBatch, dict[str, float]]:
+        """Return `batch`, the samples' sequences, with advantages and log-probs; and metrics of rewards, advantages.
+
+        Args:
+            samples: the step's samples, with rewards.
+            batch: their sequences.
+            greedy: the greedy sample of each prompt, if the advantage compares with it.
+        """
         advantages = compute_advantages(
-            [sample.reward for sample in samples], [sample.prompt.index for sample in samples], self._config
+            _outcomes(samples), self._shaping, self._advantage, _outcomes(greedy) if greedy else None
         )
+        if self._config.mask_truncated:
+            batch = batch.untrained([i for i, sample in enumerate(samples) if sample.finish_reason == "length"])
+        if self._base_loss.before is not None:
+            batch = batch.with_scalars(**{NUMBER: np.arange(len(batch), dtype=np.float32)})
         if self._critic is not None:
             batch = self._critic.values(batch)
         if self._recomputes:
@@ -58,12 +90,33 @@ class PolicyUpdate:
         if self._reference is not None:
             with self._timers.phase("reference"):
                 batch = batch.with_pieces(self._reference.logprobs(batch, self._temperature))
+        kl = KLInReward(self.state.kl_ctl, self._config.kl_estimator) if self._penalized else None
         values_N = advantages.advantages_N.numpy()
         if self._critic is None:
-            return batch.with_scalars(advantages=values_N), advantages.metrics
-        batch, whitening, metrics = self._critic.advantages(batch.with_scalars(rewards=values_N), self._kl)
+            batch = batch.with_scalars(advantages=values_N)
+            self._change = self._change_of(batch, kl)
+            return batch, advantages.metrics
+        batch, whitening, metrics = self._critic.advantages(batch.with_scalars(rewards=values_N), kl)
         self._change = None if whitening is None else whitening.applied
         return batch, advantages.metrics | metrics
+
+    def _change_of(self, batch: RemoteBatch, kl: KLInReward | None) -> BatchChange | None:
+        """Return what happens to the advantages of tokens before they are trained on."""
+        changes: list[BatchChange] = [] if kl is None else [kl.subtracted]
+        if self._config.whitens:
+            moments = self._actor.advantage_moments(batch, InTurn(tuple(changes)))
+            changes.append(Whitening(moments.mean, moments.std).applied)
+        return InTurn(tuple(changes)) if changes else None
+
+    @property
+    def loss(self) -> PolicyLoss:
+        """The loss of the next update, with what the algorithm's state says."""
+        loss = self._base_loss
+        if loss.kl_coeff:
+            loss = replace(loss, kl_coeff=self.state.kl_ctl)
+        if self.state.corrects_rollout and self._may_correct:
+            loss = replace(loss, correction=RolloutCorrection.automatic())
+        return loss
 
     def run(self, batch: RemoteBatch, groups: Sequence[int], step: int) -> dict[str, float]:
         """Make the updates of all epochs and mini-batches of a step. Returns the averages of their metrics.
@@ -82,9 +135,32 @@ class PolicyUpdate:
             if self._critic.is_warming_up(step):
                 return metrics
         results: list[UpdateResult] = []
+        loss = self.loss
         for epoch in range(self._config.ppo_epochs):
             seed = f"{self._seed}-{step}-{epoch}"
             for indices in minibatches(groups, self._config.ppo_n_minibatches, seed):
-                results.append(self._actor.update(batch.select(indices), self._loss, self._change))
+                results.append(self._actor.update(batch.select(indices), loss, self._change))
                 self.guard.check(results[-1], step)
-        return metrics | average_updates(results)
+        averages = average_updates(results)
+        if self._config.kl_ctl > 0:
+            averages["kl_ctl"] = self.state.kl_ctl
+        self.state = self.state.after(self._config, averages, len(batch))
+        return metrics | averages
+
+
+def _outcomes(samples: Sequence[Sample]) -> Outcomes:
+    return Outcomes(
+        [sample.reward for sample in samples],
+        [sample.prompt.index for sample in samples],
+        [sample.n_sampled for sample in samples],
+    )
+
+
+def check_methods(recipe: TrainRecipe) -> None:
+    """Build the recipe's loss and advantage, which tries out those that the user has written.
+
+    Raises:
+        ValueError: one of them cannot be imported, does not do what its protocol says, or has wrong options.
+    """
+    PolicyLoss.from_config(recipe.actor, recipe.gconfig)
+    build_advantage(recipe.actor, recipe.gconfig.n_samples)

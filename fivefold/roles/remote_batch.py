@@ -25,6 +25,9 @@ from fivefold.types import Batch, Columns, Totals
 
 Indices = npt.NDArray[np.int64]
 
+KEPT = "kept"
+"""Name of the scalar that is 0 for sequences of which no token is trained, else 1."""
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -68,6 +71,27 @@ class RemoteBatch:
     def with_scalars(self, **scalars: npt.NDArray[np.float32]) -> RemoteBatch:
         """Return a copy with further values of whole sequences."""
         return RemoteBatch(self.lengths_N, self.trained_N, self.pieces, {**self.scalars, **scalars})
+
+    def untrained(self, indices: Sequence[int]) -> RemoteBatch:
+        """Return a copy in which no token of the sequences at `indices` is trained."""
+        trained_N, kept_N = self.trained_N.copy(), np.ones(len(self), np.float32)
+        trained_N[list(indices)] = kept_N[list(indices)] = 0
+        return RemoteBatch(self.lengths_N, trained_N, self.pieces, {**self.scalars, KEPT: kept_N})
+
+    @staticmethod
+    def joined(batches: Sequence[RemoteBatch]) -> RemoteBatch:
+        """Return the sequences of several batches without scalars, one batch after the other."""
+        pieces: list[Piece] = []
+        start = 0
+        for batch in batches:
+            place_N = np.arange(start, start + len(batch))
+            pieces += [Piece(piece.columns, _renumbered(piece.sequences_M, place_N)) for piece in batch.pieces]
+            start += len(batch)
+        return RemoteBatch(
+            np.concatenate([batch.lengths_N for batch in batches]),
+            np.concatenate([batch.trained_N for batch in batches]),
+            tuple(pieces),
+        )
 
     def select(self, indices: Sequence[int]) -> RemoteBatch:
         """Return the sequences at `indices`, in that order."""
@@ -142,7 +166,7 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     """Assemble a replica's share.
 
     The columns `tokens` and `mask` become the batch's own, all others its fields. A value of a whole sequence becomes a
-    field with that value on every token.
+    field with that value on every token; `kept` is multiplied with the mask.
     """
     ends = np.cumsum(order.lengths)
     starts, total = ends - order.lengths, int(ends[-1]) if len(ends) else 0
@@ -160,5 +184,7 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     mask_T = torch.from_numpy(gathered.pop("mask")).float()
     fields = {name: torch.from_numpy(values_T) for name, values_T in gathered.items()}
     fields |= {name: torch.from_numpy(np.repeat(values, order.lengths)) for name, values in order.scalars.items()}
+    if KEPT in fields:
+        mask_T = mask_T * fields.pop(KEPT)
     batch = Batch(tuple(order.lengths.tolist()), tokens_T, mask_T, fields)
     return Share(batch, order.micro_batches, order.longest, order.totals)

@@ -61,6 +61,7 @@ def state_at_start(
     kept = replace(
         state,
         skips_in_a_row=earlier.skips_in_a_row,
+        algorithm=earlier.algorithm,
         critic_skips_in_a_row=earlier.critic_skips_in_a_row,
         seconds=earlier.seconds,
         began=earlier.began,

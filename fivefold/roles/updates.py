@@ -42,6 +42,21 @@ def _where(result: UpdateResult) -> str:
     return ": every parameter's gradient is finite, but the norm of all of them is beyond float32"
 
 
+_OVER_KNOWN = (
+    "rollout_mismatch",
+    "rollout_mismatch_kl",
+    "rollout_mismatch_kl_reverse",
+    "rollout_ratio",
+    "rollout_ratio_square",
+)
+"""Metrics over the tokens that have a log-prob of the rollout."""
+
+
+def _effective_share(mean: float, mean_square: float) -> float:
+    """Return Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the number of weights w."""
+    return mean * mean / mean_square if mean_square > 0 else 0.0
+
+
 def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Reduce each metric of several updates to one number.
 
@@ -59,6 +74,11 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     averages["lr"] = values["lr"][-1]
     if share := averages.get("rollout_mismatch_share"):
         # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
-        averages |= {name: averages[name] / share for name in ("rollout_mismatch", "rollout_mismatch_kl")}
+        averages |= {name: averages[name] / share for name in _OVER_KNOWN}
+        averages["rollout_ess"] = _effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
+    if "correction/weight" in averages:
+        averages["correction/ess"] = _effective_share(
+            averages["correction/weight"], averages.pop("correction/weight_square")
+        )
     averages["skipped_updates"] = float(sum(result.skipped for result in results))
     return averages

@@ -48,7 +48,11 @@ class PolicyTokens:
 
 
 class Surrogate(Protocol):
-    """A policy loss. It travels to the workers, so it is a frozen dataclass of a module."""
+    """A policy loss. It travels to the workers, so it is a frozen dataclass of a module.
+
+    A loss that needs something of a whole mini-batch, which no micro-batch shows, has an attribute `before`, a
+    `BatchStep` (fivefold/algorithms/batch_steps.py) that adds fields to the batch.
+    """
 
     def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
         """Return the cost of each token [T], with gradient, and sums of metrics over the trained tokens, without.

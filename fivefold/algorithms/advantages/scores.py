@@ -1,0 +1,68 @@
+"""What an advantage is computed from: the rewards of a step's completions, and their groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Scores:
+    """N completions of a step, in groups of one prompt each; the order is free."""
+
+    rewards_N: torch.Tensor
+    """float64 [N]: rewards, shaped."""
+    groups_N: torch.Tensor
+    """int64 [N]: group of each completion, numbered from 0."""
+    lengths_N: torch.Tensor
+    """int64 [N]: sampled tokens of each completion."""
+    baselines_N: torch.Tensor | None = None
+    """float64 [N]: shaped reward of the greedy completion of the same prompt; None: there are none."""
+
+    @property
+    def of_group(self) -> Sets:
+        """Statistics of the rewards over the group of each completion."""
+        return Sets(self.rewards_N, self.groups_N)
+
+    @property
+    def of_batch(self) -> Sets:
+        """Statistics of the rewards over all completions."""
+        return Sets(self.rewards_N, torch.zeros_like(self.groups_N))
+
+
+class Advantage(Protocol):
+    """A method: a function with options."""
+
+    def __call__(self, scores: Scores, /, **options: Any) -> torch.Tensor:
+        """Return one advantage for each completion: floating point [N], finite."""
+
+
+class Sets:
+    """Statistics of the set that each of N values belongs to."""
+
+    def __init__(self, values_N: torch.Tensor, sets_N: torch.Tensor) -> None:
+        """`sets_N`: int64, the set of each value, numbered from 0."""
+        n_sets = int(sets_N.max()) + 1
+        self.sets_N = sets_N
+        self.count_N = values_N.new_zeros(n_sets).index_add_(0, sets_N, torch.ones_like(values_N))[sets_N]
+        """Number of values of the set."""
+        self.mean_N = self.sum(values_N) / self.count_N
+        # A set of one value is constant, and its standard deviation is not used.
+        self.std_N = (self.sum((values_N - self.mean_N).square()) / (self.count_N - 1).clamp(min=1)).sqrt()
+        """Standard deviation of a sample (divided by n - 1)."""
+        least_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amin", include_self=False)
+        most_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amax", include_self=False)
+        self.is_constant_S = least_S == most_S
+        """Whether all values of each set are equal."""
+        self.is_constant_N = self.is_constant_S[sets_N]
+
+    def sum(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return [N]: for each value, the sum over its set."""
+        n_sets = int(self.sets_N.max()) + 1
+        return values_N.new_zeros(n_sets).index_add_(0, self.sets_N, values_N)[self.sets_N]
+
+    def zero_if_constant(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the values with exactly 0 in sets that hold no signal, in the place of rounding errors."""
+        return torch.where(self.is_constant_N, torch.zeros_like(values_N), values_N)

@@ -1,0 +1,57 @@
+"""What an algorithm carries from one training step to the next; checkpoints hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fivefold.config.schema import ActorConfig
+
+STEEPEST = 0.2
+"""Largest relative distance from its target that a step's KL divergence counts with."""
+
+
+@dataclass(frozen=True)
+class AlgorithmState:
+    """State of the algorithm after a step."""
+
+    kl_ctl: float
+    """Weight of the KL divergence from the reference."""
+    corrects_rollout: bool = False
+    """Whether `actor.rollout_correction.method: auto` has begun to correct."""
+
+    @staticmethod
+    def of(config: ActorConfig) -> AlgorithmState:
+        """Return the state before the first step."""
+        return AlgorithmState(config.kl_ctl)
+
+    def resumed(self, config: ActorConfig) -> AlgorithmState:
+        """Return the state with which a run goes on from a checkpoint: a weight that is not adapted is the recipe's."""
+        return self if config.kl_target is not None else replace(self, kl_ctl=config.kl_ctl)
+
+    def after(self, config: ActorConfig, metrics: Mapping[str, float], n_samples: int) -> AlgorithmState:
+        """Return the state after a step with these metrics on `n_samples` samples."""
+        mismatch = metrics.get("rollout_mismatch_kl")
+        correction = config.rollout_correction
+        exceeds = mismatch is not None and mismatch > correction.auto_threshold
+        kl_ctl = self.kl_ctl
+        if config.kl_target is not None and "kl_ref" in metrics:
+            kl_ctl = adapted(kl_ctl, metrics["kl_ref"], config.kl_target, n_samples / config.kl_horizon)
+        is_auto = correction.method == "auto"
+        return replace(self, kl_ctl=kl_ctl, corrects_rollout=self.corrects_rollout or (is_auto and exceeds))
+
+
+def adapted(kl_ctl: float, kl: float, target: float, share: float) -> float:
+    """Return the weight of a KL penalty after a step (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+
+        kl_ctl <- kl_ctl * (1 + clip(kl / target - 1, -0.2, 0.2) * share)
+
+    Args:
+        kl_ctl: the weight in the step.
+        kl: the divergence that the step measured, in nats per token.
+        target: the divergence that is wanted.
+        share: samples of the step as a share of the horizon.
+    """
+    error = min(max(kl / target - 1.0, -STEEPEST), STEEPEST)
+    # A step of more samples than the horizon has must not turn the weight negative.
+    return kl_ctl * (1.0 + error * min(share, 1.0))
