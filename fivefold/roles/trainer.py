@@ -21,8 +21,10 @@ import torch.distributed as dist
 from fivefold.algorithms.gae import GAE, Moments
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import Offloadable, TrainingEngine
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
@@ -39,9 +41,6 @@ from fivefold.types import Batch, Columns
 if TYPE_CHECKING:
     from fivefold.engine.contract import Snapshot
     from fivefold.engine.state_store import WrittenPart
-
-BUCKET_BYTES = 128 * 2**20
-"""Most bytes of a bucket in which weights travel to the rollout engines."""
 
 BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""
@@ -97,11 +96,9 @@ class Trainer:
     def __init__(self, group: WorkerGroup, planner: BatchPlanner) -> None:
         self.group = group
         self._planner = planner
-        grid = rank_grid(planner.layout)
-        self._replicas = [position.dp for position in grid]
+        self._replicas = [position.dp for position in rank_grid(planner.layout)]
         """The data-parallel replica of each rank."""
-        self._first_ranks = [self._replicas.index(replica) for replica in range(planner.layout.dp)]
-        """The first rank of each replica."""
+        self._first_ranks = first_ranks(planner.layout)
 
     def deal(self, batch: RemoteBatch, *between: Any) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
         """Plan a mini-batch. Returns the plan and each rank's arguments: its order, `between`, the columns it needs."""
@@ -131,6 +128,12 @@ class Trainer:
         _, arguments = self.deal(batch, loss, change)
         return self.group.call_each(TrainerWorker.update, arguments)[0]
 
+    def advantage_moments(self, batch: RemoteBatch, change: BatchChange | None) -> Moments:
+        """Return the moments of the advantages of all trained tokens, as they are after `change`."""
+        _, arguments = self.deal(batch, change)
+        moments = self.group.call_each(TrainerWorker.advantage_moments, arguments)
+        return Moments.merged(moments[rank] for rank in self._first_ranks)
+
     def sum_logprobs(self, batch: RemoteBatch) -> float:
         """Return the sum of the log-probs of all trained tokens, at temperature 1."""
         _, arguments = self.deal(batch)
@@ -140,6 +143,12 @@ class Trainer:
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""
         self.group.call(TrainerWorker.release_cache)
+
+
+def first_ranks(layout: ParallelLayout) -> list[int]:
+    """Return the first rank of each data-parallel replica."""
+    replicas = [position.dp for position in rank_grid(layout)]
+    return [replicas.index(replica) for replica in range(layout.dp)]
 
 
 class TrainerWorker:
@@ -164,6 +173,7 @@ class TrainerWorker:
             value_head=spec.value_head,
         )
         self._tokenizer = spec.tokenizer
+        self._first_ranks = first_ranks(spec.layout)
         self._timeout_s = spec.timeout_s
         self._sender: WeightSender | None = None
         self._link: NcclLink | None = None
@@ -225,10 +235,26 @@ class TrainerWorker:
         moments = Moments.of(advantages_T[trained_T]), Moments.of(returns_T[trained_T])
         return moments, Columns(order.lengths.astype(np.int32), values)
 
+    def advantage_moments(self, order: ShareOrder, change: BatchChange | None, *columns: Columns) -> Moments:
+        """Return the moments of the advantages of the share's trained tokens, as they are after `change`."""
+        batch = assemble(order, columns).batch
+        batch = batch if change is None else change(batch)
+        return Moments.of(batch.fields["advantages"][batch.mask_T.bool()])
+
     def update(self, order: ShareOrder, loss: Loss, change: BatchChange | None, *columns: Columns) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to this replica's part of it first."""
         share = assemble(order, columns)
-        return self._update(share if change is None else replace(share, batch=change(share.batch)), loss)
+        if change is not None:
+            share = replace(share, batch=change(share.batch))
+        if isinstance(loss, PolicyLoss) and loss.before is not None:
+            share = replace(share, batch=loss.before(share.batch, self._gather))
+        return self._update(share, loss)
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all data-parallel replicas; all ranks of a replica give the same one."""
+        gathered: list[torch.Tensor | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return [tensor for rank, tensor in enumerate(gathered) if tensor is not None and rank in self._first_ranks]
 
     def _update(self, share: Share, loss: Loss) -> UpdateResult:
         if torch.cuda.is_available():
@@ -244,7 +270,7 @@ class TrainerWorker:
         """Yield all weights under their Hugging Face names, on rank 0; other ranks take part and yield nothing."""
         weights = self._engine.export_weights(FOLDER.readers)
         if dist.get_rank() in FOLDER.readers:
-            yield from pack(weights, BUCKET_BYTES, with_checksum=with_checksum)
+            yield from pack(weights, HOST_BYTES, with_checksum=with_checksum)
         else:
             for _ in weights:
                 yield from ()
