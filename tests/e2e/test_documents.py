@@ -1,4 +1,7 @@
-"""Every recipe loads, and everything that the README and the docs show does what they say."""
+"""Every recipe loads, and everything that the README and the docs show does what they say.
+
+The README's commands are run by test_train.py.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,6 @@ from tests.e2e.documents import DOCS, README, blocks, indented_commands, listed_
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("benchmarks/*.md"))]
-SHORT = ("total_train_steps=2", "valid_dataset.limit=32")
-"""Keys that make a training run of the README short enough for a test."""
 BLOCKS = {
     "README.md": ["", "bash"],
     "cluster.md": ["bash", "bash"],  # tests/nodes
@@ -60,7 +61,7 @@ BLOCKS = {
     "metrics.md": ["python"],
     "rewards.md": ["python", "yaml", "bash", "python"],
 }
-"""Languages of the fenced blocks that the tests below run; the README's first one is the output of a run."""
+"""Languages of the fenced blocks that tests run; the README's first one is the output of a run."""
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -69,32 +70,6 @@ def test_every_recipe_loads_and_fits_its_model(path: Path) -> None:
     recipe = load_recipe(path, [], SFTRecipe if "reward" not in keys else TrainRecipe)
     if recipe.actor.path.startswith("package:"):
         check_recipe(recipe, load_shape(ROOT / "fivefold" / "models" / recipe.actor.path.removeprefix("package:")))
-
-
-def test_the_commands_of_the_readme_work(fivefold: Fivefold, tmp_path: Path) -> None:
-    shown = shell_commands(README)
-    assert [command[0] for command in shown] == ["train", "eval", "generate", "plan"]
-    here = str(tmp_path)
-    train, evaluate, generate, plan = (
-        [word.replace("runs/quickstart/trial-0", f"{here}/quickstart/two-stages") for word in command]
-        for command in shown
-    )
-    outputs = []
-    for command in (
-        [*train, f"cluster.fileroot={here}", *SHORT],
-        # An evaluation ignores the actor's layout, so one that could not train here does not matter.
-        [*evaluate, "valid_dataset.limit=32", "actor.backend=megatron:d64t3"],
-        generate,
-        plan,
-    ):
-        result = fivefold(*command)
-        assert result.returncode == 0, (command, result.stdout, result.stderr)
-        outputs.append(result.stdout)
-    assert "finished in" in outputs[0]
-    assert '"accuracy"' in outputs[1]
-    assert json.loads(outputs[1])["n_prompts"] == 32
-    assert outputs[2].count("47+35-36=") == 4
-    assert "actor" in outputs[3]
 
 
 FILES = {

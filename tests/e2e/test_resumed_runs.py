@@ -4,62 +4,108 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
 
 from fivefold.checkpoints.store import CheckpointStore
+from fivefold.cli.main import app
+from fivefold.convert.megatron import convert_to_torch_dist
 from tests.e2e.conftest import COMMAND, ROOT, Fivefold
 
-N_STEPS = 4
+N_STEPS = 5
+KEEP_ALL = f"recover.max_to_keep={N_STEPS}"
 TRAIN = (
     "train", str(ROOT / "recipes" / "quickstart.yaml"), f"total_train_steps={N_STEPS}", "train_dataset.batch_size=8",
     "gconfig.n_samples=4", "valid_dataset.limit=16", "recover.freq_steps=1", "stats.n_logged_samples=32",
-    "saver.freq_steps=3",
+    "saver.freq_steps=3", "actor.kl_ctl=0.001", "actor.ppo_n_minibatches=1", "actor.path=mcore",
+    "actor.megatron.use_dist_checkpointing=true", "actor.megatron.dist_checkpointing_path=mcore", KEEP_ALL,
 )  # fmt: skip
+"""The runs start from a Megatron-Core checkpoint in the folder `mcore`, which has no weights for Hugging Face."""
 SFT = (
     "sft", str(ROOT / "recipes" / "tiny-moe-sft.yaml"), f"total_train_steps={N_STEPS}", "train_dataset.batch_size=8",
-    "valid_dataset=null", "recover.freq_steps=1",
+    "valid_dataset=null", "recover.freq_steps=1", KEEP_ALL,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs of this module."""
-    return tmp_path_factory.mktemp("runs")
+    """The working folder of all runs of this module."""
+    folder = tmp_path_factory.mktemp("runs")
+    convert_to_torch_dist("package:tiny-moe", folder / "mcore")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, fivefold: Fivefold) -> Path:
     """A run that was not interrupted."""
-    result = fivefold(*TRAIN, f"cluster.fileroot={folder}", "trial_name=undisturbed")
+    run = folder / "quickstart" / "undisturbed"
+    result = fivefold(*TRAIN, *place(run), cwd=folder)
     assert result.returncode == 0, result.stderr + result.stdout
-    return folder / "quickstart" / "undisturbed"
+    return run
 
 
-def interrupted(run: Path, arguments: tuple[str, ...], end: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
-    """Start a command, call `end` as soon as its first checkpoint is complete; return exit code and error output."""
+def place(run: Path) -> tuple[str, str]:
+    """Return the keys of the run in the folder `run`."""
+    return f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}"
+
+
+def last_step(run: Path) -> int:
+    """Return the step of the last checkpoint that is complete; 0: there is none."""
+    return max((checkpoint.step for checkpoint in CheckpointStore(run / "checkpoints").all()), default=0)
+
+
+def interrupted(run: Path, end: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str, str]:
+    """Train, and call `end` as soon as one more checkpoint is complete; return exit code, output and error output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*COMMAND, *arguments, f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}"]
+    earlier = last_step(run)
     # In a process group of its own, as a shell starts it: a terminal sends Ctrl-C to all processes of the group.
     driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+        [*COMMAND, *TRAIN, *place(run)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        cwd=run.parents[1],
+    )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not CheckpointStore(run / "checkpoints").all():
+    while last_step(run) == earlier:
         if driver.poll() is not None or time.monotonic() > deadline:
             driver.kill()
             pytest.fail(f"the run wrote no checkpoint: {driver.communicate()}")
         time.sleep(0.01)
     end(driver)
-    _, errors = driver.communicate(timeout=60)
-    return driver.returncode, errors
+    output, errors = driver.communicate(timeout=60)
+    return driver.returncode, output, errors
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that was killed, went on, and then ended because of Ctrl-C."""
+
+    run: Path
+    copy: Path
+    """Copy of the run's folder as it was at this end."""
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def ended(undisturbed: Path) -> Ended:
+    run = undisturbed.with_name("interrupted")
+    code, *_ = interrupted(run, subprocess.Popen.kill)
+    assert code == -signal.SIGKILL
+    code, output, errors = interrupted(run, lambda driver: os.killpg(driver.pid, signal.SIGINT))
+    assert code == 130, errors
+    return Ended(run, Path(shutil.copytree(run, run.with_name("copy"))), output, errors)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -72,57 +118,66 @@ def is_time(metric: str) -> bool:
     return any(word in metric for word in ("seconds/", "per_second", "tflops", "replica_busy"))
 
 
-def assert_the_same(run: Path, other: Path) -> None:
-    """Compare the metrics, the samples and the bytes of the weights of two runs."""
-    assert [row["step"] for row in rows(run)] == list(range(1, N_STEPS + 1))
-    assert rows(run) == rows(other)
-    for file in ("samples.jsonl", "weights/model.safetensors"):
-        if (other / file).exists():
-            assert (run / file).read_bytes() == (other / file).read_bytes(), file
+def trainer_state(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the actor's tensors in a checkpoint, as torch.distributed.checkpoint loads them in one process."""
+    file = run.with_name(f"{run.name}-{step}.pt")
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:06}" / "trainer", file)
+    return dict(torch.load(file))
 
 
-def test_a_killed_run_goes_on_with_the_same_bits(undisturbed: Path, fivefold: Fivefold) -> None:
-    run = undisturbed.with_name("killed")
-    code, _ = interrupted(run, TRAIN, subprocess.Popen.kill)
-    assert code == -signal.SIGKILL
-    result = fivefold(*TRAIN, f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}")
-    assert result.returncode == 0, result.stderr + result.stdout
-    assert "goes on" in result.stdout
-    assert_the_same(run, undisturbed)
-    first, second = (json.loads((path / "summary.json").read_text()) for path in (run, undisturbed))
-    assert [first[key] for key in ("accuracy_before", "accuracy_after", "steps")] == [
-        second[key] for key in ("accuracy_before", "accuracy_after", "steps")
-    ]
-    board = EventAccumulator(str(run / "tensorboard")).Reload()
-    assert [event.step for event in board.Scalars("reward/mean")] == list(range(1, N_STEPS + 1))
+def test_a_run_starts_from_a_converted_checkpoint(undisturbed: Path) -> None:
+    first = rows(undisturbed)[0]
+    # Rollout, actor and reference all have the checkpoint's weights, and neither of the first two found others.
+    assert first["rollout_mismatch"] < 0.05
+    assert first["kl_ref"] == pytest.approx(0, abs=1e-6)
 
 
-def test_ctrl_c_ends_after_the_step_and_another_layout_goes_on(undisturbed: Path, fivefold: Fivefold) -> None:
-    run = undisturbed.with_name("asked")
-    code, errors = interrupted(run, TRAIN, lambda driver: os.killpg(driver.pid, signal.SIGINT))
-    assert code == 130, errors
-    assert "the run saves and ends after this step" in errors
-    assert f"trial_name={run.name}" in errors, "the command that goes on"
-    done = len(rows(run))
-    assert CheckpointStore(run / "checkpoints").all()[-1].step == done
-    assert rows(run) == rows(undisturbed)[:done]
-    changed = (f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}", "actor.backend=megatron:d1")
-    result = fivefold(*TRAIN, *changed, "train_dataset.limit=500")
-    assert result.returncode == 2
-    assert "train_dataset.limit" in result.stderr
-    result = fivefold(*TRAIN, *changed)
+def test_a_killed_run_goes_on_with_the_same_bits(undisturbed: Path, ended: Ended) -> None:
+    assert "goes on" in ended.output
+    done = last_step(ended.copy)
+    assert 1 < done < N_STEPS
+    assert rows(ended.copy) == rows(undisturbed)[:done]
+    samples = (ended.copy / "samples.jsonl").read_bytes()
+    assert samples.count(b"\n") == done * 32
+    assert (undisturbed / "samples.jsonl").read_bytes().startswith(samples)
+    mine, other = trainer_state(ended.copy, done), trainer_state(undisturbed, done)
+    assert mine.keys() == other.keys()
+    assert [name for name, tensor in other.items() if not torch.equal(mine[name], tensor)] == []
+
+
+def test_ctrl_c_ends_after_the_step_and_another_layout_goes_on(
+    undisturbed: Path, ended: Ended, fivefold: Fivefold, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended.run
+    assert "the run saves and ends after this step" in ended.errors
+    assert f"trial_name={run.name}" in ended.errors, "the command that goes on"
+    changed = (*place(run), "actor.backend=megatron:d1")
+    monkeypatch.chdir(folder)
+    refused = CliRunner().invoke(app, [*TRAIN, *changed, "train_dataset.limit=500"])
+    assert refused.exit_code == 2
+    assert "train_dataset.limit" in refused.stderr
+    result = fivefold(*TRAIN, *changed, cwd=folder)
     assert result.returncode == 0, result.stderr + result.stdout
     assert "actor.backend" in result.stdout
     assert [row["step"] for row in rows(run)] == list(range(1, N_STEPS + 1))
     for row, other in zip(rows(run), rows(undisturbed), strict=True):
         assert row["reward/mean"] == pytest.approx(other["reward/mean"], abs=0.1)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)
+    first, second = (json.loads((path / "summary.json").read_text()) for path in (run, undisturbed))
+    assert first["accuracy_before"] == second["accuracy_before"]
+    assert first["accuracy_after"] == pytest.approx(second["accuracy_after"], abs=0.2)
+    assert first["steps"] == second["steps"]
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("reward/mean")] == list(range(1, N_STEPS + 1))
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(undisturbed: Path, fivefold: Fivefold) -> None:
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    undisturbed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
-    result = fivefold(*TRAIN, f"cluster.fileroot={undisturbed.parents[1]}", f"trial_name={undisturbed.name}")
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, [*TRAIN, *place(undisturbed)])
+    assert result.exit_code == 0, result.output
     assert "finished" in result.stdout
     assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
 
@@ -131,12 +186,20 @@ def test_supervised_fine_tuning_goes_on_with_the_same_bits(folder: Path, fivefol
     examples = folder / "examples.jsonl"
     lines = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a in range(8) for b in range(8)]
     examples.write_text("\n".join(lines))
-    command = (*SFT, f"train_dataset.path={examples}", f"cluster.fileroot={folder}")
-    whole = folder / "tiny-moe-sft" / "undisturbed"
-    result = fivefold(*command, f"trial_name={whole.name}")
+    run = folder / "tiny-moe-sft" / "trial-0"
+    command = (*SFT, f"train_dataset.path={examples}", *place(run))
+    result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
-    run = whole.with_name("killed")
-    interrupted(run, command, subprocess.Popen.kill)
-    result = fivefold(*command, f"trial_name={run.name}")
+    whole = Path(shutil.copytree(run, run.with_name("copy")))
+    # What is left of the run is its second checkpoint, and the metrics of steps that are in no checkpoint.
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "weights")
+    for step in range(3, N_STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
-    assert_the_same(run, whole)
+    assert "goes on" in result.stdout
+    assert [row["step"] for row in rows(run)] == list(range(1, N_STEPS + 1))
+    assert rows(run) == rows(whole)
+    weights = "weights/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()

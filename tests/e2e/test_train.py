@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
 from fivefold.config.schema import TrainRecipe
 from fivefold.evaluate import evaluate
 from fivefold.rollout.servers import command
 from fivefold.train import set_up
 from tests.e2e.conftest import ROOT, Fivefold
-from tests.e2e.documents import listed_metrics
+from tests.e2e.documents import README, listed_metrics, shell_commands
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
@@ -28,16 +30,18 @@ ONE_GPU_NODES = ("cluster.n_nodes=3", "cluster.n_gpus_per_node=1")
 
 @pytest.fixture(scope="module")
 def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a quickstart that stops early, with a KL term, a reference and a dual clip."""
+    """The folder of the README's run, which stops early, with a KL term, a reference and a dual clip."""
     root = tmp_path_factory.mktemp("runs")
+    train, *_ = shell_commands(README)
     result = fivefold(
-        "train", str(QUICKSTART), f"cluster.fileroot={root}", f"total_train_steps={N_STEPS}", "valid_dataset.limit=96",
+        *train, f"cluster.fileroot={root}", f"total_train_steps={N_STEPS}", "valid_dataset.limit=96",
         "actor.kl_ctl=0.001", "actor.c_clip=3.0", "saver.freq_steps=8",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
     assert "held-out accuracy before training" in result.stdout
+    assert "finished in" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
-    return root / "quickstart" / "trial-0"
+    return root / "quickstart" / "two-stages"
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +113,31 @@ def test_the_run_folder_holds_summary_recipe_and_samples(run: Path) -> None:
     assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
 
 
-def test_a_second_run_of_the_same_name_is_refused_without_recovery(run: Path, fivefold: Fivefold) -> None:
-    result = fivefold("train", str(QUICKSTART), f"cluster.fileroot={run.parents[1]}", "recover.mode=disabled")
-    assert result.returncode == 2
+def test_a_second_run_of_the_same_name_is_refused_without_recovery(run: Path) -> None:
+    place = [f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}"]
+    result = CliRunner().invoke(app, ["train", str(QUICKSTART), *place, "recover.mode=disabled"])
+    assert result.exit_code == 2
     assert "--overwrite" in result.stderr
+
+
+def test_the_other_commands_of_the_readme_evaluate_generate_and_plan(run: Path, fivefold: Fivefold) -> None:
+    shown = [
+        [word.replace("runs/quickstart/trial-0", str(run)) for word in command] for command in shell_commands(README)
+    ]
+    assert [command[0] for command in shown] == ["train", "eval", "generate", "plan"]
+    _, evaluation, generation, plan = shown
+    # An evaluation ignores the actor's layout, so one that could not train here does not matter.
+    result = fivefold(*evaluation, "valid_dataset.limit=32", "actor.backend=megatron:d64t3")
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = json.loads(result.stdout)
+    assert told["n_prompts"] == 32
+    assert 0 <= told["accuracy"] <= 1
+    result = fivefold(*generation)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("47+35-36=") == 4
+    planned = CliRunner().invoke(app, plan)
+    assert planned.exit_code == 0, planned.output
+    assert "actor" in planned.output
 
 
 @pytest.mark.parametrize(
