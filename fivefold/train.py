@@ -18,6 +18,7 @@ from fivefold.checkpoints.start import Anew, Finished, Resume
 from fivefold.checkpoints.store import CRITIC, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
+from fivefold.config.presets import deviations
 from fivefold.config.schema import PeriodicConfig, TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sampler import EpochSampler
@@ -137,7 +138,6 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
-    weights = WeightSaver(recipe.saver, run.folder.weights, roles.actor.save)
     with keep(run, recipe, state_owners(roles, timers), state, setup.schedule(recipe.recover), began) as keeper:
         run.screen.start(setup.total_steps, state.step)
         roles.send_weights(state.step, timers)
@@ -145,7 +145,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             evaluation = _evaluate(setup, roles, run, step=0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         timers.take()
-        roles.moved.take()
+        roles.take_moved()
         for step in range(state.step + 1, setup.total_steps + 1):
             step_began = time.perf_counter()
             experience = source.take(step)
@@ -159,7 +159,9 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             roles.send_weights(step, timers)
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
-            metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began) | roles.moved.take()
+            metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began) | roles.take_moved()
+            if critic is not None and critic.is_warming_up(step):
+                metrics = {name: value for name, value in metrics.items() if not name.startswith("train/")}
             state = replace(
                 state,
                 step=step,
@@ -171,8 +173,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             )
             try:
                 if saver.is_due(step):
-                    with timers.phase("save"), roles.on_device(timers, "params"):
-                        weights.save(step)
+                    _save(setup, roles, run, step)
                     saver.done()
                 if evaluator.is_due(step):
                     state = replace(state, evaluation_last=_evaluate(setup, roles, run, step))
@@ -180,7 +181,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                     evaluator.done()
                 state = keeper.after_step(state, metrics)
             finally:
-                later = {f"seconds/{phase}": value for phase, value in timers.take().items()} | roles.moved.take()
+                later = {f"seconds/{phase}": value for phase, value in timers.take().items()} | roles.take_moved()
                 # What is saved may take one more hand-over, which counts for the step.
                 metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
                 keeper.metrics.write(step, metrics)
@@ -205,6 +206,17 @@ def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> dict[
         "reward": evaluation.reward,
         "response_length": evaluation.response_length,
     }
+
+
+def _save(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> None:
+    """Save the models that are trained as Hugging Face folders."""
+    config, folder, timers = setup.recipe.saver, run.folder, run.timers
+    with timers.phase("save"):
+        with roles.on_device(timers, "params"):
+            WeightSaver(config, folder.weights, roles.actor.save).save(step)
+        if roles.critic is not None:
+            with roles.critic_on_device(timers, "params"):
+                WeightSaver(config, folder.critic, roles.critic.save).save(step)
 
 
 def _speed(setup: TrainSetup, batch: RemoteBatch, seconds: dict[str, float], step_seconds: float) -> dict[str, float]:
@@ -233,6 +245,7 @@ def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[s
         **{placed.role: describe(placed.layout) for placed in placement.roles},
         "devices": devices,
         "weight sync": TITLES[setup.route.transport],
+        "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
         "prompts": data.usage,
         **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
         "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{unused}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -27,7 +27,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
-from fivefold.roles.moved_bytes import MovedBytes
+from fivefold.roles.moved_bytes import moved_metrics
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
@@ -47,9 +47,12 @@ class Roles:
     reference: Reference | None
     offloaded: tuple[Offloadable, ...] = ()
     """What the actor moves off its devices while the rollout that shares them is awake."""
-    moved: MovedBytes = field(default_factory=MovedBytes)
-    """What the actor has moved off its devices and back since its metrics were taken."""
     critic: Critic | None = None
+
+    def take_moved(self) -> dict[str, float]:
+        """Return the metrics of what actor and critic have moved off their devices and back since the last call."""
+        trained = [self.actor] if self.critic is None else [self.actor, self.critic]
+        return moved_metrics(role.moved.take() for role in trained)
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
@@ -60,7 +63,7 @@ class Roles:
         if self.rollout.shares_devices:
             with timers.phase("hand-over"):
                 self.rollout.sleep()
-                self.moved.restored += self.actor.onload(self.offloaded)
+                self.actor.onload(self.offloaded)
         yield
 
     @contextmanager
@@ -103,15 +106,15 @@ class Roles:
         shares = self.rollout.shares_devices
         if shares:
             with timers.phase("hand-over"):
-                self.moved.freed += self.actor.offload([kind for kind in self.offloaded if kind != "params"])
+                self.actor.offload([kind for kind in self.offloaded if kind != "params"])
                 self.actor.release()
                 self.rollout.wake_weights()
-                self.moved.restored += self.actor.onload([kind for kind in self.offloaded if kind == "params"])
+                self.actor.onload([kind for kind in self.offloaded if kind == "params"])
         with timers.phase("weight sync"):
             self.rollout.take_weights(self.actor.offer_weights(version))
         if shares:
             with timers.phase("hand-over"):
-                self.moved.freed += self.actor.offload([kind for kind in self.offloaded if kind == "params"])
+                self.actor.offload([kind for kind in self.offloaded if kind == "params"])
                 self.actor.release()
                 self.rollout.wake()
 

@@ -1,7 +1,8 @@
-"""Counts the bytes that trainers move off their devices, and back, while they take turns with a rollout."""
+"""Counts the bytes that a trainer moves off its devices, and back, while it takes turns with other roles."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -14,10 +15,17 @@ class MovedBytes:
     restored: int = 0
     """Bytes of device memory that were allocated again."""
 
-    def take(self) -> dict[str, float]:
-        """Return the counts as metrics in GB (1e9 bytes), none if nothing was moved; and count from zero again."""
-        if not self.freed and not self.restored:
-            return {}
-        metrics = {"offload/freed_gb": self.freed / 1e9, "offload/restored_gb": self.restored / 1e9}
+    def take(self) -> MovedBytes:
+        """Return the counts, and count from zero again."""
+        taken = MovedBytes(self.freed, self.restored)
         self.freed = self.restored = 0
-        return metrics
+        return taken
+
+
+def moved_metrics(roles: Iterable[MovedBytes]) -> dict[str, float]:
+    """Return the metrics of what several roles have moved, in GB (1e9 bytes); none if nothing was moved."""
+    moved = list(roles)
+    freed, restored = sum(each.freed for each in moved), sum(each.restored for each in moved)
+    if not freed and not restored:
+        return {}
+    return {"offload/freed_gb": freed / 1e9, "offload/restored_gb": restored / 1e9}

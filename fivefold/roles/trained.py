@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.engine.contract import Offloadable
+from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.trainer import Trainer, TrainerWorker, WriteFailed
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ class TrainedRole:
     def __init__(self, trainer: Trainer) -> None:
         """Take the trainer's handle."""
         self._trainer = trainer
+        self.moved = MovedBytes()
+        """What was moved off the devices and back since the counts were taken."""
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
@@ -45,17 +48,15 @@ class TrainedRole:
         """Load the training state that was written below `folder`, on this layout or any other."""
         self._trainer.group.call(TrainerWorker.load_state, folder)
 
-    def offload(self, what: Sequence[Offloadable]) -> int:
-        """Move state off the devices. Returns the bytes that were freed, of the rank with the most."""
-        return max(self._trainer.group.call(TrainerWorker.offload, what)) if what else 0
+    def offload(self, what: Sequence[Offloadable]) -> None:
+        """Move state off the devices."""
+        if what:
+            self.moved.freed += max(self._trainer.group.call(TrainerWorker.offload, what))
 
-    def onload(self, what: Sequence[Offloadable]) -> int:
-        """Bring back what `offload` moved; what is on the devices stays there.
-
-        Returns:
-            The bytes that were allocated, of the rank with the most.
-        """
-        return max(self._trainer.group.call(TrainerWorker.onload, what)) if what else 0
+    def onload(self, what: Sequence[Offloadable]) -> None:
+        """Bring back what `offload` moved; what is on the devices stays there."""
+        if what:
+            self.moved.restored += max(self._trainer.group.call(TrainerWorker.onload, what))
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""

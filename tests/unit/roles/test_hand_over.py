@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from fivefold.config.schema import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.sharing import BatchPlanner
+from fivefold.families.read import find_shape
+from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.launch import Roles
 from fivefold.roles.rollout import Rollout
+from fivefold.roles.trainer import Trainer, TrainerWorker
 from fivefold.sync.offer import WeightOffer
 
 PARAMS, GRADS, OPTIMIZER, BUCKETS, CACHED = 20, 40, 60, 1, 7
@@ -57,13 +63,34 @@ class SharedRollout(Rollout):
         self.version = offer.version
 
 
+class SharedGroup:
+    """The processes of an actor: the first has all that is counted, and the second half of it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        if method is TrainerWorker.release_cache:
+            self._device.set("activations in torch's cache", 0)
+            return [None, None]
+        size = {TrainerWorker.offload: lambda kind: 0, TrainerWorker.onload: SIZES.__getitem__}[method]
+        before = sum(self._device.used.values())
+        for kind in args[0]:
+            self._device.set(kind, size(kind))
+        moved = abs(sum(self._device.used.values()) - before)
+        return [moved, moved // 2]
+
+
 class SharedActor(Actor):
     def __init__(self, device: Device) -> None:
+        layout = parse_role("megatron:d2").resolve(2)
+        planner = BatchPlanner.of(EngineConfig(path="nowhere"), layout, find_shape("Qwen3-0.6B"))
+        super().__init__(Trainer(SharedGroup(device), planner))  # type: ignore[arg-type]
         self._device = device
         for kind, size in SIZES.items():
             device.set(kind, size)
 
-    def update(self) -> None:  # type: ignore[override]
+    def train(self) -> None:
         assert all(self._device.used[kind] == size for kind, size in SIZES.items())
         self._device.set("activations in torch's cache", CACHED)
 
@@ -74,21 +101,6 @@ class SharedActor(Actor):
             yield None
 
         return WeightOffer(version, buckets(), close=lambda: self._device.set("buckets", 0))
-
-    def offload(self, what: Sequence[Offloadable]) -> int:
-        before = sum(self._device.used.values())
-        for kind in what:
-            self._device.set(kind, 0)
-        return before - sum(self._device.used.values())
-
-    def onload(self, what: Sequence[Offloadable]) -> int:
-        before = sum(self._device.used.values())
-        for kind in what:
-            self._device.set(kind, SIZES[kind])
-        return sum(self._device.used.values()) - before
-
-    def release(self) -> None:
-        self._device.set("activations in torch's cache", 0)
 
 
 @pytest.mark.parametrize("offloaded", [(), ("grads",), ("grads", "optimizer"), OFFLOADABLE])
@@ -101,7 +113,7 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
     for step in range(3):
         if step > 0:
             with roles.training(timers):
-                actor.update()
+                actor.train()
         roles.send_weights(step, timers)
         assert rollout.version == step
         assert rollout.cache == memory - kept - PARAMS
@@ -115,13 +127,13 @@ def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
     device, timers = Device(), PhaseTimers()
     roles = Roles(SharedActor(device), SharedRollout(device, 0), None, ("grads", "optimizer"))
     roles.send_weights(0, timers)
-    roles.moved.take()
-    assert roles.moved.take() == {}
+    roles.take_moved()
+    assert roles.take_moved() == {}
     with roles.training(timers):
         pass
     roles.send_weights(1, timers)
     moved = (GRADS + OPTIMIZER) / 1e9
-    assert roles.moved.take() == {"offload/freed_gb": moved, "offload/restored_gb": moved}
+    assert roles.take_moved() == {"offload/freed_gb": moved, "offload/restored_gb": moved}
 
 
 def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() -> None:

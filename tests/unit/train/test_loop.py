@@ -22,6 +22,7 @@ from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.launch import Roles
+from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
@@ -57,6 +58,7 @@ class FixedRollout(Rollout):
 class FixedActor(Actor):
     def __init__(self, grad_norm: float) -> None:
         self._grad_norm = grad_norm
+        self.moved = MovedBytes()
 
     def offer_weights(self, version: int) -> WeightOffer:
         return WeightOffer(version, iter(()))
