@@ -35,7 +35,7 @@ class HostMemory:
         """Return the parts as text, in GB."""
         parts = {
             "processes": self.processes,
-            "pinned copies of weights and optimizer state": self.state,
+            "pinned weights and optimizer state": self.state,
             "copies for checkpoints": self.snapshots,
         }
         return ", ".join(f"{gb(size)} GB of {name}" for name, size in parts.items() if size)

@@ -35,7 +35,7 @@ def test_the_whole_model_fits_on_two_h200s_and_their_host() -> None:
     )
     assert (
         "a node needs up to 199.2 GB of host memory, of the 274.9 GB of cluster.host_memory_gib: 16.0 GB of processes, "
-        "183.2 GB of pinned copies of weights and optimizer state"
+        "183.2 GB of pinned weights and optimizer state"
     ) in blueprint.notes
     assert any("the weights of actor stay on the devices, and the gradients" in note for note in blueprint.notes)
 
