@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.conftest import COMMAND, ROOT
 from tests.nodes.cluster import PretendCluster
 
@@ -16,8 +18,8 @@ Row = Mapping[str, Any]
 
 COMMON = [
     "train", str(ROOT / "recipes" / "quickstart.yaml"), "train_dataset.batch_size=4", "gconfig.n_samples=4",
-    "valid_dataset=null", "actor.kl_ctl=0.01", "actor.optimizer.lr_scheduler_type=constant",
-    "actor.optimizer.warmup_steps_proportion=0", "actor.optimizer.min_lr_ratio=0",
+    "valid_dataset=null", "actor.kl_ctl=0.01", "actor.ppo_n_minibatches=1",
+    "actor.optimizer.lr_scheduler_type=constant", "actor.optimizer.warmup_steps_proportion=0",
     "stats.tensorboard=false", "recover.freq_steps=1",
 ]  # fmt: skip
 LISTS = [
@@ -50,14 +52,8 @@ def rows(root: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def untimed(row: Row) -> Row:
-    """Return the metrics that do not depend on how long something took."""
-    timed = ("seconds", "tokens_per_second", "tflops", "replica_busy")
-    return {name: value for name, value in row.items() if not any(word in name for word in timed)}
-
-
 def test_a_run_over_nodes_ends_with_a_lost_node_and_goes_on_without_it(cluster: PretendCluster, tmp_path: Path) -> None:
-    over_nodes, on_one = tmp_path / "over nodes", tmp_path / "on one"
+    over_nodes = tmp_path / "over nodes"
     checkpoints = over_nodes / "quickstart" / "trial-0" / "checkpoints"
     environment = {**cluster.environment, "PYTHONPATH": str(ROOT)}
 
@@ -80,12 +76,10 @@ def test_a_run_over_nodes_ends_with_a_lost_node_and_goes_on_without_it(cluster: 
     before = rows(over_nodes)
     n_kept = max(int(manifest.parent.name.removeprefix("step-")) for manifest in checkpoints.glob("*/manifest.json"))
 
-    # One node has the same processes and the same arithmetic.
-    result = subprocess.run(
-        command(cluster, on_one, 1, 6, 2, LISTS), env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert [untimed(row) for row in rows(on_one)] == [untimed(row) for row in before[:2]]
+    # The weights reach the rollout's replicas on both of their nodes after every step, and the reference has its own.
+    assert all(row["rollout_mismatch"] < 1e-4 for row in before)
+    assert before[0]["kl_ref"] == pytest.approx(0, abs=1e-6)
+    assert before[1]["kl_ref"] > 1e-6
 
     # The three nodes that are left go on, with another layout.
     n_steps = len(before) + 2
@@ -97,4 +91,5 @@ def test_a_run_over_nodes_ends_with_a_lost_node_and_goes_on_without_it(cluster: 
     after = rows(over_nodes)
     assert [row["step"] for row in after] == list(range(1, n_steps + 1))
     assert after[:n_kept] == before[:n_kept]
+    assert all(row["rollout_mismatch"] < 1e-4 for row in after)
     cluster.add(n_gpus=8)
