@@ -10,6 +10,7 @@ runs/<experiment_name>/<trial_name>/
     logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; start-<n>/ of earlier starts
     checkpoints/     step-<n>/: the whole run at a step, from which it can go on
     weights/         the trained model, Hugging Face format
+    critic/          the critic, if there is one, Hugging Face format
     summary.json     accuracy before and after, seconds, versions, recipe
 """
 
@@ -68,6 +69,7 @@ class RunDir:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
+        self.critic = path / "critic"
         self.summary = path / "summary.json"
         self.state: State = "setup"
         self._lock = threading.Lock()
@@ -171,7 +173,7 @@ class RunDir:
 
     def has_results(self) -> bool:
         """Return whether an earlier run has left more than its recipe and its logs."""
-        results = (self.metrics, self.samples, self.checkpoints, self.weights, self.summary)
+        results = (self.metrics, self.samples, self.checkpoints, self.weights, self.critic, self.summary)
         return any(_has_content(path) for path in results)
 
     def ending(self) -> str:
@@ -212,6 +214,7 @@ class RunDir:
         """Return the paths of all results that exist, by name; a run that failed may have some."""
         results = {
             "weights": self.weights,
+            "critic": self.critic,
             "checkpoints": self.checkpoints,
             "metrics": self.metrics,
             "samples": self.samples,
@@ -303,7 +306,8 @@ class RunDir:
     def _cut_back(self, step: int) -> None:
         """Delete the results of the steps after `step`, and those of the end of the run."""
         # The checkpoints go first: a run that is interrupted here must not go on from one whose metrics are gone.
-        for folder in (*self.checkpoints.glob("step-*"), *self.weights.glob("step-*")):
+        saved = (folder for models in (self.weights, self.critic) for folder in models.glob("step-*"))
+        for folder in (*self.checkpoints.glob("step-*"), *saved):
             number = folder.name.removeprefix("step-")
             if number.isdecimal() and int(number) > step:
                 self._delete(folder)

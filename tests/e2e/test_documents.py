@@ -6,13 +6,15 @@ The README's commands are run by test_train.py.
 from __future__ import annotations
 
 import json
+import math
+import pickle
 import re
 import runpy
 import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,10 @@ from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 from fivefold import sft
+from fivefold.algorithms.advantages.registry import build_advantage
+from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.loss import LossInputs
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import Anew
@@ -47,7 +52,7 @@ from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import state_at_start
 from fivefold.roles.trainer import UpdateResult
-from fivefold.types import Batch, Prompt, Totals
+from fivefold.types import Batch, Prompt
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import DOCS, README, blocks, indented_commands, listed_metrics, shell_commands
 
@@ -174,7 +179,7 @@ def test_the_reward_of_the_documents_evaluates_the_quickstart(rewards_folder: Pa
 
 def test_the_files_that_the_page_of_metrics_names_know_each_metric() -> None:
     for name, files in listed_metrics().items():
-        word = name.removeprefix("seconds/").removeprefix("eval/")
+        word = name.removeprefix("seconds/").removeprefix("eval/").removeprefix("critic/")
         assert any(name in (text := file.read_text()) or word in text for file in files), name
 
 
@@ -256,26 +261,50 @@ def test_the_family_of_the_documents_loads_and_writes_what_transformers_does(
             load_shape(tmp_path)
 
 
-def test_the_loss_of_the_documents_is_the_policy_gradient_however_it_is_split(tmp_path: Path) -> None:
-    loss = snippet(1, tmp_path)["PolicyGradientLoss"](temperature=1.0)
+@pytest.fixture
+def methods_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainRecipe:
+    """The recipe of the page's command, with the page's module in the working folder."""
+    (tmp_path / "my_methods.py").write_text(blocks(DOCS / "extending.md", "python")[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    ((_, (_, recipe, *overrides)),) = [
+        shown for shown in indented_commands(DOCS / "extending.md") if shown[1][0] == "train"
+    ]
+    return load_recipe(ROOT / recipe, overrides, TrainRecipe)
+
+
+def test_the_loss_of_the_documents_is_its_formula_however_it_is_split(methods_recipe: TrainRecipe) -> None:
+    loss = pickle.loads(pickle.dumps(PolicyLoss.from_config(methods_recipe.actor, methods_recipe.gconfig)))
     logprobs_T = torch.tensor([torch.nan, -1.0, -2.0, -torch.inf, -0.5], requires_grad=True)
     batch = Batch(
         lengths=(3, 2),
         tokens_T=torch.zeros(5, dtype=torch.int64),
         mask_T=torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
-        fields={"advantages": torch.tensor([0.0, 0.5, 0.5, torch.nan, -2.0])},
+        fields={
+            "advantages": torch.tensor([0.0, 0.5, 0.5, torch.nan, -2.0]),
+            "old_logprobs": torch.tensor([0.0, -1.5, -2.0, torch.nan, -0.5]),
+        },
     )
-    whole, metrics = loss(LossInputs({"logprobs": logprobs_T}, batch.mask_T, batch.lengths, batch.fields))
+    inputs = {"logprobs": logprobs_T, "entropy": torch.zeros(5)}
+    whole, metrics = loss(LossInputs(inputs, batch.mask_T, batch.lengths, batch.fields))
+    r = math.exp(0.5)
+    # The recipe's strength is 0.5, and its eps_clip 0.2.
+    assert whole.item() == pytest.approx(-0.5 * r + 0.25 * 0.5**2 - 0.5 + 2.0)
+    assert metrics["far"].item() == 1
     whole.backward()
     assert logprobs_T.grad is not None
-    assert logprobs_T.grad.tolist() == [0.0, -0.5, -0.5, 0.0, 2.0]
+    assert logprobs_T.grad.tolist() == pytest.approx([0.0, -0.5 * r + 0.25, -0.5, 0.0, 2.0])
     parts = [
-        LossInputs({"logprobs": logprobs_T[rows]}, part.mask_T, part.lengths, part.fields)
+        LossInputs({name: value[rows] for name, value in inputs.items()}, part.mask_T, part.lengths, part.fields)
         for part, rows in ((batch.select([0]), slice(3)), (batch.select([1]), slice(3, 5)))
     ]
-    assert whole.item() == metrics["policy_loss"].item() == sum(loss(part)[0].item() for part in parts) == 0.5
-    assert loss.normalizer(batch.totals()) == 3.0
-    assert loss.normalizer(replace(Totals(1, 1, 1, 1), n_trained_tokens=0)) == 1.0
+    assert sum(loss(part)[0].item() for part in parts) == pytest.approx(whole.item())
+
+
+def test_the_advantage_of_the_documents_is_its_formula(methods_recipe: TrainRecipe) -> None:
+    compute = build_advantage(methods_recipe.actor, n_samples=3)
+    rewards_N, groups_N = torch.tensor([1.0, 0.0, 0.25, 3.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1])
+    assert compute(Scores(rewards_N, groups_N, torch.ones(4).long())).tolist() == [0.75, -0.25, 0.0, 0.0]
 
 
 # All documents
