@@ -9,7 +9,10 @@ all. The formulas are in `fivefold/algorithms/`, one file a method, and docs/alg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from fivefold.config.schema import TrainRecipe
 
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
@@ -157,3 +160,16 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
     values[name] = value
+
+
+def deviations(recipe: TrainRecipe) -> list[str]:
+    """Return a text for each key that a recipe sets to another value than its algorithm's."""
+    values = recipe.model_dump()
+    found = []
+    for key, wanted in PRESETS[recipe.algorithm].items():
+        value: Any = values
+        for part in key.split("."):
+            value = value[part]
+        if value != wanted:
+            found.append(f"{key}={value} ({recipe.algorithm}: {wanted})")
+    return found

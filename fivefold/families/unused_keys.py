@@ -6,8 +6,13 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from fivefold.config.presets import ADVANTAGES, PRESETS
 from fivefold.config.schema import Recipe, TrainRecipe
 from fivefold.families.shape import ModelShape
+
+_WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
+"""Values of `actor.loss` that read no clip range."""
+ABSENT = object()
 
 
 def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
@@ -27,9 +32,33 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not isinstance(recipe, TrainRecipe):
         return
     actor = recipe.actor
+    chosen = PRESETS[recipe.algorithm]
     if actor.kl_ctl == 0:
-        yield from _differing("actor", actor, ("kl_in", "kl_estimator"), "actor.kl_ctl is 0")
-    if actor.reward_norm.std_level == "none":
+        # An algorithm may say where a KL term would be, without having one.
+        names = [
+            name for name in ("kl_in", "kl_estimator") if getattr(actor, name) != chosen.get(f"actor.{name}", ABSENT)
+        ]
+        yield from _differing("actor", actor, tuple(names), "actor.kl_ctl is 0")
+    if actor.kl_target is None:
+        yield from _differing("actor", actor, ("kl_horizon",), "actor.kl_target is null")
+    if not actor.overlong_reward_penalty:
+        names = ["overlong_tokens", "overlong_penalty_factor"]
+        yield from _differing("actor", actor, tuple(names), "actor.overlong_reward_penalty is false")
+    if not actor.dynamic_sampling:
+        yield from _differing("actor", actor, ("dynamic_sampling_max_rounds",), "actor.dynamic_sampling is false")
+    if actor.loss_aggregation != "sequence_sum_fixed":
+        reason = f"actor.loss_aggregation is {actor.loss_aggregation}"
+        yield from _differing("actor", actor, ("loss_length",), reason)
+    if actor.loss in _WITHOUT_CLIP and not chosen.get("actor.eps_clip"):
+        names = ["eps_clip", "eps_clip_higher"]
+        yield from _differing("actor", actor, tuple(names), f"actor.loss={actor.loss} clips no ratio")
+    if actor.loss in (*_WITHOUT_CLIP, "gspo", "gmpo", "cispo", "clip_cov", "cpgd"):
+        yield from _differing("actor", actor, ("c_clip",), f"actor.loss={actor.loss} has no dual clip")
+    if actor.advantage in ADVANTAGES and actor.advantage != "grpo":
+        names = ["mean_level", "std_level", "eps"]
+        reason = f"actor.advantage is {actor.advantage}"
+        yield from _differing("actor.reward_norm", actor.reward_norm, tuple(names), reason)
+    elif actor.reward_norm.std_level == "none":
         reason = "actor.reward_norm.std_level is none"
         yield from _differing("actor.reward_norm", actor.reward_norm, ("eps",), reason)
 

@@ -1,0 +1,72 @@
+"""The tokens that Clip-Cov and KL-Cov choose, against a loop, however replicas share the mini-batch."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, random_numbers
+from fivefold.types import Batch
+from tests.unit.algorithms.random_batches import random_split, sample
+
+
+def chosen_by(choice: CovarianceChoice, batch: Batch, split: list[list[int]]) -> list[bool]:
+    """Return which tokens are chosen if one thread a replica has the sequences that `split` gives it."""
+    barrier, given = Barrier(len(split)), [torch.empty(0)] * len(split)
+
+    def run(replica: int) -> Batch:
+        def gather(own: torch.Tensor) -> list[torch.Tensor]:
+            given[replica] = own
+            barrier.wait(10)
+            everything = list(given)
+            barrier.wait(10)
+            return everything
+
+        return choice(batch.select(split[replica]), gather)
+
+    with ThreadPoolExecutor(len(split)) as pool:
+        parts = list(pool.map(run, range(len(split))))
+    rows: dict[int, list[bool]] = {}
+    for part, indices in zip(parts, split, strict=True):
+        rows |= dict(zip(indices, [row.bool().tolist() for row in part.split(part.fields[CHOSEN])], strict=True))
+    return [is_chosen for index in range(len(batch)) for is_chosen in rows[index]]
+
+
+@pytest.mark.parametrize("at_random", [False, True])
+def test_the_choice_is_that_of_the_whole_mini_batch_on_any_number_of_replicas(at_random: bool) -> None:
+    rng = random.Random(3)
+    for _ in range(80):
+        batch = sample(rng).batch
+        low, high = (-0.2, 0.5) if at_random else (-float("inf"), float("inf"))
+        choice = CovarianceChoice(0.3, low, high, at_random)
+        trained = [t for t in range(batch.n_tokens) if batch.mask_T[t]]
+        if not trained:
+            continue
+        old, a = ([batch.fields[name][t].item() for t in trained] for name in ("old_logprobs", "advantages"))
+        covariance = [(x - statistics.mean(old)) * (y - statistics.mean(a)) for x, y in zip(old, a, strict=True)]
+        if len(covariance) < 3 or len({round(c, 9) for c in covariance}) < len(covariance):
+            continue  # rounding would decide between equals
+        inside = [i for i, c in enumerate(covariance) if low <= c <= high]
+        numbers = random_numbers(batch).tolist()
+        score = [numbers[t] for t in trained] if at_random else covariance
+        best = sorted(inside, key=lambda i: -score[i])[: max(1, int(0.3 * len(trained)))]
+        wanted = {trained[i] for i in best}
+        for split in ([list(range(len(batch)))], random_split(rng, len(batch))):
+            got = chosen_by(choice, batch, split)
+            assert {t for t, is_chosen in enumerate(got) if is_chosen} == wanted
+
+
+def test_random_numbers_are_spread_evenly() -> None:
+    lengths = (500,) * 8
+    number_T = torch.repeat_interleave(torch.arange(8.0), 500)
+    batch = Batch(lengths, torch.zeros(4000, dtype=torch.int64), torch.ones(4000), {"sequence_number": number_T})
+    numbers_T = random_numbers(batch)
+    assert numbers_T.unique().numel() == 4000
+    counts = torch.histc(numbers_T, 10, 0, 1)
+    assert counts.min() > 330
+    assert counts.max() < 470

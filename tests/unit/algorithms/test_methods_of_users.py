@@ -1,0 +1,139 @@
+"""Losses and advantages outside the package: how they are found, checked at the start, and sent to workers."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.algorithms.advantages.registry import build_advantage
+from fivefold.algorithms.losses.gspo import GSPO
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.losses.registry import build_surrogate
+from fivefold.algorithms.losses.sapo import SAPO
+from fivefold.algorithms.user_method import UserLoss, _tokens
+from fivefold.config.schema import ActorConfig
+
+MODULE = """
+import torch
+
+class Fine:
+    def __init__(self, eps_clip, strength=2.0):
+        self.scale = strength * eps_clip
+
+    def __call__(self, tokens):
+        return -self.scale * tokens.advantages_T * tokens.logprobs_T, {}
+
+class Coupled(Fine):
+    def __call__(self, tokens):
+        return (tokens.logprobs_T - tokens.logprobs_T.mean()) * tokens.advantages_T, {}
+
+class Detached(Fine):
+    def __call__(self, tokens):
+        return tokens.advantages_T, {}
+
+class Scalar(Fine):
+    def __call__(self, tokens):
+        return tokens.logprobs_T.sum(), {}
+
+class Alone(Fine):
+    def __call__(self, tokens):
+        return tokens.logprobs_T * 1
+
+class Broken(Fine):
+    def __call__(self, tokens):
+        raise SystemExit(tokens.no_such_thing)
+
+class Infinite(Fine):
+    def __call__(self, tokens):
+        return tokens.logprobs_T / (tokens.logprobs_T - tokens.logprobs_T), {}
+
+def needy(scores, k):
+    return scores.rewards_N * k
+
+def short(scores):
+    return scores.rewards_N[:1]
+
+def endless(scores):
+    return scores.rewards_N / 0
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+def actor(**keys: Any) -> ActorConfig:
+    return ActorConfig(path="m", **keys)
+
+
+def test_a_loss_of_ones_own_gets_keys_and_options_and_travels_to_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = build_surrogate(actor(loss="own.py:Fine", loss_kwargs={"strength": 3.0}, eps_clip=0.5))
+    assert isinstance(loss, UserLoss)
+    sent = pickle.dumps(loss)
+    monkeypatch.chdir("/")  # a worker may have another working folder
+    tokens = _tokens([2, 3])
+    cost_T, _ = pickle.loads(sent)(tokens)
+    torch.testing.assert_close(cost_T, -1.5 * tokens.advantages_T * tokens.logprobs_T)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"loss": "own.py:Coupled"}, "depend on the sequences beside it"),
+        ({"loss": "own.py:Detached"}, "without a gradient"),
+        ({"loss": "own.py:Scalar"}, r"returned \(\) for 5 tokens"),
+        ({"loss": "own.py:Alone"}, "failed on a batch of two sequences"),
+        ({"loss": "own.py:Broken"}, r"own.py.*no_such_thing"),
+        ({"loss": "own.py:Infinite"}, "not finite"),
+        ({"loss": "own.py:Missing"}, "defines no 'Missing'"),
+        ({"loss": "own.py:number"}, "is a int, which cannot be called"),
+        ({"loss": "no_such_module:Loss"}, "there is no module 'no_such_module'"),
+        ({"loss": "own.py:Fine", "loss_kwargs": {"strenth": 1}}, "strenth=1: there is no such option; it has strength"),
+        ({"loss": "sapo", "loss_kwargs": {"tau": 1}}, "there is no such option; it has tau_pos, tau_neg"),
+        ({"loss": "sapo", "loss_kwargs": {"tau_pos": -1}}, "tau_pos=-1"),
+        ({"loss": "ppo", "loss_kwargs": {"eps_clip": 0.1}}, "this option is the recipe's key actor.eps_clip"),
+    ],
+)
+def test_a_loss_that_would_fail_or_mislead_is_refused_at_the_start(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)actor.loss.*{message}"):
+        build_surrogate(actor(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"advantage": "own.py:needy"}, "needs the option k: give actor.advantage_kwargs.k"),
+        ({"advantage": "own.py:needy", "advantage_kwargs": {"k": "x"}}, "failed on two groups of 4"),
+        ({"advantage": "own.py:short"}, r"returned torch.float64 \(1,\)"),
+        ({"advantage": "own.py:endless"}, "not finite"),
+        ({"advantage": "rloo", "advantage_kwargs": {"k": 1}}, "there is no such option; it has none"),
+    ],
+)
+def test_an_advantage_that_would_fail_is_refused_at_the_start(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)actor.advantage.*{message}"):
+        build_advantage(actor(**keys), 4)
+
+
+def test_built_in_losses_get_the_keys_of_the_recipe() -> None:
+    assert build_surrogate(actor(eps_clip=0.1, c_clip=3.0)) == PPO(0.1, None, 3.0)
+    assert build_surrogate(actor(loss="gspo", eps_clip_higher=0.3)) == GSPO(0.2, 0.3)
+    assert build_surrogate(actor(loss="sapo", loss_kwargs={"tau_neg": 2})) == SAPO(1.0, 2.0)
+
+
+def test_a_name_that_is_no_loss_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="loss=gpso is none of ppo, reinforce, gspo"):
+        actor(loss="gpso")
+    with pytest.raises(ValueError, match="advantage=rlo is none of grpo, rloo"):
+        actor(advantage="rlo")

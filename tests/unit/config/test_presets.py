@@ -1,0 +1,98 @@
+"""Algorithms and other names that set several keys at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fivefold.config.load import load_recipe, resolved_yaml
+from fivefold.config.presets import CORRECTIONS, PRESETS, Algorithm, Correction, deviations
+from fivefold.config.problems import RecipeError, known_keys
+from fivefold.config.schema import TrainRecipe
+
+TEXT = "experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: d}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_every_name_has_its_keys_and_every_key_exists() -> None:
+    assert PRESETS.keys() == set(get_args(Algorithm))
+    assert CORRECTIONS.keys() == set(get_args(Correction))
+    known = set(known_keys(TrainRecipe))
+    for keys in PRESETS.values():
+        assert set(keys) <= known
+    for keys in CORRECTIONS.values():
+        assert {f"actor.rollout_correction.{key}" for key in keys} <= known
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_an_algorithm_sets_its_keys_unless_the_recipe_writes_them(name: str, recipe: Path, tmp_path: Path) -> None:
+    critic = ["critic.path=m"] if name == "ppo" else []
+    loaded = load_recipe(recipe, [f"algorithm={name}", *critic], TrainRecipe)
+    values = loaded.model_dump()
+    for key, wanted in PRESETS[name].items():
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        assert value == wanted, key
+    assert deviations(loaded) == []
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(resolved_yaml(loaded))
+    assert load_recipe(resolved, [], TrainRecipe) == loaded
+
+
+def test_what_a_recipe_writes_comes_first_and_is_told(recipe: Path) -> None:
+    loaded = load_recipe(recipe, ["algorithm=gspo", "actor.eps_clip=0.2"], TrainRecipe)
+    assert (loaded.actor.eps_clip, loaded.actor.eps_clip_higher) == (0.2, 4e-4)
+    assert deviations(loaded) == ["actor.eps_clip=0.2 (gspo: 0.0003)"]
+
+
+def test_interpolations_see_what_the_algorithm_sets(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALGORITHM", "gspo")
+    words = ["algorithm=${oc.env:ALGORITHM}", "actor.entropy_coeff=${actor.eps_clip}"]
+    loaded = load_recipe(recipe, words, TrainRecipe)
+    assert (loaded.actor.loss, loaded.actor.entropy_coeff) == ("gspo", 3e-4)
+
+
+def test_a_correction_sets_its_bounds(recipe: Path) -> None:
+    key = "actor.rollout_correction"
+    correction = load_recipe(
+        recipe, [f"{key}.method=icepop", f"{key}.mask_below=0.4"], TrainRecipe
+    ).actor.rollout_correction
+    assert (correction.weight, correction.mask, correction.mask_above, correction.mask_below) == (
+        "token",
+        "token",
+        5,
+        0.4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algorithm=gpso"], "algorithm=gpso"),
+        (["actor.rollout_correction.weight=token"], "no effect with method=auto: set method to custom"),
+        (["actor.rollout_correction.method=custom"], "method=custom corrects nothing"),
+        (
+            ["actor.rollout_correction.method=tis", "rollout.logprob_share=0.5"],
+            "needs the rollout's log-probs of every",
+        ),
+        (["actor.rollout_correction.method=tis", "gconfig.top_p=0.9"], "a truncated distribution"),
+        (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "they are the same"),
+        (["actor.kl_target=0.1"], "actor.kl_ctl, which is 0 and stays 0"),
+        (["actor.overlong_reward_penalty=true", "actor.overlong_tokens=2000"], "above gconfig.max_new_tokens=1024"),
+        (["algorithm=rloo", "gconfig.n_samples=1"], "compares the completions of a group"),
+        (["algorithm=dapo", "gconfig.n_samples=1"], "gconfig.n_samples is 1"),
+        (["algorithm=remax", "gconfig.n_samples=1", "actor.dynamic_sampling=true"], "looks for groups with different"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(words: list[str], message: str, recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(recipe, words, TrainRecipe)
