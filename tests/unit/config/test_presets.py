@@ -77,7 +77,7 @@ def test_a_correction_sets_its_bounds(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algorithm=gpso"], "algorithm=gpso"),
+        (["algorithm=gpso"], "algorithm='gpso'.*did you mean gspo"),
         (["actor.rollout_correction.weight=token"], "no effect with method=auto: set method to custom"),
         (["actor.rollout_correction.method=custom"], "method=custom corrects nothing"),
         (
