@@ -26,8 +26,9 @@ smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
 	test -d data/additions || $(RUN)/fivefold data additions -o data/additions
 	$(RUN)/fivefold train recipes/smollm2-addition.yaml --overwrite
 
+# Two at a time, files in their order: those with costly fixtures begin, and the many short ones fill up the end.
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## format, lint, types and import directions
 	$(RUN)/ruff format --check .

@@ -20,6 +20,7 @@ COMMON = [
     "train", str(ROOT / "recipes" / "quickstart.yaml"), "train_dataset.batch_size=4", "gconfig.n_samples=4",
     "valid_dataset=null", "actor.kl_ctl=0.01", "actor.ppo_n_minibatches=1",
     "actor.optimizer.lr_scheduler_type=constant", "actor.optimizer.warmup_steps_proportion=0",
+    "actor.optimizer.min_lr_ratio=0",
     "stats.tensorboard=false", "recover.freq_steps=1",
 ]  # fmt: skip
 LISTS = [
