@@ -71,7 +71,7 @@ def runs(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 def assert_nothing_is_left(log: Log) -> None:
     pids = {pid for row in log.rows("start") for pid in (row["pid"], row["parent"], row["child"]) if pid}
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=0.5)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
     assert alive == []
     assert [row["folder"] for row in log.rows("load") if Path(row["folder"]).parents[1].exists()] == []
 

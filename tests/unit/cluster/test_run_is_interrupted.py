@@ -81,7 +81,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
         folder = ray_folder(driver)
         # A terminal sends the signal to the whole process group.
         os.killpg(driver.pid, signal.SIGINT)
-        out, err = driver.communicate(timeout=30)
+        out, err = driver.communicate(timeout=60)
         assert driver.returncode == 130
         assert out == ""
         assert err.split("\n")[1] == "Interrupted: ending all processes. Once more ends them without waiting."
@@ -110,7 +110,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     # The home folder is a file here, so that nobody can write to it, not even root.
     with run_under_way(tmp_path, home="recipe.yaml") as (driver, pids):
         os.kill(pids[1], signal.SIGKILL)
-        out, err = driver.communicate(timeout=30)
+        out, err = driver.communicate(timeout=60)
         assert driver.returncode == 1
         assert out == ""
         assert err.startswith("\nThe run failed: actor rank 1 failed in phase 'train'")
@@ -124,7 +124,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
 def test_a_killed_server_of_ray_ends_the_run_and_is_named(tmp_path: Path, server: str) -> None:
     with run_under_way(tmp_path) as (driver, pids):
         ray_server(driver, server).kill()
-        _, err = driver.communicate(timeout=30)
+        _, err = driver.communicate(timeout=60)
         assert driver.returncode == 1
         assert f"Ray itself ended on this machine in phase 'train': its process {server} was killed by SIGKILL" in err
         assert "Out of memory" in err

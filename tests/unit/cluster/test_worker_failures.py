@@ -28,7 +28,7 @@ def test_a_rank_that_raises_ends_the_wait_for_the_others(session: Session) -> No
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught, PhaseTimers.phase(session.timers, "train"):
         group.call(Engine.raise_on, 1, "no good")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     error = caught.value
     assert (error.role, error.rank, error.phase) == ("actor", 1, "train")
     assert error.traceback_text.startswith("Traceback")
@@ -60,7 +60,7 @@ def test_a_process_that_dies_ends_the_wait_for_the_others(session: Session, numb
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         group.call(Engine.kill_itself, 1, number)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
     assert "died without a traceback" in str(caught.value)
     assert ("last words" if number == signal.SIGKILL else "Segmentation fault") in str(caught.value)
