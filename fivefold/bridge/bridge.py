@@ -17,8 +17,8 @@ from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.bridge.participants import find_part
-from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.bridge.value_head import WithValueHead
+from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
 
 _COMPARED_ROWS = 8192

@@ -261,5 +261,3 @@ def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
             "nothing for the server: give them devices of their own (rollout.colocate=false), or split them further"
         )
     return replace(spec, memory_fraction=round(left, 3))
-
-
