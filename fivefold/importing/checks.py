@@ -20,8 +20,9 @@ def problems_of_recipe(recipe: TrainRecipe) -> list[str]:
     try:
         shape = _shape(recipe.actor.path)
         reference = _shape(recipe.ref.path) if recipe.ref.path is not None else None
+        critic = _shape(recipe.critic.path) if recipe.critic is not None else None
         if shape is not None:
-            check_recipe(recipe, shape, reference)
+            check_recipe(recipe, shape, reference, critic)
             return []
         problems = [line for placed in place(recipe).roles for line in replica_problems(placed)]
         return [*problems, *server_problems(recipe)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fivefold.importing.critic import NOT_TRAINED, has_critic
 from fivefold.importing.draft import Degree, Draft, Role, RolePlan
 from fivefold.importing.models import is_moe, known_shape
 from fivefold.importing.reasons import NO_REFERENCE, WHOLE_WEIGHTS
@@ -29,6 +30,8 @@ def lay_out(draft: Draft) -> None:
     _check_strings(draft)
     if not draft.recipe.get("actor.kl_ctl"):
         _drop_reference(draft)
+    if not has_critic(draft):
+        _drop_critic(draft)
     _read_device_lists(draft)
     actor = _settle(draft, "actor")
     _settle(draft, "rollout")
@@ -38,6 +41,7 @@ def lay_out(draft: Draft) -> None:
     if draft.is_shared is not None and {"actor", "rollout"} <= set(draft.plans):
         draft.recipe.setdefault("rollout.colocate", draft.is_shared)
     _settle_reference(draft, actor)
+    _settle_critic(draft)
     if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
         draft.notes.append(WHOLE_WEIGHTS)
 
@@ -74,6 +78,21 @@ def _drop_reference(draft: Draft) -> None:
     kept = tuple(group for group in groups if group)
     if kept and kept != allocation.groups:
         draft.revise("allocation_mode", str(Allocation(kept)), NO_REFERENCE)
+
+
+def _drop_critic(draft: Draft) -> None:
+    """Remove the critic's layout and devices, if the run has no critic."""
+    plan = draft.plans.pop("critic", None)
+    for key in plan.keys if plan else ():
+        draft.implied(key, NOT_TRAINED)
+
+
+def _settle_critic(draft: Draft) -> None:
+    """Convert the critic's plan; a critic without one is laid out as the actor."""
+    if "critic" in draft.plans:
+        _settle(draft, "critic")
+    elif has_critic(draft) and "allocation_mode" not in draft.recipe and "actor.backend" in draft.recipe:
+        draft.recipe.setdefault("critic.backend", draft.recipe["actor.backend"])
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
@@ -234,10 +253,11 @@ def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
 def _is_told_by_colocation(sets: Mapping[Role, set[int]]) -> bool:
     """Return whether `rollout.colocate` says which devices roles share: all of them, or none.
 
-    A reference without a list of its own runs in the actor's processes.
+    A reference without a list of its own runs in the actor's processes, and a critic on the actor's devices.
     """
     actor, rollout = sets["actor"], sets["rollout"]
-    return (actor == rollout or not actor & rollout) and sets.get("ref", actor) == actor
+    is_beside = all(sets.get(role, actor) == actor for role in ("ref", "critic"))
+    return (actor == rollout or not actor & rollout) and is_beside
 
 
 def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None:
@@ -249,6 +269,8 @@ def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None
             continue
         plan.keys.pop(plan.devices_key)
         draft.mapped(plan.devices_key, f"{role}.device_mapping", device_text(devices), f"{len(devices)} devices")
+    if has_critic(draft):
+        draft.recipe.setdefault("critic.device_mapping", draft.recipe["actor.device_mapping"])
 
 
 # Allocation strings that the source itself has
@@ -256,7 +278,7 @@ def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None
 
 def _check_strings(draft: Draft) -> None:
     """Remove allocation strings that cannot be read as a layout; their keys become unsupported."""
-    for key in ("allocation_mode", "actor.backend", "rollout.backend", "ref.backend"):
+    for key in ("allocation_mode", "actor.backend", "rollout.backend", "ref.backend", "critic.backend"):
         value: Any = draft.recipe.get(key)
         if value is None:
             continue
