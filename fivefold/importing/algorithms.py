@@ -1,4 +1,4 @@
-"""Losses that Fivefold does not have: the keys that name them, and the clip range, which they read in another way."""
+"""Losses and corrections: the names that frameworks give them, and what becomes of the keys that depend on them."""
 
 from __future__ import annotations
 
@@ -7,69 +7,121 @@ from typing import Any
 
 from fivefold.importing import reasons
 from fivefold.importing.draft import Draft, Rule
+from fivefold.importing.values import number
 
-CLIP_RANGE = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
-"""The recipe's keys that PPO's clipped loss reads."""
+LOSS = "actor.loss"
+CORRECTION = "actor.rollout_correction."
 
 LOSSES: Mapping[str, str] = {
-    "gspo": "GSPO clips the probability ratio of a whole sequence",
-    "sequence": "GSPO clips the probability ratio of a whole sequence",
-    "seq": "GSPO clips the probability ratio of a whole sequence",
-    "geo_mean": "GMPO clips the geometric mean of a sequence's ratios",
-    "cispo": "CISPO clips the weight of each token, and keeps its gradient",
-    "sapo": "SAPO damps large ratios smoothly, and clips none",
-    "gpg": "GPG takes no ratios",
-    "pg": "a plain policy gradient takes no ratios",
-    "cpgd": "CPGD clips the logarithm of the ratio, and adds a penalty",
+    "gspo": "gspo",
+    "sequence": "gspo",
+    "seq": "gspo",
+    "geo_mean": "gmpo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "reinforce",
+    "pg": "reinforce",
+    "topr": "topr",
+    "cpgd": "cpgd",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "kimi15": "kimi",
+}
+"""Values of `actor.loss`, by the names that frameworks give them."""
+
+NOTES: Mapping[str, str] = {
+    "topr": "its weight is the ratio of the whole response, as in the paper, not of each token",
+    "clip_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
+    "kl_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
+    "cpgd": "its drift term is k3, without a cap",
+}
+"""How some losses differ from the framework's."""
+
+NOT_OFFERED: Mapping[str, str] = {
     "m2po": "M2PO masks tokens by the second moment of their ratios",
-    "clip_cov": "Clip-Cov leaves tokens out by their covariance",
-    "kl_cov": "KL-Cov penalises tokens by their covariance",
-    "topr": "TOPR weights samples of a negative advantage",
     "opmd": "OPMD takes no ratios",
 }
-"""What some losses do, by the names that frameworks give them."""
+"""What some losses that are not offered do."""
+
+WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
+"""Values of `actor.loss` that read no clip range."""
+CLIP_RANGE = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
+"""The recipe's keys of the clip range."""
 
 
-def other_loss(draft: Draft, key: str, name: str) -> None:
-    """Say that `key` asks for the loss `name`, which is not offered; keys of the clip range say so at the end."""
-    does = LOSSES.get(name.lower().replace("-", "_"), f"the loss {name!r} is not offered")
-    draft.unsupported(key, f"{does}; {reasons.CLIPPED_LOSS}, and the recipe trains with that")
+def choose_loss(draft: Draft, key: str, name: str) -> None:
+    """Map `key`, which asks for the loss `name`; if it is not offered, the keys of the clip range say so at the end."""
+    word = name.lower().replace("-", "_")
+    if word in LOSSES:
+        draft.mapped(key, LOSS, LOSSES[word], NOTES.get(word, ""))
+        return
+    does = NOT_OFFERED.get(word, f"the loss {name!r} is not offered")
+    draft.unsupported(key, f"{does}; the recipe trains with PPO's clipped loss")
     draft.other_loss = draft.other_loss or f"{key}={draft.get(key)}"
 
 
-def clipped_loss_only(*accepted: Any, name: str = "") -> Rule:
-    """Make the accepted values implied, because they ask for PPO's clipped loss; others ask for another loss.
+def loss_by_name(*clipped: Any, name: str = "") -> Rule:
+    """Map the key that chooses the loss.
 
     Args:
-        accepted: values that ask for PPO's clipped loss.
+        clipped: values that ask for PPO's clipped loss, which is the default.
         name: the other loss, where the value does not name it.
     """
 
     def rule(draft: Draft, source: str) -> None:
         value = draft.get(source)
-        if value in accepted:
+        if value in clipped:
             draft.implied(source, reasons.CLIPPED_LOSS)
         else:
-            other_loss(draft, source, name or str(value))
+            choose_loss(draft, source, name or str(value))
 
     return rule
 
 
-def option_of_loss(switch: str, *clipped: Any) -> Rule:
-    """Make an option of another loss implied while the key `switch` has one of the values `clipped`."""
+def option_of_loss(option: str, loss: str, switch: str, *values: Any) -> Rule:
+    """Map an option of a loss to `actor.loss_kwargs`, if the source has chosen that loss.
+
+    Args:
+        option: the option's name in Fivefold.
+        loss: the loss that reads it, as `actor.loss` names it.
+        switch: the source's key that chooses the loss.
+        values: values of the switch that choose it.
+    """
 
     def rule(draft: Draft, source: str) -> None:
-        if draft.get(switch, clipped[0]) in clipped:
-            draft.implied(source, f"only another {switch.rpartition('.')[2]} reads this")
+        if draft.get(switch) in values:
+            draft.mapped(source, f"actor.loss_kwargs.{option}", number(draft.get(source)))
         else:
-            draft.unsupported(source, f"{switch}={draft.get(switch)} reads this, and {reasons.CLIPPED_LOSS}")
+            draft.implied(source, f"only the loss {loss} reads this")
 
     return rule
 
 
-def take_back_clip_range(draft: Draft) -> None:
-    """Remove the clip range of a source that has another loss: the same number would mean something else."""
-    if not draft.other_loss:
+def settle_clip_range(draft: Draft) -> None:
+    """Remove what the chosen loss does not read of the clip range, and what would mean something else."""
+    loss = draft.recipe.get(LOSS, "ppo")
+    if draft.other_loss:
+        for to in CLIP_RANGE:
+            draft.demote(to, f"its meaning depends on {draft.other_loss}: set {to} for {reasons.CLIP}")
         return
-    for to in CLIP_RANGE:
-        draft.demote(to, f"its meaning depends on {draft.other_loss}: set {to} for {reasons.CLIP}")
+    if loss != "ppo":
+        draft.demote("actor.c_clip", "only PPO's loss has a dual clip", "implied")
+    if loss in WITHOUT_CLIP:
+        for to in CLIP_RANGE[:2]:
+            draft.demote(to, f"the loss {loss} clips no ratio", "implied")
+    elif draft.recipe.get("actor.eps_clip", 0) > 1:
+        draft.revise("actor.eps_clip", 1.0, "no ratio is below 0, so 1 is no bound")
+
+
+def correct_rollout(draft: Draft, key: str, keys: Mapping[str, Any], note: str = "") -> None:
+    """Map `key`, which asks for a correction of the rollout's log-probs, to `method: custom` with other keys.
+
+    Args:
+        draft: receives the recipe's values.
+        key: the source's key.
+        keys: keys of `actor.rollout_correction`.
+        note: how it was converted.
+    """
+    for name, value in keys.items():
+        draft.recipe[CORRECTION + name] = value
+    draft.mapped(key, CORRECTION + "method", "custom", note or ", ".join(f"{k}={v}" for k, v in keys.items()))

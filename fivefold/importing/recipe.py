@@ -19,8 +19,9 @@ from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
-from fivefold.importing.algorithms import take_back_clip_range
+from fivefold.importing.algorithms import settle_clip_range
 from fivefold.importing.checks import problems_of_recipe
+from fivefold.importing.critic import complete
 from fivefold.importing.draft import Draft
 from fivefold.importing.framework import Framework, dialect_of
 from fivefold.importing.layouts import lay_out
@@ -39,6 +40,7 @@ NEEDED = ("actor.path", "train_dataset.path")
 YIELDING = (
     "actor.kl_estimator",
     "actor.recompute_logprob",
+    "actor.rollout_correction.method",
     "gconfig.greedy",
     "actor.ppo_n_minibatches",
     "actor.optimizer.min_lr_ratio",
@@ -146,7 +148,7 @@ def convert(
     dialect.convert(draft)
     lay_out(draft)
     dialect.after_layout(draft)
-    take_back_clip_range(draft)
+    settle_clip_range(draft)
     draft.finish(f"not a key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
     if unknown := draft.unknown_defaults:
@@ -177,7 +179,7 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
             if (value := recipe.get(f"train_dataset.{name}")) is not None:
                 recipe.setdefault(f"valid_dataset.{name}", value)
     grouped = [key for key in (MEAN_LEVEL, STD_LEVEL) if recipe.get(key, "group") == "group"]
-    if recipe.get("gconfig.n_samples") == 1 and grouped:
+    if recipe.get("gconfig.n_samples") == 1 and grouped and recipe.get("actor.advantage", "grpo") == "grpo":
         recipe |= dict.fromkeys(grouped, "batch")
         draft.notes.append(
             "with one response to each prompt, a group has no differences, so rewards are normalised over the batch"
@@ -185,6 +187,7 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
     if "recover.freq_steps" in recipe or "recover.freq_epochs" in recipe:
         # The source's own frequency takes the place of Fivefold's.
         recipe.setdefault("recover.freq_secs", None)
+    complete(draft)
     missing = [key for key in NEEDED if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return missing
@@ -201,6 +204,8 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
         draft.demote("actor.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
     if not recipe.get("actor.kl_ctl"):
+        for key in ("actor.kl_target", "actor.kl_horizon"):
+            draft.demote(key, "there is no KL term", "implied")
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
     if recipe.get("recover.mode") == "disabled":

@@ -10,6 +10,21 @@ from fivefold.importing.draft import Draft, RolePlan, Rule
 from fivefold.importing.values import ROLLOUT_ENGINE, Unfit, number, whole
 
 MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
+ADVANTAGE = "actor.advantage"
+OTHER_ADVANTAGES = {
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforceplusplus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "pass_at_k_best",
+}
+"""Values of `actor.advantage`, by the names that frameworks give them."""
+OF_ONE = ("reinforce_pp", "remax")
+"""Advantages for which a prompt may have one response."""
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 
 # Rules, for the tables
@@ -108,7 +123,7 @@ def min_lr(draft: Draft, key: str, lr_key: str) -> None:
 
 
 def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, n_samples: int) -> None:
-    """Convert an advantage estimator to a normalisation of rewards.
+    """Convert an advantage estimator: GRPO's is a normalisation of rewards, others have names.
 
     Args:
         draft: receives the recipe's values and the entry of `key`.
@@ -121,17 +136,8 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
         case "grpo":
             draft.recipe.setdefault(STD_LEVEL, "group" if divides_by_std else "none")
             draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
-        case "rloo" if n_samples > 1:
-            # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
-            draft.recipe.setdefault(STD_LEVEL, "none")
-            draft.recipe.setdefault("actor.reward_scaling", n_samples / (n_samples - 1))
-            note = f"leave-one-out: with {STD_LEVEL}=none and rewards times n / (n - 1)"
-            draft.mapped(key, MEAN_LEVEL, "group", note)
-        case "reinforce_plus_plus" | "reinforceplusplus":
-            for level in (MEAN_LEVEL, STD_LEVEL):
-                draft.recipe.setdefault(level, "batch")
-            nearest = f"{MEAN_LEVEL}=batch and {STD_LEVEL}=batch, where each sequence counts once"
-            draft.unsupported(key, f"REINFORCE++ normalises over tokens; the nearest is set, {nearest}")
+        case _ if estimator in OTHER_ADVANTAGES and (n_samples > 1 or OTHER_ADVANTAGES[estimator] in OF_ONE):
+            draft.mapped(key, ADVANTAGE, OTHER_ADVANTAGES[estimator])
         case "gae" | "ppo":
             draft.unsupported(key, f"{reasons.NO_CRITIC}; the recipe trains with GRPO instead")
         case _:

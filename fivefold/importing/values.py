@@ -83,6 +83,7 @@ LOSS_AGGREGATION = one_of(
     token_mean="token_mean",
     seq_mean_token_mean="sequence_mean",
     seq_mean_token_sum="sequence_sum",
+    seq_mean_token_sum_norm="sequence_sum_fixed",
 )
 KL_ESTIMATOR = one_of(kl="k1", k1="k1", mse="k2", k2="k2", k3="k3", low_var_kl="k3")
 LR_SCHEDULE = one_of(constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine")

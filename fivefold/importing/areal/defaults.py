@@ -34,6 +34,8 @@ RUN: Mapping[str, Any] = {
     "actor.reward_clip": 20.0,
     "actor.kl_ctl": 0.1,
     "actor.kl_estimator": "k1",
+    "actor.overlong_reward_penalty": False,
+    "actor.dynamic_sampling": False,
     "actor.entropy_coeff": None,  # There is no entropy bonus.
     "actor.megatron.use_deterministic_algorithms": False,
     "actor.megatron.virtual_pipeline_parallel_size": 1,
@@ -75,6 +77,13 @@ RUN: Mapping[str, Any] = {
 
 NORMALISATION: Mapping[str, Any] = {"mean_level": "batch", "std_level": "batch", "eps": 1e-5}
 """Defaults of a section `reward_norm` or `adv_norm` that the source has."""
+
+CRITICS: Mapping[str, Any] = {
+    **under("critic.optimizer.", OPTIMIZER),
+    "critic.ppo_n_minibatches": 4,
+    "critic.eps_clip": 0.5,
+}
+"""Defaults of a section `critic` that the source has."""
 
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "sglang": {

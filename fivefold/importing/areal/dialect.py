@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.areal.defaults import ENGINES, NORMALISATION, RUN
+from fivefold.importing.algorithms import CORRECTION, correct_rollout
+from fivefold.importing.areal.defaults import CRITICS, ENGINES, NORMALISATION, RUN
 from fivefold.importing.areal.rules import FREQUENCIES, RULES
+from fivefold.importing.critic import ADVANTAGE, NOT_NORMALISED, WHITENS, ForCritic, has_critic
 from fivefold.importing.defaults import own_default
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
@@ -37,6 +39,8 @@ SIGNS = (
 
 def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
+    if draft.keys("critic.*"):
+        _critic(draft)
     trainers = _backends(draft)
     _advantages(draft)
     _kl(draft)
@@ -66,6 +70,24 @@ def convert(draft: Draft) -> None:
 # Layout
 
 
+def _critic(draft: Draft) -> None:
+    """Convert what tells that a critic is trained, and the devices that it has: its own, unless it is colocated."""
+    draft.assume(CRITICS)
+    draft.recipe[ADVANTAGE] = "gae"
+    for name in ("discount", "gae_lambda"):
+        if draft.get(f"actor.{name}") is not None:
+            draft.mapped(f"actor.{name}", f"actor.{name}", draft.read(f"actor.{name}", number))
+    if draft.get("allocation_mode"):
+        for key in ("critic.backend", *draft.keys("critic.scheduling_strategy*")):
+            draft.implied(key, "allocation_mode overrides it")
+        return
+    key, target = "critic.scheduling_strategy.type", "critic.scheduling_strategy.target"
+    is_beside = draft.get(key) == "colocation" and draft.get(target) == "actor"
+    draft.recipe["critic.colocate"] = is_beside
+    draft.mapped(key, "critic.colocate", is_beside)
+    draft.implied(target, f"it follows from {key}")
+
+
 def _backends(draft: Draft) -> set[str]:
     """Convert the layout: one string for all roles, or one for each; older strings leave the training backend out.
 
@@ -80,7 +102,7 @@ def _backends(draft: Draft) -> set[str]:
         for key in ("actor.backend", "rollout.backend"):
             if NO_BACKEND.search(str(draft.get(key, ""))) is None:
                 draft.implied(key, "allocation_mode overrides it")
-    for role in ("actor", "rollout"):
+    for role in ("actor", "rollout", "critic"):
         key = f"{role}.backend"
         if draft.is_open(key) and draft.get(key):
             trainers |= _map_layout(draft, key, modern(str(draft.get(key))))
@@ -152,10 +174,14 @@ def _colocation(draft: Draft) -> None:
 def _advantages(draft: Draft) -> None:
     """Convert `reward_norm`, or `adv_norm` if there is no other.
 
-    Without a critic, advantages are normalised rewards, so there is one normalisation.
+    Without a critic, advantages are normalised rewards, so there is one normalisation besides that over all tokens.
     """
     rewards, own = "actor.reward_norm.", "actor.adv_norm."
-    section, other = (rewards, own) if draft.keys(rewards + "*") else (own, rewards)
+    if has_critic(draft):
+        _advantages_of_critic(draft, rewards, own)
+        return
+    is_white = _whitens(draft, own)
+    section, other = (rewards, own) if is_white or draft.keys(rewards + "*") else (own, rewards)
     if draft.keys(section + "*"):
         draft.assume(under(section, NORMALISATION))
     n_samples = draft.read("gconfig.n_samples", positive)
@@ -178,6 +204,29 @@ def _advantages(draft: Draft) -> None:
     if draft.get(section + "std_unbiased", True) is True:
         draft.implied(section + "std_unbiased", "the standard deviation is divided by n - 1")
     draft.unsupported(section + "std_unbiased", "the standard deviation is divided by n - 1")
+
+
+def _whitens(draft: Draft, section: str) -> bool:
+    """Convert `adv_norm` over the batch, whose mean and standard deviation are over tokens; return whether it is so."""
+    if not draft.keys(section + "*"):
+        return False
+    if any(draft.get(f"{section}{name}_level", "batch") != "batch" for name in ("mean", "std")):
+        return False
+    for name in ("mean_level", "std_level"):
+        draft.mapped(f"{section}{name}", "actor.whiten_advantages", True)
+    draft.recipe["actor.whiten_advantages"] = True
+    for key in draft.keys(section + "*"):
+        draft.implied(key, "advantages are whitened over all tokens of the step")
+    return True
+
+
+def _advantages_of_critic(draft: Draft, rewards: str, own: str) -> None:
+    """Convert the normalisation of advantages that come from a critic."""
+    if not _whitens(draft, own):
+        draft.recipe[WHITENS] = False
+    for key in (*draft.keys(rewards + "*"), *draft.keys(own + "*")):
+        draft.unsupported(key, NOT_NORMALISED)
+    draft.implied("actor.group_size", "without a normalisation, groups do not matter")
 
 
 def _leave_one_out(draft: Draft, key: str, n_samples: Any) -> None:
@@ -233,9 +282,11 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
             if not is_on:
                 draft.implied(name, f"{switch} is off")
     megatron.checkpoint_layers(draft, switch, is_on)
-    for section in ("critic", "ref"):
-        for unused in draft.keys(f"{section}.gradient_checkpointing"):
-            draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)
+    for unused in draft.keys("ref.gradient_checkpointing"):
+        draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)
+    if draft.writes("critic.gradient_checkpointing"):
+        is_on = draft.read("critic.gradient_checkpointing", flag)
+        megatron.checkpoint_layers(ForCritic(draft), "critic.gradient_checkpointing", is_on)
 
 
 def _router(draft: Draft, trainers: set[str]) -> None:
@@ -252,6 +303,13 @@ def _decoupled(draft: Draft) -> None:
     if draft.get(key, False) is True:
         if draft.get(recompute) is not True:
             draft.implied(recompute, f"{key} computes them anyway")
+        cap = "actor.behav_imp_weight_cap"
+        if (most := draft.get(cap)) is not None:
+            bounds = {"weight": "token", "mask": "token", "mask_above": draft.read(cap, number), "mask_below": 0.0}
+            correct_rollout(draft, cap, bounds, f"weights above {most} are left out")
+            draft.mapped(key, CORRECTION + "method", "custom", "weight=token")
+        else:
+            correct_rollout(draft, key, {"weight": "token"})
     else:
         for name in ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_*", "actor.prox_logp_method"):
             for unused in draft.keys(name):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
+from fivefold.importing.algorithms import loss_by_name, option_of_loss
+from fivefold.importing.critic import of_critic
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import for_each, if_on, implied, off, offload_all, only, to, under, unknown, unsupported
 from fivefold.importing.values import (
@@ -100,6 +101,17 @@ NATIVE: Mapping[str, Convert] = {
 """Keys that mean the same in AReaL and in Fivefold, each with the conversion that checks its value."""
 
 
+def _overlong(rule: Rule) -> Rule:
+    """Apply `rule` to an option of the punishment of over-long responses, if that is switched on."""
+
+    def only_if_on(draft: Draft, key: str) -> None:
+        if draft.get("actor.overlong_reward_penalty") is True:
+            rule(draft, key)
+        draft.implied(key, "only overlong_reward_penalty reads this")
+
+    return only_if_on
+
+
 def _scheduler(draft: Draft, key: str) -> None:
     """Convert the scheduler's type, which is `local`, `ray`, or a batch system that jobs are submitted to."""
     value = draft.get(key)
@@ -187,21 +199,22 @@ ACTOR: Mapping[str, Rule] = {
     "optimizer.hysteresis": implied("bfloat16 and float32 need no loss scale"),
     "offload": offload_all,
     "optimizer.offload": if_on("actor.offload.optimizer", reasons.PLAN_OFFLOADS),
-    "m2_threshold": clipped_loss_only(name="m2po"),
-    "overlong_reward_penalty": off(reasons.OWN_REWARD),
-    "overlong_*": implied("only overlong_reward_penalty reads this"),
-    "dynamic_sampling": off("groups without signal keep their place in the batch; their advantage is 0"),
+    "m2_threshold": loss_by_name(name="m2po"),
+    "overlong_reward_penalty": if_on("actor.overlong_reward_penalty", "it is switched off"),
+    "overlong_tokens": _overlong(to("actor.overlong_tokens", whole)),
+    "overlong_penalty_factor": _overlong(to("actor.overlong_penalty_factor", number)),
+    "dynamic_sampling": if_on("actor.dynamic_sampling", "it is switched off"),
     "mask_no_eos_with_zero": off(reasons.TRUNCATED_TRAINED),
     "mask_too_long": off(reasons.TRUNCATED_TRAINED),
     "discount": implied(reasons.SAME_ADVANTAGE),
     "gae_lambda": implied(reasons.SAME_ADVANTAGE),
-    "use_sapo_loss": clipped_loss_only(False, name="sapo"),
-    "sapo_*": option_of_loss("actor.use_sapo_loss", False),
-    "use_decoupled_loss": off("old log-probabilities are those of one policy: the trainer's before the step"),
-    "behav*_imp_weight_*": unsupported(reasons.NO_CORRECTION),
+    "use_sapo_loss": loss_by_name(False, name="sapo"),
+    **{f"sapo_{tau}": option_of_loss(tau, "sapo", "actor.use_sapo_loss", True) for tau in ("tau_pos", "tau_neg")},
+    "use_decoupled_loss": implied("it is switched off"),
+    "behav*_imp_weight_*": unsupported("weights above a cap are left out, by behav_imp_weight_cap"),
     "rejection_sampling.*": unsupported(reasons.NO_CORRECTION),
     "prox_logp_method": only("recompute", holds="old log-probabilities are computed by the trainer"),
-    "importance_sampling_level": clipped_loss_only("token"),
+    "importance_sampling_level": loss_by_name("token"),
     "colocated": only(True, False, holds="the layout says which roles share devices", otherwise=reasons.SYNCHRONOUS),
     "colocated_weight_path": implied(reasons.WEIGHTS_IN_BUCKETS),
     "*icepop*": unsupported(reasons.NO_CORRECTION),
@@ -211,6 +224,29 @@ ACTOR: Mapping[str, Rule] = {
     "temperature": unsupported("the loss is computed with gconfig.temperature"),
     "max_new_tokens": unsupported("gconfig.max_new_tokens is the limit"),
 }
+
+CRITIC: Mapping[str, Rule] = of_critic(
+    {
+        **ENGINE,
+        **under("megatron.", MEGATRON),
+        **{
+            key.removeprefix("actor."): to(key, convert)
+            for key, convert in NATIVE.items()
+            if key.startswith(("actor.optimizer.", "actor.mb_spec.", "actor.megatron."))
+        },
+        "path": to("actor.path", text),
+        "dtype": to("actor.dtype", DTYPE),
+        "init_from_scratch": to("actor.init_from_scratch", flag),
+        "ppo_n_minibatches": to("actor.ppo_n_minibatches", whole),
+        "eps_clip": to("critic.eps_clip", number),
+        "is_critic": implied("the section is the critic's"),
+        "offload": if_on("actor.offload.params", "on GPUs that it shares, a critic offloads its state anyway"),
+        **{key: ACTOR[key] for key in ("optimizer.type", "optimizer.*loss_scale*", "optimizer.hysteresis")},
+        "optimizer.offload": ACTOR["optimizer.offload"],
+        "mask_no_eos_with_zero": off(reasons.TRUNCATED_TRAINED),
+        "*": unknown("the critic"),
+    }
+)
 
 ROLLOUT: Mapping[str, Rule] = {
     "max_concurrent_rollouts": implied("a replica decodes up to rollout.max_batch_size sequences at one time"),
@@ -299,7 +335,6 @@ TOP: Mapping[str, Rule] = {
     "perf_tracer.*": implied("only the tracer reads this"),
     "memory_profiler.*": unsupported(reasons.NO_PROFILER),
     "launcher.*": implied(RAY_PLACES),
-    "critic.*": unsupported(reasons.NO_CRITIC),
     "teacher.*": unsupported("there is no teacher"),
     "server_only": off("a run rolls out and trains"),
     "--config": implied("it names the configuration's file: give that before this one"),
@@ -310,6 +345,7 @@ TOP: Mapping[str, Rule] = {
 RULES: Mapping[str, Rule] = {
     **TOP,
     **under("actor.", ACTOR),
+    **under("critic.", CRITIC),
     **under("ref.", ENGINE),
     "ref.mb_spec.*": implied(reasons.ONE_BUDGET),
     "ref.optimizer*": implied("the reference is not trained"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.importing.defaults import none
-from fivefold.importing.roll.rules import CONFIG, INFER, TRAIN
+from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, TRAIN
 from fivefold.importing.rules import under
 
 OPTIMIZER: Mapping[str, Any] = {
@@ -28,6 +28,7 @@ RUN: Mapping[str, Any] = {
     "ppo_epochs": 1,
     "loss_agg_mode": "seq-mean-token-mean",
     "pg_clip": 0.2,
+    "max_len_mask": False,
     "max_grad_norm": 1.0,
     "entropy_loss_coef": 0.0,
     "kl_loss_coef": 0.0,
@@ -39,6 +40,7 @@ RUN: Mapping[str, Any] = {
     "seed": 42,
     "num_gpus_per_node": 8,
     "rpc_timeout": 3600,
+    **none("reward_pretrain"),
     "max_running_requests": 128,
     TRAIN + "model_args.disable_gradient_checkpointing": False,
     TRAIN + "model_args.dtype": "bf16",
@@ -68,6 +70,9 @@ RUN: Mapping[str, Any] = {
         TRAIN + CONFIG + "overlap_grad_reduce",
     ),
 }
+
+CRITICS: Mapping[str, Any] = {"critic_warmup": 0, **under(CRITIC + "training_args.", OPTIMIZER)}
+"""Defaults of a critic; its number format and its recomputation are the actor's unless they are written."""
 
 BATCH: Mapping[str, Any] = {
     TRAIN + "training_args.per_device_train_batch_size": 8,

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.checkpoints import note_kept
+from fivefold.importing.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic
 from fivefold.importing.defaults import UNKNOWN
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.models import router_aux_loss
-from fivefold.importing.roll.defaults import BATCH, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
-from fivefold.importing.roll.rules import CONFIG, INFER, REF, RULES, TRAIN
+from fivefold.importing.roll.defaults import BATCH, CRITICS, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
+from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, REF, RULES, TRAIN
 from fivefold.importing.settings import (
     MEAN_LEVEL,
     STD_LEVEL,
@@ -57,6 +58,7 @@ def convert(draft: Draft) -> None:
     _kl(draft)
     _clipping(draft)
     _micro_batches(draft)
+    _critics_batches(draft)
     draft.awaiting |= {ACCUMULATION, WARMUP}
     _evaluation(draft)
     _rewards(draft)
@@ -101,7 +103,7 @@ def _router(draft: Draft) -> None:
 
 def _lay_out(draft: Draft) -> None:
     """Read how actor, reference and rollout are laid out, and what is recomputed."""
-    sections: Mapping[Role, str] = {"actor": TRAIN, "ref": REF}
+    sections: Mapping[Role, str] = {"actor": TRAIN, "ref": REF, "critic": CRITIC}
     for role, section in sections.items():
         if draft.keys(section + "*"):
             _lay_out_trainer(draft, role, section)
@@ -235,11 +237,11 @@ def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | 
 def _advantages(draft: Draft) -> None:
     """Convert `norm_mean_type` and `norm_std_type`, or the older `reward_norm`, or whitening if neither is set."""
     estimator, n_samples = str(draft.get("adv_estimator")), draft.read("num_return_sequences_in_group", positive)
+    if estimator in ("gae", "ppo"):
+        _gae(draft)
+        return
     if estimator != "reinforce":
         advantages(draft, "adv_estimator", estimator, divides_by_std=True, n_samples=n_samples)
-    if estimator in ("gae", "ppo"):
-        for key in (*draft.keys("critic.*"), "gamma", "lambd", "value_clip", "whiten_advantages"):
-            draft.unsupported(key, reasons.NO_CRITIC)
     draft.implied("adv_estimator", "the advantages are the normalised rewards")
     levels = {"batch": "batch", "group": "group"}
     for key, target in (("norm_mean_type", MEAN_LEVEL), ("norm_std_type", STD_LEVEL)):
@@ -260,15 +262,48 @@ def _advantages(draft: Draft) -> None:
             draft.recipe.setdefault(target, "none")
 
 
+def _gae(draft: Draft) -> None:
+    """Convert the keys of PPO with a critic; the critic's own section is converted by the rule table."""
+    draft.assume(CRITICS)
+    gae(draft, "adv_estimator", {"gamma": "actor.discount", "lambd": "actor.gae_lambda"})
+    draft.recipe["critic.eps_clip"] = draft.read("value_clip", number) if draft.writes("value_clip") else None
+    draft.mapped("value_clip", "critic.eps_clip", draft.recipe["critic.eps_clip"])
+    draft.recipe[WHITENS] = draft.get("whiten_advantages") is True
+    draft.mapped("whiten_advantages", WHITENS, draft.recipe[WHITENS])
+    for key in ("norm_mean_type", "norm_std_type", "reward_norm"):
+        if draft.get(key) is not None:
+            draft.unsupported(key, NOT_NORMALISED)
+    for key in ("reward_shift", "reward_scale"):
+        draft.implied(key, "it says whether reward_norm is about the mean or the standard deviation")
+
+
+def _critics_batches(draft: Draft) -> None:
+    """Convert the critic's micro-batches and what is counted in its updates."""
+    if not has_critic(draft):
+        return
+    own, critic = CRITIC + "training_args.", ForCritic(draft)
+    if draft.writes(own + "per_device_train_batch_size"):
+        per_device = draft.get(own + "per_device_train_batch_size")
+        token_budget(critic, own + "per_device_train_batch_size", per_device, _sequence_length(draft))
+    if draft.writes(own + "warmup_steps"):
+        warmup(critic, own + "warmup_steps", None)
+    draft.unsupported(
+        own + "gradient_accumulation_steps",
+        "the critic makes as many updates as the actor: set critic.ppo_n_minibatches",
+    )
+    switch = CRITIC + "model_args.disable_gradient_checkpointing"
+    is_on = not draft.read(switch, flag, False)
+    if (plan := draft.plans.get("critic")) is not None and plan.shards_weights:
+        megatron.checkpoint_layers(critic, switch, is_on)
+    else:
+        megatron.recompute(critic, CRITIC + CONFIG, switch, is_on)
+
+
 def _whitening(draft: Draft) -> None:
     key = "whiten_advantages"
-    if draft.get(key) is not True:
-        draft.implied(key, "it is switched off")
-    elif MEAN_LEVEL in draft.recipe or STD_LEVEL in draft.recipe:
-        draft.unsupported(key, "rewards are normalised once, and another key says how")
-    else:
-        draft.recipe[STD_LEVEL] = "batch"
-        draft.mapped(key, MEAN_LEVEL, "batch", f"with {STD_LEVEL}=batch; each sequence counts once, not its tokens")
+    if draft.get(key) is True:
+        draft.mapped(key, "actor.whiten_advantages", True)
+    draft.implied(key, "it is switched off")
 
 
 def _kl(draft: Draft) -> None:
@@ -287,13 +322,26 @@ def _kl(draft: Draft) -> None:
         draft.unsupported("add_token_level_kl", reasons.ONE_KL)
     for key in ("use_kl_loss", "kl_loss_coef", "add_token_level_kl", "init_kl_coef", "kl_penalty"):
         draft.implied(key, "this KL term is off")
-    if draft.get("target_kl") is None:
-        draft.implied("kl_horizon", reasons.FIXED_KL)
+    if draft.get("target_kl") is not None and draft.recipe.get("actor.kl_in") == "reward":
+        draft.mapped("target_kl", "actor.kl_target", draft.read("target_kl", number))
+        draft.mapped("kl_horizon", "actor.kl_horizon", draft.read("kl_horizon", whole, 10_000))
+    for key in ("target_kl", "kl_horizon"):
+        draft.implied(key, "only an adaptive weight of a KL term in the reward reads this")
 
 
 def _clipping(draft: Draft) -> None:
     """Convert the clip range, which has one ratio or one for each side, and dual clipping."""
     both = draft.read("pg_clip", number, 0.2)
+    if draft.get(TRAIN + "pg_variant") == "tis":
+        draft.recipe |= {"actor.eps_clip": 1.0, "actor.eps_clip_higher": 0.0}
+    if draft.get(TRAIN + "pg_variant") == "cispo":
+        for key, target in (("cispo_epsilon_low", "actor.eps_clip"), ("cispo_epsilon_high", "actor.eps_clip_higher")):
+            draft.recipe[target] = draft.read(TRAIN + key, number, 0.1)
+            draft.mapped(TRAIN + key, target, draft.recipe[target])
+    if draft.get(TRAIN + "pg_variant") in ("cispo", "tis"):
+        for key in ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss"):
+            draft.implied(key, "the variant has a clip range of its own")
+        return
     if draft.get("use_pg_clip_range") is True:
         for key, target in (("pg_clip_low", "actor.eps_clip"), ("pg_clip_high", "actor.eps_clip_higher")):
             draft.recipe.setdefault(target, draft.read(key, number, 0.2))

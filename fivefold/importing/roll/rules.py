@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
+from fivefold.importing.algorithms import choose_loss, loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import goes_on, kept
-from fivefold.importing.draft import Rule
+from fivefold.importing.critic import NOT_TRAINED, of_critic, only_with_critic
+from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import (
     checkpoint_every_steps,
     every_steps,
     for_each,
+    if_on,
     implied,
     off,
     offload_all,
@@ -24,7 +26,7 @@ from fivefold.importing.rules import (
 from fivefold.importing.settings import one_path, trackers
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, flag, number, run_name, text, top_k, whole
 
-TRAIN, INFER, REF = "actor_train.", "actor_infer.", "reference."
+TRAIN, INFER, REF, CRITIC = "actor_train.", "actor_infer.", "reference.", "critic."
 CONFIG = "strategy_args.strategy_config."
 
 MODEL_ARGS: Mapping[str, Rule] = {
@@ -141,7 +143,7 @@ TOP: Mapping[str, Rule] = {
     "exp_name": to("experiment_name", run_name),
     "seed": to("seed", whole),
     "pretrain": to("actor.path", text),
-    "reward_pretrain": implied(reasons.NO_CRITIC),
+    "reward_pretrain": only_with_critic("critic.path", text),
     "num_gpus_per_node": to("cluster.n_gpus_per_node", whole),
     "num_nodes": to("cluster.n_nodes", whole),
     "output_dir": to("cluster.fileroot", text, reasons.OWN_OUTPUTS),
@@ -173,19 +175,18 @@ TOP: Mapping[str, Rule] = {
     "entropy_loss_coef": to("actor.entropy_coeff", number),
     "loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
     "reward_clip": to("actor.reward_clip", number, "rewards are clipped before they are normalised, not after"),
-    "target_kl": unsupported(reasons.FIXED_KL),
-    "value_clip": implied(reasons.NO_CRITIC),
-    "lambd": implied(reasons.NO_CRITIC),
-    "gamma": implied(reasons.NO_CRITIC),
-    "critic_warmup": implied(reasons.NO_CRITIC),
+    "value_clip": implied(NOT_TRAINED),
+    "lambd": implied(NOT_TRAINED),
+    "gamma": implied(NOT_TRAINED),
+    "critic_warmup": only_with_critic("critic.warmup_steps", whole),
     "advantage_clip": unsupported("advantages are not clipped: the loss is"),
-    "importance_sampling": clipped_loss_only("token"),
-    "use_policy_loss_type": clipped_loss_only("PPO"),
-    "use_topr_loss": clipped_loss_only(False, name="topr"),
+    "importance_sampling": loss_by_name("token"),
+    "use_policy_loss_type": loss_by_name("PPO"),
+    "use_topr_loss": loss_by_name(False, name="topr"),
     "use_topr_neg_loss_coef": off("samples are weighted equally"),
     "postive_loss_coef": off("good samples are not trained a second time"),
     "rl_loss_coef": only(1, holds="the loss has the weight 1"),
-    "max_len_mask": off(reasons.TRUNCATED_TRAINED),
+    "max_len_mask": if_on("actor.mask_truncated", "it is switched off"),
     "difficulty_mask": off("prompts are not masked by difficulty: a group of equal rewards has advantage 0"),
     "difficulty_*_threshold": implied("only difficulty_mask reads this"),
     "error_max_len_clip": off(reasons.TRUNCATED_TRAINED),
@@ -220,7 +221,6 @@ TOP: Mapping[str, Rule] = {
         unsupported(reasons.NO_AGENTS),
     ),
     "enable_response_mask": implied("the loss is over responses only"),
-    "critic.*": implied(reasons.NO_CRITIC),
     "reward.*": unsupported(reasons.NO_REWARD_MODEL),
     "reward_model.*": unsupported(reasons.NO_REWARD_MODEL),
     "rewards.*": implied(reasons.REWARDS_TOGETHER),
@@ -248,11 +248,41 @@ MODEL_AS_ACTOR: Mapping[str, Rule] = {
     "moe_aux_loss_coef": implied("only training adds the auxiliary loss"),
 }
 
+
+def _variant(draft: Draft, source: str) -> None:
+    """Convert the variant of the policy gradient; `vanilla` has no ratios, `tis` truncates them to [0, 1]."""
+    variant = str(draft.get(source))
+    match variant:
+        case "tis":
+            draft.mapped(source, "actor.loss", "cispo", "with weights in [0, 1]")
+        case "ppo":
+            draft.implied(source, reasons.CLIPPED_LOSS)
+        case _:
+            choose_loss(draft, source, "pg" if variant == "vanilla" else variant)
+
+
+CRITIC_RULES: Mapping[str, Rule] = of_critic(
+    {
+        **WORKER,
+        **under("model_args.", {**MODEL_ARGS, "model_name_or_path": to("critic.path", text)}),
+        "model_args.model_type": implied("a critic has a value head in place of the output layer"),
+        **for_each((CONFIG, CONFIG + "additional_configs."), megatron.TRANSFORMER),
+        **under("training_args.", TRAINING_ARGS),
+        **under(CONFIG, FSDP),
+        CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
+    }
+)
+
 RULES: Mapping[str, Rule] = {
     **TOP,
+    **under(CRITIC, CRITIC_RULES),
     **for_each((TRAIN, INFER, REF), WORKER),
-    TRAIN + "pg_variant": clipped_loss_only("ppo"),
-    TRAIN + "topr_*_weight": option_of_loss(TRAIN + "pg_variant", "ppo"),
+    TRAIN + "pg_variant": _variant,
+    **{
+        f"{TRAIN}topr_{sign}_weight": option_of_loss(f"{sign}_weight", "topr", TRAIN + "pg_variant", "topr")
+        for sign in ("positive", "negative")
+    },
+    TRAIN + "kimi15_tau": option_of_loss("tau", "kimi", TRAIN + "pg_variant", "kimi15"),
     **under(INFER + CONFIG, ENGINE_OPTIONS),
     **for_each((INFER, REF), under("model_args.", MODEL_AS_ACTOR)),
     **under(TRAIN + "model_args.", MODEL_ARGS),

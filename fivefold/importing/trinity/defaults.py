@@ -62,5 +62,5 @@ RUN: Mapping[str, Any] = {
     **none(TREE + MODEL + "tokenizer_path", *under(TREE + ACTOR + "optim.", OPTIMIZER), *under(TREE + ACTOR, MEGATRON)),
     **none(*(f"{TREE}{ACTOR}{name}" for name in ("megatron.param_dtype", "megatron.dtype", "fsdp_config.dtype"))),
     **none(*(f"{TREE}{ACTOR}{name}" for name in ("grad_clip", "entropy_coeff", "clip_ratio_c", "ppo_epochs"))),
-    **none(TREE + ACTOR + "loss_agg_mode", TREE + ACTOR + "recompute_old_log_prob"),
+    **none(*(f"{TREE}{ACTOR}{name}" for name in ("loss_agg_mode", "loss_scale_factor", "recompute_old_log_prob"))),
 }

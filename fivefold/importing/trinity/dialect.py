@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import other_loss
+from fivefold.importing.algorithms import choose_loss
 from fivefold.importing.checkpoints import note_kept
+from fivefold.importing.critic import gae
 from fivefold.importing.dialect import Dialect, merged
 from fivefold.importing.draft import Draft, RolePlan
+from fivefold.importing.rules import under
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
 from fivefold.importing.source import INTERPOLATION, Document
 from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, SFT, Sign
@@ -24,6 +26,7 @@ from fivefold.importing.trinity.rules import OLD_NAMES, RULES, TREE
 from fivefold.importing.values import KL_ESTIMATOR, number, positive, whole
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import ACTOR
+from fivefold.importing.verl.defaults import CRITICS
 
 TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
@@ -105,12 +108,17 @@ def _group_size(draft: Draft) -> int:
 
 def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     if algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
-        other_loss(draft, "algorithm.algorithm_type", algorithm)
+        choose_loss(draft, "algorithm.algorithm_type", algorithm)
     key = "algorithm.advantage_fn"
     estimator = str(draft.get(key, {"dapo": "grpo", "gspo": "grpo"}.get(algorithm, algorithm)))
     written = key if draft.writes(key) else "algorithm.algorithm_type"
-    advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
-    if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus"):
+    if estimator in ("gae", "ppo"):
+        draft.assume(under(TREE, CRITICS))
+        constants = {f"{key}_args.gamma": "actor.discount", f"{key}_args.lam": "actor.gae_lambda"}
+        gae(draft, written, constants)
+    else:
+        advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
+    if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
         draft.implied("algorithm.algorithm_type", f"{key} overrides it")
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
 
@@ -179,16 +187,16 @@ def _lay_out(draft: Draft) -> None:
         rollout.keys[ENGINE + "engine_num"] = ""
     verl_tree.lay_out_trainers(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
     _lay_out_trainer(draft)
+    verl_tree.lay_out_critic(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
     verl_tree.recompute(draft, TREE)
     verl_tree.router(draft, TREE, "model.model_path")
     nodes, per_node = draft.get("cluster.node_num"), draft.get("cluster.gpu_per_node")
     is_one = draft.get("mode") == "colocate" or (nodes, per_node) == (1, 1)
     draft.is_shared = is_one
-    for role in ("actor", "ref"):
-        if isinstance(nodes, int) and isinstance(per_node, int):
-            draft.plans[role].n_devices = nodes * per_node - (0 if is_one else rollout.n_devices)
-        else:
-            draft.plans[role].n_devices = None
+    is_known = isinstance(nodes, int) and isinstance(per_node, int)
+    for role, plan in draft.plans.items():
+        if role != "rollout":
+            plan.n_devices = nodes * per_node - (0 if is_one else rollout.n_devices) if is_known else None
 
 
 def _lay_out_trainer(draft: Draft) -> None:
@@ -223,6 +231,7 @@ def _batches(draft: Draft, n_samples: int) -> None:
         else:
             draft.mapped(key, "actor.ppo_n_minibatches", step // update, f"{tasks}*{n_samples} experiences a step")
     _micro_batches(draft)
+    verl_tree.critics_batches(draft, TREE, _sequence_length(draft), batch=None)
 
 
 def _micro_batches(draft: Draft) -> None:

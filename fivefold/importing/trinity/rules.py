@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import clipped_loss_only
+from fivefold.importing.algorithms import loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import goes_on, kept, loaded_contents, save_weights
+from fivefold.importing.critic import only_with_critic
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import (
     checkpoint_every_steps,
@@ -42,6 +43,7 @@ from fivefold.importing.verl.actor_rules import (
     REF,
     REFERENCE_RULES,
 )
+from fivefold.importing.verl.critic_rules import CRITIC, CRITIC_RULES
 
 TREE = "trainer.trainer_config."
 """The section that verl's key tree stands under."""
@@ -93,14 +95,36 @@ OLD_NAMES: Mapping[str, str] = {
 }
 """Keys of the first releases, each with the name that later releases give it."""
 
+
+def _of_adaptive_weight(rule: Rule) -> Rule:
+    """Apply `rule` to an option of a KL weight that is adapted, if the key `adaptive` beside it is on."""
+
+    def only_if_on(draft: Draft, key: str) -> None:
+        if draft.get(key.rpartition(".")[0] + ".adaptive") is True and draft.recipe.get("actor.kl_ctl"):
+            rule(draft, key)
+        draft.implied(key, "only an adaptive weight reads this")
+
+    return only_if_on
+
+
+ADAPTIVE: Mapping[str, Rule] = {
+    "adaptive": _of_adaptive_weight(implied("actor.kl_target is the divergence that is wanted")),
+    "target_kl": _of_adaptive_weight(to("actor.kl_target", number)),
+    "horizon": _of_adaptive_weight(to("actor.kl_horizon", whole)),
+}
+
 ALGORITHM: Mapping[str, Rule] = {
-    "policy_loss_fn": clipped_loss_only("ppo"),
+    "policy_loss_fn": loss_by_name("ppo"),
     "policy_loss_fn_args.clip_ratio_c": to("actor.c_clip", number),
     "policy_loss_fn_args.loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
     "policy_loss_fn_args.enable_sequence_masking": off("sequences are not masked by their KL divergence"),
     "policy_loss_fn_args.delta_sequence_masking": implied("only enable_sequence_masking reads this"),
     "policy_loss_fn_args.fallback_to_policy_gradient": off("old log-probabilities are always known"),
-    "policy_loss_fn_args.*": unsupported(reasons.CLIPPED_LOSS),
+    **{
+        f"policy_loss_fn_args.{tau}": option_of_loss(tau, "sapo", "algorithm.policy_loss_fn", "sapo")
+        for tau in ("tau_pos", "tau_neg")
+    },
+    "policy_loss_fn_args.*": unknown("the loss"),
     "loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
     "advantage_fn_args.epsilon": to("actor.reward_norm.eps", number),
     "advantage_fn_args.*": unsupported("advantages are rewards, normalised over groups or the batch"),
@@ -111,8 +135,7 @@ ALGORITHM: Mapping[str, Rule] = {
         otherwise="this entropy term is not offered",
     ),
     "entropy_loss_fn_args.entropy_coef": to("actor.entropy_coeff", number),
-    "kl_loss_fn_args.adaptive": off(reasons.FIXED_KL),
-    "kl_penalty_fn_args.adaptive": off(reasons.FIXED_KL),
+    **for_each(("kl_loss_fn_args.", "kl_penalty_fn_args."), ADAPTIVE),
     "sample_strategy": only("default", "warmup", holds="each sample is trained once", otherwise=reasons.SYNCHRONOUS),
     "sample_strategy_args.*": unsupported(reasons.SYNCHRONOUS),
     "enable_router_replay": off(reasons.NO_ROUTER_REPLAY),
@@ -243,7 +266,7 @@ TRAINER: Mapping[str, Rule] = {
     "grad_clip": to("actor.optimizer.gradient_clipping", number),
     "use_remove_padding": implied(reasons.ALWAYS_PACKED),
     "balance_batch": implied(reasons.BALANCED),
-    "critic_warmup": only(0, holds=reasons.NO_CRITIC),
+    "critic_warmup": only_with_critic("critic.warmup_steps", whole),
     "fix_actor_microbatch_loss_scale": implied(reasons.GLOBAL_COUNTS),
     "actor_grad_clip": to("actor.optimizer.gradient_clipping", number),
     "ulysses_sequence_parallel_size": only(1, holds="contexts are not split", otherwise=reasons.SPLIT_CONTEXTS),
@@ -272,7 +295,7 @@ TREE_RULES: Mapping[str, Rule] = {
     **under(REF, REFERENCE_RULES),
     "actor_rollout_ref.rollout.*": implied(EXPLORER_GENERATES),
     "actor_rollout_ref.hybrid_engine": implied(EXPLORER_GENERATES),
-    "critic.*": unsupported(reasons.NO_CRITIC),
+    **under(CRITIC, {**CRITIC_RULES, "ppo_mini_batch_size": implied("buffer.train_batch_size overrides it")}),
     "data.*": implied("the buffer's data are read"),
     "algorithm.*": implied("Trinity-RFT's own algorithm section overrides it"),
     "reward_model.*": implied(EXPLORER_REWARDS),
@@ -293,7 +316,7 @@ RULES: Mapping[str, Rule] = {
     "ignore_validator_suggestions": implied("a recipe is checked as a whole"),
     **under("algorithm.", ALGORITHM),
     "model.model_path": to("actor.path", text),
-    "model.critic_model_path": implied(reasons.NO_CRITIC),
+    "model.critic_model_path": only_with_critic("critic.path", text),
     "model.max_prompt_tokens": to("train_dataset.max_length", whole),
     "model.max_response_tokens": to("gconfig.max_new_tokens", whole),
     "model.min_response_tokens": to("gconfig.min_new_tokens", whole),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import clipped_loss_only, option_of_loss
+from fivefold.importing.algorithms import correct_rollout, loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import loaded_contents, weights_in_checkpoints
-from fivefold.importing.draft import Rule
+from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import if_on, implied, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, STATE_PLACE, flag, number, text, whole
@@ -114,6 +114,14 @@ OPTIMIZER: Mapping[str, Rule] = {
     "*": unknown(OPTIMIZER_OPTIONS),
 }
 
+
+def _truncated_weights(draft: Draft, key: str) -> None:
+    """Convert the cap of truncated importance sampling; 0 and negative numbers switch it off."""
+    if (cap := number(draft.get(key))) > 0:
+        correct_rollout(draft, key, {"weight": "token", "weight_cap": cap})
+    draft.implied(key, "it is switched off")
+
+
 ACTOR_RULES: Mapping[str, Rule] = {
     **ENGINE,
     **under("megatron.", ACTOR_OFFLOADING),
@@ -131,12 +139,12 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "clip_ratio_c": to("actor.c_clip", number),
     "ppo_epochs": to("actor.ppo_epochs", whole),
     "loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
-    "loss_scale_factor": unsupported("a sum over tokens is not divided by a constant"),
+    "loss_scale_factor": to("actor.loss_length", whole),
     "shuffle": only(True, holds="mini-batches are always drawn at random, by the seed"),
     "data_loader_seed": implied(reasons.ONE_SEED),
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),
-    "policy_loss.loss_mode": clipped_loss_only("vanilla"),
-    "tis_imp_ratio_cap": off(reasons.NO_CORRECTION),
+    "policy_loss.loss_mode": loss_by_name("vanilla"),
+    "tis_imp_ratio_cap": _truncated_weights,
     "checkpoint.async_save": implied(reasons.IN_BACKGROUND),
     **dict.fromkeys(
         ("checkpoint.save_contents", "checkpoint.contents"),
@@ -145,7 +153,7 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "checkpoint.load_contents": loaded_contents(ACTOR + "checkpoint.save_contents"),
     "checkpoint.*": unknown("checkpoints"),
     "recompute_old_log_prob": to("actor.recompute_logprob", flag),
-    "use_cpgd_loss": clipped_loss_only(False, name="cpgd"),
+    "use_cpgd_loss": loss_by_name(False, name="cpgd"),
     "calculate_entropy": implied("the entropy is in every step's metrics"),
     "rollout_n": implied("it follows from rollout.n"),
     "use_prefix_grouper": off("responses of a prompt do not share its computation in training"),
@@ -154,8 +162,17 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "calculate_sum_pi_squared": off("only an optimal baseline reads this"),
 }
 
-LOSS_OPTIONS: Mapping[str, str] = {"policy_loss.*": "policy_loss.loss_mode", "policy_drift_coeff": "use_cpgd_loss"}
-"""Options of other losses than PPO's, each with the key that chooses the loss."""
+MODE = "policy_loss.loss_mode"
+LOSS_OPTIONS: Mapping[str, tuple[str, str, str, tuple[object, ...]]] = {
+    **{
+        f"policy_loss.{name}": (name, "clip_cov", MODE, ("clip_cov", "clip-cov"))
+        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
+    },
+    **{f"policy_loss.{name}": (name, "kl_cov", MODE, ("kl_cov", "kl-cov")) for name in ("kl_cov_ratio", "ppo_kl_coef")},
+    **{name: (name, "sapo", MODE, ("sapo",)) for name in ("tau_pos", "tau_neg")},
+    "policy_drift_coeff": ("drift", "cpgd", "use_cpgd_loss", (True,)),
+}
+"""Options of other losses than PPO's: the option, its loss, the key that chooses the loss, and the key's values."""
 
 
 def loss_options(section: str) -> dict[str, Rule]:
@@ -165,8 +182,8 @@ def loss_options(section: str) -> dict[str, Rule]:
         section: where the actor's keys stand.
     """
     return {
-        section + option: option_of_loss(section + switch, "vanilla" if switch.endswith("mode") else False)
-        for option, switch in LOSS_OPTIONS.items()
+        section + key: option_of_loss(option, loss, section + switch, *values)
+        for key, (option, loss, switch, values) in LOSS_OPTIONS.items()
     }
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from fivefold.importing.defaults import none
 from fivefold.importing.rules import under
 from fivefold.importing.verl.actor_rules import ACTOR, MODEL, OVERRIDE
-from fivefold.importing.verl.rules import ROLLOUT
+from fivefold.importing.verl.critic_rules import CRITIC
+from fivefold.importing.verl.rules import OVERLONG_SECTIONS, ROLLOUT
 
 OPTIMIZER: Mapping[str, Any] = {
     "lr": 1e-6,
@@ -41,6 +42,14 @@ MEGATRON: Mapping[str, Any] = none(
     OVERRIDE + "moe_z_loss_coeff",
 )
 
+CRITICS_OPTIMIZER: Mapping[str, Any] = {**OPTIMIZER, "lr": 1e-5}
+CRITICS: Mapping[str, Any] = {
+    **under(CRITIC + "optim.", CRITICS_OPTIMIZER),
+    CRITIC + "grad_clip": 1.0,
+    CRITIC + "cliprange_value": 0.5,
+}
+"""Defaults of a critic; the others are those of the actor's keys."""
+
 TREE: Mapping[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,
@@ -71,7 +80,9 @@ TREE: Mapping[str, Any] = {
     ACTOR + "use_kl_loss": False,
     ACTOR + "kl_loss_coef": 0.001,
     ACTOR + "kl_loss_type": "low_var_kl",
-    **none(ACTOR + "recompute_old_log_prob"),
+    **none(ACTOR + "recompute_old_log_prob", ACTOR + "loss_scale_factor", "algorithm.filter_groups.enable"),
+    # A reward manager's own options, which have no values unless written.
+    **none(*(f"{section}{name}" for section in OVERLONG_SECTIONS for name in ("enable", "len", "penalty_factor"))),
     ROLLOUT + "n": 1,
     ROLLOUT + "temperature": 1.0,
     ROLLOUT + "top_p": 1.0,
@@ -81,6 +92,9 @@ TREE: Mapping[str, Any] = {
     ROLLOUT + "gpu_memory_utilization": 0.5,
     ROLLOUT + "val_kwargs.n": 1,
     **none(ROLLOUT + "dtype"),  # bfloat16, as the actor's
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "trainer.critic_warmup": 0,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,

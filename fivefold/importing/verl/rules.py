@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import reasons
+from fivefold.importing.algorithms import correct_rollout
 from fivefold.importing.checkpoints import goes_on, kept, only_newest
+from fivefold.importing.critic import only_with_critic
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import (
     checkpoint_every_steps,
     every_steps,
     for_each,
+    if_on,
     implied,
     off,
     only,
@@ -33,6 +36,7 @@ from fivefold.importing.verl.actor_rules import (
     REFERENCE_RULES,
     loss_options,
 )
+from fivefold.importing.verl.critic_rules import CRITIC, CRITIC_RULES
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -120,15 +124,70 @@ DATA_RULES: Mapping[str, Rule] = {
     "*": unknown("the data"),
 }
 
+
+def _rounds(draft: Draft, key: str) -> None:
+    """Convert the most batches that a step samples; 0 and negative numbers set no limit."""
+    most = whole(draft.get(key))
+    if draft.get(key.replace("max_num_gen_batches", "enable")) is True:
+        draft.mapped(key, "actor.dynamic_sampling_max_rounds", most if 0 < most <= 1000 else 1000)
+    draft.implied(key, "dynamic sampling is switched off")
+
+
+def _part_of_correction(name: str, otherwise: str) -> Rule:
+    """Map a key of verl's correction that says by what tokens are weighted or left out, unless it is switched off."""
+
+    def rule(draft: Draft, key: str) -> None:
+        level = str(draft.get(key)).lower()
+        if level in ("none", "null", "false", "disabled", ""):
+            draft.implied(key, "it is switched off")
+        elif level in ("token", "sequence") or (name == "mask" and level == "geometric"):
+            correct_rollout(draft, key, {name: level})
+        else:
+            draft.unsupported(key, f"{level!r} is not offered: {otherwise}")
+
+    return rule
+
+
+def _bound_of_correction(name: str, needs: str) -> Rule:
+    """Map a bound of verl's correction, which has an effect if the key `needs` beside it is set."""
+
+    def rule(draft: Draft, key: str) -> None:
+        switch = str(draft.get(key.rpartition(".")[0] + f".{needs}")).lower()
+        if needs and switch in ("none", "null", "false"):
+            draft.implied(key, f"only {needs} reads this")
+        elif needs:
+            draft.mapped(key, f"actor.rollout_correction.{name}", number(draft.get(key)))
+        else:
+            correct_rollout(draft, key, {name: number(draft.get(key))})
+
+    return rule
+
+
+ROLLOUT_CORRECTION: Mapping[str, Rule] = {
+    "rollout_is": _part_of_correction("weight", "weights are those of tokens or of sequences"),
+    "rollout_is_threshold": _bound_of_correction("weight_cap", "rollout_is"),
+    "rollout_rs": _part_of_correction("mask", "masks are by token, sequence or geometric mean"),
+    "rollout_rs_threshold": _bound_of_correction("mask_above", "rollout_rs"),
+    "rollout_rs_threshold_lower": _bound_of_correction("mask_below", "rollout_rs"),
+    "rollout_token_veto_threshold": _bound_of_correction("veto_below", ""),
+    "rollout_is_batch_normalize": off("weights are not normalised over the batch"),
+    "bypass_mode": off("set actor.recompute_logprob=false: the rollout's log-probs are then the old ones"),
+    "rollout_correction.*": unknown("the correction"),
+    "rollout_is*": unknown("the correction"),
+}
+"""verl's correction for the mismatch of rollout and trainer: `algorithm.rollout_correction`, or without the section."""
+
 ALGORITHM_RULES: Mapping[str, Rule] = {
     "gamma": implied(reasons.SAME_ADVANTAGE),
     "lam": implied(reasons.SAME_ADVANTAGE),
-    "filter_groups.enable": off("groups without signal keep their place in the batch; their advantage is 0"),
-    "filter_groups.*": implied("only filter_groups.enable reads this"),
+    "filter_groups.enable": if_on("actor.dynamic_sampling", "it is switched off"),
+    "filter_groups.max_num_gen_batches": _rounds,
+    "filter_groups.metric": implied("groups are compared by their rewards"),
+    "filter_groups.*": unknown("dynamic sampling"),
     "use_pf_ppo": off("samples are not reweighted"),
     "pf_ppo.*": implied("only use_pf_ppo reads this"),
-    "rollout_correction.*": off(reasons.NO_CORRECTION),
-    "rollout_is*": off(reasons.NO_CORRECTION),
+    **under("rollout_correction.", ROLLOUT_CORRECTION),
+    **ROLLOUT_CORRECTION,
     "algorithm_name": implied("adv_estimator is what counts"),
     "workflow_type": only(
         "default", "DEFAULT", holds="a step is prompt, response and reward", otherwise=reasons.NO_AGENTS
@@ -137,6 +196,21 @@ ALGORITHM_RULES: Mapping[str, Rule] = {
     "share_reward_in_agent": implied(reasons.NO_AGENTS),
     "*": unknown("the algorithm"),
 }
+
+
+OVERLONG: Mapping[str, Rule] = {
+    "enable": if_on("actor.overlong_reward_penalty", "it is switched off"),
+    "len": to("actor.overlong_tokens", whole),
+    "penalty_factor": to("actor.overlong_penalty_factor", number),
+    "*": implied("the metrics have the penalty"),
+}
+"""DAPO's punishment of over-long responses."""
+OVERLONG_SECTIONS = (
+    "reward_model.overlong_buffer.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+)
+"""Where releases have it."""
 
 
 def option_of_reward_model(switch: str) -> Rule:
@@ -156,7 +230,7 @@ REWARD_RULES: Mapping[str, Rule] = {
     "reward_model.reward_manager": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),
     "reward_model.launch_reward_fn_async": implied(reasons.REWARDS_TOGETHER),
     "reward_model.reward_kwargs.*": off(REWARD_KWARGS),
-    "reward_model.overlong_buffer.*": off(REWARD_KWARGS),
+    **for_each(OVERLONG_SECTIONS, OVERLONG),
     "reward_model.*": option_of_reward_model("reward_model.enable"),
     "reward.reward_model.enable": off(reasons.NO_REWARD_MODEL),
     "reward.reward_model.*": option_of_reward_model("reward.reward_model.enable"),
@@ -199,9 +273,9 @@ TRAINER_RULES: Mapping[str, Rule] = {
     "val_generations_to_log_to_wandb": off(reasons.METRICS),
     "resume_mode": goes_on("trainer.save_freq"),
     "resume_from_path": _resumed_path,
-    "critic_warmup": only(0, holds=reasons.NO_CRITIC),
+    "critic_warmup": only_with_critic("critic.warmup_steps", whole),
     "max_actor_ckpt_to_keep": kept,
-    "max_critic_ckpt_to_keep": implied(reasons.NO_CRITIC),
+    "max_critic_ckpt_to_keep": implied("a checkpoint holds the whole run, the critic too"),
     "remove_previous_ckpt_in_save": only_newest,
     "del_local_ckpt_after_load": off("a checkpoint is deleted only when newer ones are complete"),
     "balance_batch": implied(reasons.BALANCED),
@@ -227,7 +301,7 @@ RULES: Mapping[str, Rule] = {
         True, holds="rollout and actor share devices", otherwise=reasons.SYNCHRONOUS
     ),
     "actor_rollout_ref.nccl_timeout": implied(reasons.TIMEOUT),
-    "critic.*": unsupported(reasons.NO_CRITIC),
+    **under(CRITIC, CRITIC_RULES),
     **under("algorithm.", ALGORITHM_RULES),
     **REWARD_RULES,
     **under("trainer.", TRAINER_RULES),

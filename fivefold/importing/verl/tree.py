@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fivefold.importing import megatron, reasons
+from fivefold.importing.critic import ForCritic, gae, has_critic
 from fivefold.importing.draft import Draft, Role, RolePlan
+from fivefold.importing.rules import under
 from fivefold.importing.settings import STD_LEVEL, advantages, min_lr, rollout_engine, token_budget, warmup
 from fivefold.importing.values import KL_ESTIMATOR, Unfit, flag, number, positive, whole
 from fivefold.importing.verl.actor_rules import ACTOR, MODEL, OVERRIDE, REF
+from fivefold.importing.verl.critic_rules import CRITIC
+from fivefold.importing.verl.defaults import CRITICS
 from fivefold.importing.verl.rules import ROLLOUT
 
 
@@ -31,11 +35,13 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     at = tree.prefix
     _advantages(draft, at)
     lay_out_trainers(draft, tree)
+    lay_out_critic(draft, tree)
     recompute(draft, at)
     router(draft, at, at + MODEL + "path")
     _lay_out_rollout(draft, at)
     _mini_batches(draft, at)
     micro_batches(draft, at, sequence_length(draft, at))
+    critics_batches(draft, at, sequence_length(draft, at), draft.get(at + "data.train_batch_size"))
     kl(draft, at)
     clipping(draft, at, unwritten=0.2)
     _evaluation(draft, at)
@@ -51,23 +57,39 @@ def sequence_length(draft: Draft, at: str) -> int | None:
 
 
 def _mini_batches(draft: Draft, at: str) -> None:
-    key, batch_key = at + ACTOR + "ppo_mini_batch_size", at + "data.train_batch_size"
-    mini, batch = draft.get(key), draft.get(batch_key)
+    _mini_batches_of(draft, at + ACTOR, draft.get(at + "data.train_batch_size"))
+
+
+def _mini_batches_of(draft: Draft, section: str, batch: object) -> None:
+    """Convert the prompts of an update, of the `batch` prompts of a step."""
+    key = section + "ppo_mini_batch_size"
+    mini = draft.get(key)
     if mini is None or not isinstance(batch, int):
         return
     if not isinstance(mini, int) or mini < 1 or batch % mini:
-        draft.unsupported(key, f"{batch_key}={batch} prompts do not divide into mini-batches of {mini}")
+        draft.unsupported(key, f"{batch} prompts of a step do not divide into mini-batches of {mini}")
     else:
         draft.mapped(key, "actor.ppo_n_minibatches", batch // mini, f"{batch} prompts in mini-batches of {mini}")
 
 
+def critics_batches(draft: Draft, at: str, length: int | None, batch: object) -> None:
+    """Convert the critic's mini-batches and micro-batches; `batch` is the prompts of a step, `length` as below."""
+    if has_critic(draft):
+        _mini_batches_of(ForCritic(draft), at + CRITIC, batch)
+        _micro_batches_of(ForCritic(draft), at + CRITIC, draft.plans["critic"].get("cp"), length)
+
+
 def micro_batches(draft: Draft, at: str, length: int | None) -> None:
+    """Convert the size of the actor's micro-batches; `length` is the tokens of the longest sequence, if known."""
+    _micro_batches_of(draft, at + ACTOR, draft.plans["actor"].get("cp"), length)
+
+
+def _micro_batches_of(draft: Draft, section: str, shards: int, length: int | None) -> None:
     """Convert the size of a micro-batch: a token budget if the batch size is dynamic, else a number of sequences."""
     # The framework's budget is one context parallel shard's, the recipe's is a whole micro-batch's.
-    dynamic, tokens = at + ACTOR + "use_dynamic_bsz", at + ACTOR + "ppo_max_token_len_per_gpu"
-    sequences = at + ACTOR + "ppo_micro_batch_size_per_gpu"
+    dynamic, tokens = section + "use_dynamic_bsz", section + "ppo_max_token_len_per_gpu"
+    sequences = section + "ppo_micro_batch_size_per_gpu"
     if draft.get(dynamic) is True and draft.get(tokens) is not None:
-        shards = draft.plans["actor"].get("cp")
         note = f"times {shards} context parallel shards" if shards > 1 else ""
         draft.mapped(tokens, "actor.mb_spec.max_tokens_per_mb", draft.read(tokens, whole) * shards, note)
         draft.implied(sequences, f"{dynamic} is on, so {tokens} counts")
@@ -90,6 +112,24 @@ def lay_out_trainers(draft: Draft, tree: Tree) -> None:
     # The reference takes the actor's degree where its own is not written.
     draft.plans["ref"] = replace(actor, degrees=dict(actor.degrees), keys={}, degree_keys={})
     _degrees(draft, "ref", at + REF)
+
+
+def lay_out_critic(draft: Draft, tree: Tree) -> None:
+    """Read how the critic is laid out, on the actor's devices, and what it recomputes."""
+    if not has_critic(draft):
+        return
+    at, actor = tree.prefix, draft.plans["actor"]
+    plan = draft.plans["critic"] = RolePlan(etp_follows_tp=tree.etp_follows_tp, n_devices=actor.n_devices)
+    plan.shards_weights = actor.shards_weights
+    _degrees(draft, "critic", at + CRITIC)
+    if draft.writes(at + CRITIC + "strategy"):
+        plan.keys[at + CRITIC + "strategy"] = reasons.ON_MEGATRON if plan.shards_weights else ""
+    switch = at + CRITIC + "model.enable_gradient_checkpointing"
+    if plan.shards_weights:
+        megatron.checkpoint_layers(ForCritic(draft), switch, is_on=draft.read(switch, flag, True))
+        megatron.ignore(draft, at + CRITIC + "megatron.")
+    else:
+        megatron.recompute(ForCritic(draft), at + CRITIC + OVERRIDE, switch, is_on=True)
 
 
 def recompute(draft: Draft, at: str) -> None:
@@ -163,14 +203,15 @@ def _advantages(draft: Draft, at: str) -> None:
     key, std = at + "algorithm.adv_estimator", at + "algorithm.norm_adv_by_std_in_grpo"
     estimator, n_samples = str(draft.get(key, "gae")), draft.read(at + ROLLOUT + "n", positive, 1)
     divides = draft.get(std, True) is True
+    if estimator in ("gae", "ppo"):
+        draft.assume(under(at, CRITICS))
+        gae(draft, key, {at + "algorithm.gamma": "actor.discount", at + "algorithm.lam": "actor.gae_lambda"})
+        draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
+        return
     advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
     if estimator == "grpo":
         draft.mapped(std, STD_LEVEL, "group" if divides else "none")
     draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
-    if estimator in ("gae", "ppo"):
-        for name in ("gamma", "lam"):
-            draft.unsupported(f"{at}algorithm.{name}", f"{key}={estimator} reads this, and {reasons.NO_CRITIC}")
-        return
     for other in draft.keys(at + "critic.*"):
         draft.implied(other, f"{estimator} has no critic")
 
@@ -184,15 +225,24 @@ def kl(draft: Draft, at: str) -> None:
         _kl_term(draft, in_loss, "loss", *loss_keys, default="low_var_kl")
     if draft.get(in_reward) is True:
         _kl_term(draft, in_reward, "reward", *reward_keys, default="kl")
-        kind = at + "algorithm.kl_ctrl.type"
-        if draft.get(kind, "fixed") != "fixed":
-            draft.unsupported(kind, reasons.FIXED_KL)
+        _adaptive_weight(draft, at + "algorithm.kl_ctrl.")
     for switch, keys in ((in_loss, loss_keys), (in_reward, reward_keys)):
         draft.implied(switch, "it is off, as by default")
         for key in keys:
             draft.implied(key, f"{switch} is off")
     for key in draft.keys(at + "algorithm.kl_ctrl.*"):
-        draft.implied(key, reasons.FIXED_KL)
+        draft.implied(key, "the weight of the KL term is fixed")
+
+
+def _adaptive_weight(draft: Draft, section: str) -> None:
+    """Convert a weight that follows the divergence towards a target."""
+    if draft.get(section + "type", "fixed") != "adaptive" or draft.recipe.get("actor.kl_in") != "reward":
+        return
+    target = draft.read(section + "target_kl", number, 0.1)
+    draft.recipe["actor.kl_target"] = target
+    draft.mapped(section + "target_kl", "actor.kl_target", target)
+    draft.mapped(section + "type", "actor.kl_target", target, "the weight is adapted")
+    draft.mapped(section + "horizon", "actor.kl_horizon", draft.read(section + "horizon", whole, 10_000))
 
 
 def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str, *, default: str) -> None:
@@ -261,7 +311,16 @@ def training_steps(draft: Draft, at: str) -> int | None:
 
 
 def warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> None:
-    """Convert the optimizer's keys below `section` that need others; `lr_warmup_steps` overrides the ratio."""
+    """Convert the optimizer's keys below `section` that need others; `lr_warmup_steps` overrides the ratio.
+
+    Those of the critic follow in the same call.
+    """
+    _warmup_and_rates(draft, section, total_steps)
+    if has_critic(draft):
+        _warmup_and_rates(ForCritic(draft), section.replace(ACTOR, CRITIC), total_steps)
+
+
+def _warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> None:
     steps = section + "lr_warmup_steps"
     if draft.writes(steps):
         warmup(draft, steps, total_steps)

@@ -1,6 +1,8 @@
-"""Algorithms that Fivefold does not have: keys that name them are unsupported, and so are keys that depend on them."""
+"""Losses, advantages, corrections and dynamic sampling of other frameworks, and the keys that depend on them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from dialect_conversion import convert_words
 
@@ -11,35 +13,79 @@ LOSS = "algorithm.policy_loss_fn_args."
 CLIP_RANGE = {"actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip"}
 
 
-def test_the_clip_range_of_another_loss_is_not_that_of_ppo() -> None:
-    """3e-4 is a clip range for ratios of sequences; a token's ratio would almost always be clipped at it."""
+def test_losses_keep_their_clip_range() -> None:
     verl = [f"{ACTOR}clip_ratio_low=3e-4", f"{ACTOR}clip_ratio_high=4e-4"]
     trinity = [f"{LOSS}clip_range_low=3e-4", f"{LOSS}clip_range_high=4e-4"]
-    areal, roll = ["actor.eps_clip=3e-4", "actor.eps_clip_higher=4e-4"], ["pg_clip=3e-4"]
+    areal = ["actor.eps_clip=3e-4", "actor.eps_clip_higher=4e-4"]
+    roll = ["use_pg_clip_range=true", "pg_clip_low=3e-4", "pg_clip_high=4e-4"]
     cases: list[tuple[Framework, str, list[str], str]] = [
-        ("verl", f"{ACTOR}policy_loss.loss_mode=gspo", verl, "whole sequence"),
-        ("verl", f"{ACTOR}policy_loss.loss_mode=cispo", verl, "CISPO"),
-        ("verl", f"{ACTOR}policy_loss.loss_mode=brand_new", verl, "'brand_new' is not offered"),
-        ("siirl", f"{ACTOR}use_cpgd_loss=True", verl, "CPGD"),
-        ("trinity", "algorithm.policy_loss_fn=gspo", trinity, "whole sequence"),
-        ("trinity", "algorithm.algorithm_type=gspo", trinity, "whole sequence"),
-        ("trinity", "algorithm.algorithm_type=cispo", trinity, "CISPO"),
-        ("areal", "actor.importance_sampling_level=sequence", areal, "whole sequence"),
-        ("areal", "actor.use_sapo_loss=true", areal, "SAPO"),
-        ("areal", "actor.m2_threshold=0.04", areal, "M2PO"),
-        ("roll", "importance_sampling=seq", roll, "whole sequence"),
-        ("roll", "use_policy_loss_type=PG", roll, "policy gradient"),
-        ("roll", "actor_train.pg_variant=topr", roll, "TOPR"),
+        ("verl", f"{ACTOR}policy_loss.loss_mode=gspo", verl, "gspo"),
+        ("verl", f"{ACTOR}policy_loss.loss_mode=geo_mean", verl, "gmpo"),
+        ("verl", f"{ACTOR}policy_loss.loss_mode=cispo", verl, "cispo"),
+        ("siirl", f"{ACTOR}use_cpgd_loss=True", verl, "cpgd"),
+        ("trinity", "algorithm.policy_loss_fn=gspo", trinity, "gspo"),
+        ("trinity", "algorithm.algorithm_type=gspo", trinity, "gspo"),
+        ("areal", "actor.importance_sampling_level=sequence", areal, "gspo"),
+        ("roll", "importance_sampling=seq", roll, "gspo"),
+    ]
+    for framework, name, clip, loss in cases:
+        conversion = convert_words(framework, name, *clip)
+        recipe = conversion.recipe
+        assert conversion[name.partition("=")[0]].outcome == "mapped", name
+        found = (recipe["actor.loss"], recipe["actor.eps_clip"], recipe["actor.eps_clip_higher"])
+        assert found == (loss, 3e-4, 4e-4), name
+        assert "actor.c_clip" not in recipe, name
+
+
+def test_losses_without_a_clip_range_have_none() -> None:
+    cases: list[tuple[Framework, list[str], str]] = [
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=sapo", f"{ACTOR}clip_ratio_high=0.3"], "sapo"),
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=gpg"], "reinforce"),
+        ("areal", ["actor.use_sapo_loss=true", "actor.eps_clip=0.3"], "sapo"),
+        ("roll", ["use_policy_loss_type=PG"], "reinforce"),
+        ("roll", ["actor_train.pg_variant=topr", "pg_clip=0.3"], "topr"),
+        ("roll", ["actor_train.pg_variant=kimi15"], "kimi"),
+        ("roll", ["actor_train.pg_variant=vanilla"], "reinforce"),
+        ("trinity", ["algorithm.policy_loss_fn=sapo"], "sapo"),
+    ]
+    for framework, words, loss in cases:
+        conversion = convert_words(framework, *words)
+        assert conversion.recipe["actor.loss"] == loss, words
+        assert not CLIP_RANGE & set(conversion.recipe), words
+        assert not {word.partition("=")[0] for word in words} & conversion.unsupported(), words
+
+
+def test_cispo_has_bounds_of_its_own() -> None:
+    verl = convert_words(
+        "verl", f"{ACTOR}policy_loss.loss_mode=cispo", f"{ACTOR}clip_ratio_low=10", f"{ACTOR}clip_ratio_high=0.2"
+    )
+    assert (verl.recipe["actor.eps_clip"], verl.recipe["actor.eps_clip_higher"]) == (1.0, 0.2)
+    train = "actor_train."
+    roll = convert_words("roll", f"{train}pg_variant=cispo", f"{train}cispo_epsilon_high=4.0", "pg_clip=0.3")
+    assert (roll.recipe["actor.eps_clip"], roll.recipe["actor.eps_clip_higher"]) == (0.1, 4.0)
+    tis = convert_words("roll", f"{train}pg_variant=tis").recipe
+    assert (tis["actor.loss"], tis["actor.eps_clip"], tis["actor.eps_clip_higher"]) == ("cispo", 1.0, 0.0)
+
+
+def test_the_clip_range_of_a_loss_that_is_not_offered_is_not_that_of_ppo() -> None:
+    cases: list[tuple[Framework, str, str, str]] = [
+        (
+            "verl",
+            f"{ACTOR}policy_loss.loss_mode=brand_new",
+            f"{ACTOR}clip_ratio_low=3e-4",
+            "'brand_new' is not offered",
+        ),
+        ("trinity", "algorithm.algorithm_type=opmd", f"{LOSS}clip_range_low=3e-4", "OPMD"),
+        ("areal", "actor.m2_threshold=0.04", "actor.eps_clip=3e-4", "M2PO"),
     ]
     for framework, name, clip, words in cases:
         key = name.partition("=")[0]
-        conversion = convert_words(framework, name, *clip)
+        conversion = convert_words(framework, name, clip)
         assert conversion[key].outcome == "unsupported", name
         assert words in conversion[key].note, name
         assert not CLIP_RANGE & set(conversion.recipe), name
-        for word in clip:
-            entry = conversion[word.partition("=")[0]]
-            assert (entry.outcome, f"depends on {name.partition('=')[0]}" in entry.note) == ("unsupported", True), name
+        entry = conversion[clip.partition("=")[0]]
+        assert (entry.outcome, f"depends on {key}" in entry.note) == ("unsupported", True), name
 
 
 def test_the_clip_range_of_ppo_stays() -> None:
@@ -51,33 +97,125 @@ def test_the_clip_range_of_ppo_stays() -> None:
         ("roll", ["importance_sampling=token", "use_pg_clip_range=true", "pg_clip_high=0.28"]),
     ]
     for framework, words in cases:
-        assert convert_words(framework, *words).recipe["actor.eps_clip_higher"] == 0.28, words
+        recipe = convert_words(framework, *words).recipe
+        assert recipe["actor.eps_clip_higher"] == 0.28, words
+        assert "actor.loss" not in recipe, words
 
 
-def test_options_of_a_loss_are_unsupported_with_the_loss_and_have_no_effect_without_it() -> None:
-    cases: list[tuple[Framework, str, str]] = [
-        ("verl", f"{ACTOR}policy_loss.clip_cov_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=clip_cov"),
-        ("siirl", f"{ACTOR}policy_drift_coeff=0.1", f"{ACTOR}use_cpgd_loss=True"),
-        ("areal", "actor.sapo_tau_pos=1.0", "actor.use_sapo_loss=true"),
-        ("roll", "actor_train.topr_positive_weight=0.5", "actor_train.pg_variant=topr"),
+def test_options_of_a_loss_are_mapped_with_the_loss_and_have_no_effect_without_it() -> None:
+    cases: list[tuple[Framework, str, str, str]] = [
+        ("verl", f"{ACTOR}policy_loss.clip_cov_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=clip_cov", "clip_cov_ratio"),
+        ("verl", f"{ACTOR}policy_loss.ppo_kl_coef=0.1", f"{ACTOR}policy_loss.loss_mode=kl_cov", "ppo_kl_coef"),
+        ("siirl", f"{ACTOR}policy_drift_coeff=0.1", f"{ACTOR}use_cpgd_loss=True", "drift"),
+        ("areal", "actor.sapo_tau_pos=0.1", "actor.use_sapo_loss=true", "tau_pos"),
+        ("roll", "actor_train.topr_positive_weight=0.1", "actor_train.pg_variant=topr", "positive_weight"),
     ]
-    for framework, option, switch in cases:
+    for framework, option, switch, name in cases:
         key = option.partition("=")[0]
         assert convert_words(framework, option)[key].outcome == "implied", option
-        assert convert_words(framework, option, switch)[key].outcome == "unsupported", option
+        assert convert_words(framework, option, switch).recipe[f"actor.loss_kwargs.{name}"] == 0.1, option
 
 
-def test_estimators_that_are_not_offered_are_unsupported() -> None:
-    cases: list[tuple[Framework, str, list[str]]] = [
-        ("verl", "algorithm.adv_estimator", ["gae", "remax", "opo", "gpg", "reinforce_plus_plus"]),
-        ("siirl", "algorithm.adv_estimator", ["gae", "cpgd", "remax"]),
-        ("trinity", "algorithm.advantage_fn", ["ppo", "remax", "opmd", "reinforceplusplus"]),
-        ("roll", "adv_estimator", ["gae", "gigpo", "step_reinforce"]),
+def test_estimators_have_their_names_or_are_unsupported() -> None:
+    samples = {"verl": "actor_rollout_ref.rollout.n=4", "siirl": "actor_rollout_ref.rollout.n=4"}
+    cases: list[tuple[Framework, str, dict[str, str | None]]] = [
+        (
+            "verl",
+            "algorithm.adv_estimator",
+            {
+                "rloo": "rloo",
+                "remax": "remax",
+                "opo": "opo",
+                "gpg": "gpg",
+                "reinforce_plus_plus": "reinforce_pp",
+                "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+                "grpo_passk": "pass_at_k_best",
+                "optimal_token_baseline": None,
+            },
+        ),
+        ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd": None}),
+        ("trinity", "algorithm.advantage_fn", {"remax": "remax", "reinforceplusplus": "reinforce_pp", "opmd": None}),
+        ("roll", "adv_estimator", {"gigpo": None, "step_reinforce": None}),
     ]
     for framework, key, names in cases:
-        for name in names:
-            conversion = convert_words(framework, f"{key}={name}")
-            assert conversion[key].outcome == "unsupported", (framework, name)
-    for name in ("gae", "grpo"):
-        conversion = convert_words("verl", f"algorithm.adv_estimator={name}", "algorithm.lam=0.95")
-        assert ("algorithm.lam" in conversion.unsupported()) is (name == "gae")
+        for name, ours in names.items():
+            conversion = convert_words(framework, f"{key}={name}", *filter(None, [samples.get(framework)]))
+            assert conversion.recipe.get("actor.advantage") == ours, (framework, name)
+            assert (conversion[key].outcome == "unsupported") is (ours is None), (framework, name)
+
+
+def test_corrections_of_the_rollouts_log_probs() -> None:
+    section = "actor.rollout_correction."
+    custom = {"method": "custom"}
+    cases: list[tuple[Framework, list[str], dict[str, Any]]] = [
+        ("verl", [f"{ACTOR}tis_imp_ratio_cap=2.0"], {"weight": "token", "weight_cap": 2.0, **custom}),
+        ("verl", [f"{ACTOR}tis_imp_ratio_cap=-1"], {}),
+        (
+            "verl",
+            [
+                f"algorithm.rollout_correction.{word}"
+                for word in ("rollout_is=sequence", "rollout_is_threshold=3.0", "rollout_rs=geometric",
+                             "rollout_rs_threshold=1.01", "rollout_rs_threshold_lower=0.99")
+            ],
+            {"weight": "sequence", "weight_cap": 3.0, "mask": "geometric", "mask_above": 1.01, "mask_below": 0.99, **custom},
+        ),
+        ("verl", ["algorithm.rollout_correction.rollout_is=null"], {}),
+        ("areal", ["actor.use_decoupled_loss=true"], {"weight": "token", **custom}),
+        (
+            "areal",
+            ["actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=5.0"],
+            {"weight": "token", "mask": "token", "mask_above": 5.0, "mask_below": 0.0, **custom},
+        ),
+    ]  # fmt: skip
+    for framework, words, wanted in cases:
+        conversion = convert_words(framework, *words)
+        found = {k.removeprefix(section): v for k, v in conversion.recipe.items() if k.startswith(section)}
+        assert found == wanted, words
+        assert not {word.partition("=")[0] for word in words} & conversion.unsupported(), words
+
+
+def test_dynamic_sampling_and_long_responses() -> None:
+    cases: list[tuple[Framework, list[str], dict[str, Any]]] = [
+        (
+            "verl",
+            ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=5"],
+            {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 5},
+        ),
+        (
+            "verl",
+            ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100"],
+            {"overlong_reward_penalty": True, "overlong_tokens": 100},
+        ),
+        ("areal", ["actor.dynamic_sampling=true"], {"dynamic_sampling": True}),
+        (
+            "areal",
+            ["actor.overlong_reward_penalty=true", "actor.overlong_tokens=9"],
+            {"overlong_reward_penalty": True, "overlong_tokens": 9},
+        ),
+        ("roll", ["max_len_mask=true"], {"mask_truncated": True}),
+        ("verl", [f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm"], {"loss_aggregation": "sequence_sum_fixed"}),
+    ]
+    for framework, words, wanted in cases:
+        samples = {"areal": ["gconfig.n_samples=4"], "roll": ["num_return_sequences_in_group=4"]}
+        group = samples.get(framework, ["actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=grpo"])
+        conversion = convert_words(framework, *words, *group)
+        for key, value in wanted.items():
+            assert conversion.recipe[f"actor.{key}"] == value, (words, key)
+        assert not {word.partition("=")[0] for word in words} & conversion.unsupported(), words
+
+
+def test_a_weight_of_the_kl_term_that_is_adapted() -> None:
+    cases: list[tuple[Framework, list[str]]] = [
+        (
+            "verl",
+            [
+                "algorithm.use_kl_in_reward=True",
+                *(f"algorithm.kl_ctrl.{w}" for w in ("type=adaptive", "target_kl=0.2", "horizon=500")),
+            ],
+        ),
+        ("roll", ["add_token_level_kl=true", "target_kl=0.2", "kl_horizon=500"]),
+        ("trinity", [*(f"algorithm.kl_loss_fn_args.{w}" for w in ("adaptive=true", "target_kl=0.2", "horizon=500"))]),
+    ]
+    for framework, words in cases:
+        recipe = convert_words(framework, *words).recipe
+        assert (recipe["actor.kl_target"], recipe["actor.kl_horizon"]) == (0.2, 500), framework

@@ -197,6 +197,11 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "actor.eps_clip": 0.3,
         "actor.kl_ctl": 0.0,
         "actor.recompute_logprob": True,
+        "actor.rollout_correction.method": "custom",  # the decoupled objective, whose weights have a cap
+        "actor.rollout_correction.weight": "token",
+        "actor.rollout_correction.mask": "token",
+        "actor.rollout_correction.mask_above": 4.0,
+        "actor.rollout_correction.mask_below": 0.0,
         "actor.reward_norm.mean_level": "group",
         "actor.reward_norm.std_level": "group",
         "actor.reward_norm.eps": 1e-5,  # AReaL's default
@@ -224,8 +229,6 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
     assert conversion.unsupported() == {
         "async_training",
         "rollout.max_head_offpolicyness",
-        "actor.use_decoupled_loss",
-        "actor.behav_imp_weight_cap",
     }
     assert conversion["recover.freq_secs"].outcome == "implied"  # nothing is checkpointed
     # `${gconfig.n_samples}` is filled in before the group's size is compared with the number of samples.
@@ -247,33 +250,37 @@ def test_ppo_with_a_critic_and_lora() -> None:
         "actor.ppo_n_minibatches": 4,
         "actor.reward_clip": 20.0,
         "actor.recompute_logprob": False,
-        "actor.reward_norm.mean_level": "group",
-        "actor.reward_norm.std_level": "none",
-        "actor.reward_scaling": 4 / 3,
+        "actor.advantage": "gae",
+        "actor.whiten_advantages": True,
+        "critic.path": "Qwen/Qwen2.5-0.5B",
+        "critic.backend": "megatron:d2",
+        "critic.colocate": False,
+        "critic.optimizer.lr": 1e-5,
+        "critic.optimizer.warmup_steps_proportion": 0.001,
+        "critic.ppo_n_minibatches": 4,
         "rollout.backend": "vllm:d2",
-        "rollout.memory_fraction": 0.9,
         "gconfig.n_samples": 4,
         "gconfig.max_new_tokens": 128,
         "train_dataset.path": "data/train.parquet",
         "train_dataset.batch_size": 8,
     }
     assert conversion.unsupported() == {
-        "actor.adv_norm.mean_level",
-        "actor.adv_norm.std_level",
+        *(f"actor.reward_norm.{name}" for name in ("mean_level", "std_level", "mean_leave1out")),
         "actor.use_lora",
-        "critic.backend",
-        "critic.path",
-        "critic.optimizer.lr",
     }
-    assert "no critic" in conversion["critic.optimizer.lr"].note
     assert "LoRA" in conversion["actor.use_lora"].note
-    key = "critic.scheduling_strategy.type"
-    assert key in convert_fixture("areal", "areal_ppo.yaml", overrides=[f"{key}=colocation"]).unsupported()
+    beside = [f"critic.scheduling_strategy.{pair}" for pair in ("type=colocation", "target=actor")]
+    options = ["actor.gae_lambda=0.95", "critic.eps_clip=0.3", "critic.megatron.use_deterministic_algorithms=true"]
+    recipe = convert_fixture("areal", "areal_ppo.yaml", overrides=[*beside, *options]).recipe
+    assert recipe["critic.colocate"] is True
+    assert (recipe["actor.gae_lambda"], recipe["critic.eps_clip"]) == (0.95, 0.3)
+    assert recipe["critic.megatron.use_deterministic_algorithms"] is True
 
 
 def test_a_mean_that_leaves_one_out_is_exact_up_to_a_factor() -> None:
     """r_i less the mean of the 3 others is 4/3 times r_i less the mean of all 4."""
-    conversion = convert_fixture("areal", "areal_ppo.yaml")
+    overrides = ["critic=null", "actor.adv_norm=null"]
+    conversion = convert_fixture("areal", "areal_ppo.yaml", overrides=overrides)
     rewards = [1.0, 0.0, 0.0, 0.5]
     for place, reward in enumerate(rewards):
         others = [other for index, other in enumerate(rewards) if index != place]

@@ -76,6 +76,7 @@ def test_a_mixture_of_experts_on_megatron() -> None:
         "actor.eps_clip": 0.2,
         "actor.eps_clip_higher": 0.28,
         "actor.c_clip": 10.0,
+        "actor.overlong_reward_penalty": True,
         "actor.loss_aggregation": "sequence_mean",
         "actor.reward_norm.mean_level": "group",
         "actor.reward_norm.std_level": "group",
@@ -91,11 +92,10 @@ def test_a_mixture_of_experts_on_megatron() -> None:
     assert conversion.unsupported() == {
         OVERRIDE + "recompute_modules",
         "reward_model.reward_manager",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.enable",
     }
 
 
-def test_ppo_with_a_critic_on_fsdp_becomes_grpo_on_megatron() -> None:
+def test_ppo_with_a_critic_on_fsdp_runs_on_megatron() -> None:
     conversion = convert_fixture("verl", "verl_ppo_fsdp.sh")
     assert conversion.recipe == {
         "experiment_name": "verl_examples",
@@ -115,8 +115,13 @@ def test_ppo_with_a_critic_on_fsdp_becomes_grpo_on_megatron() -> None:
         "actor.kl_in": "reward",
         "actor.kl_ctl": 0.01,
         "actor.kl_estimator": "k1",
-        "actor.reward_norm.mean_level": "batch",  # one response has no group to be compared with
-        "actor.reward_norm.std_level": "batch",
+        "actor.advantage": "gae",
+        "critic.path": "deepseek-ai/deepseek-llm-7b-chat",
+        "critic.backend": "megatron:d8",
+        "critic.mb_spec.max_tokens_per_mb": 32 * (512 + 512),
+        "critic.megatron.recompute": "full",
+        "critic.optimizer.lr": 1e-5,
+        "critic.ppo_n_minibatches": 256 // 64,  # as the actor's, which verl takes too
         "rollout.backend": "vllm:d2t4",
         "rollout.colocate": True,
         "rollout.max_batch_size": 1024,  # verl's default
@@ -126,12 +131,40 @@ def test_ppo_with_a_critic_on_fsdp_becomes_grpo_on_megatron() -> None:
         "train_dataset.batch_size": 256,
         "train_dataset.max_length": 512,
     }
-    assert conversion.unsupported() == {
-        "algorithm.adv_estimator",
-        "critic.optim.lr",
-        "critic.model.path",
-        "critic.ppo_micro_batch_size_per_gpu",
+    assert conversion.unsupported() == set()
+
+
+def test_a_critic_has_a_layout_and_options_of_its_own() -> None:
+    conversion = convert_words(
+        "verl", "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "algorithm.gamma=0.99", "algorithm.lam=0.95",
+        "critic.strategy=megatron", "critic.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.expert_model_parallel_size=4", "critic.megatron.param_offload=True",
+        "critic.megatron.override_transformer_config.moe_token_dispatcher_type=allgather",
+        "critic.cliprange_value=0.2", "critic.optim.lr=2e-5", "critic.optim.lr_warmup_steps=10",
+        "critic.ppo_mini_batch_size=128", "data.train_batch_size=512", "critic.ppo_epochs=2",
+        "critic.ppo_micro_batch_size_per_gpu=4", "critic.loss_agg_mode=seq-mean-token-mean", "trainer.critic_warmup=5",
+        "trainer.total_training_steps=50", "trainer.n_gpus_per_node=8",
+    )  # fmt: skip
+    critic = {key.removeprefix("critic."): value for key, value in conversion.recipe.items() if "critic." in key}
+    assert critic == {
+        "path": "Qwen/Qwen3-30B-A3B",
+        "backend": "megatron:(attn:d4t2|ffn:d1t2e4)",
+        "eps_clip": 0.2,
+        "loss_aggregation": "sequence_mean",
+        "mb_spec.max_tokens_per_mb": 4 * 1024,
+        "megatron.token_dispatcher": "allgather",
+        "offload.params": True,
+        "optimizer.lr": 2e-5,
+        "optimizer.warmup_steps_proportion": 10 / 50,
+        "ppo_epochs": 2,
+        "ppo_n_minibatches": 4,
+        "warmup_steps": 5,
     }
+    assert (conversion.recipe["actor.discount"], conversion.recipe["actor.gae_lambda"]) == (0.99, 0.95)
+    grpo = convert_words("verl", "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5", "trainer.critic_warmup=5")
+    assert not [key for key in grpo.recipe if key.startswith("critic.")]
+    assert {grpo[key].outcome for key in ("critic.optim.lr", "trainer.critic_warmup")} == {"implied"}
 
 
 def test_a_trainers_yaml() -> None:
@@ -152,8 +185,7 @@ def test_a_trainers_yaml() -> None:
         "actor.ppo_n_minibatches": 1,
         "actor.eps_clip": 0.2,
         "actor.c_clip": 3.0,
-        "actor.reward_norm.mean_level": "batch",
-        "actor.reward_norm.std_level": "batch",
+        "actor.advantage": "reinforce_pp",
         "rollout.backend": "vllm:d8",
         "rollout.colocate": True,
         "rollout.max_batch_size": 1024,  # verl's default
@@ -167,8 +199,7 @@ def test_a_trainers_yaml() -> None:
         "train_dataset.max_length": 512,
         "train_dataset.prompt_key": "question",
     }
-    # REINFORCE++ counts tokens; the recipe's batch level counts sequences.
-    assert conversion.unsupported() == {"algorithm.adv_estimator"}
+    assert conversion.unsupported() == set()
     assert conversion["critic.strategy"].outcome == "implied"
 
 
@@ -226,9 +257,8 @@ def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
         "actor.optimizer.lr_scheduler_type": "linear",
         "actor.ppo_n_minibatches": 64 // 16,
         "actor.recompute_logprob": True,  # siiRL's default
-        "actor.reward_norm.mean_level": "group",
-        "actor.reward_norm.std_level": "none",
-        "actor.reward_scaling": 5 / 4,  # the mean leaves one of 5 out
+        "actor.loss": "cpgd",
+        "actor.advantage": "rloo",
         "rollout.backend": "vllm:d4t4",
         "rollout.colocate": True,
         "rollout.max_batch_size": 1024,  # siiRL's default
@@ -238,7 +268,7 @@ def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
         "train_dataset.batch_size": 64,
         "train_dataset.max_length": 512,
     }
-    assert conversion.unsupported() == {ACTOR + "use_cpgd_loss", "dag.workflow_path", "algorithm.workflow_type"}
+    assert conversion.unsupported() == {"dag.workflow_path", "algorithm.workflow_type"}
 
 
 def test_the_environment_and_overrides_scale_a_script() -> None:
@@ -339,12 +369,12 @@ def test_what_cannot_be_converted_says_why() -> None:
             MEGATRON + "tensor_model_parallel_size",
             "6 devices",
         ),
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator", "remax"),
+        ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator", "gdpo"),
         (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
         (f"{ACTOR}optim.lr_warmup_steps=5", ACTOR + "optim.lr_warmup_steps", "share of all steps"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files", "2 files"),
         (f"{MODEL}lora_rank=8", MODEL + "lora_rank", "LoRA"),
-        (f"{ACTOR}policy_loss.loss_mode=gspo", ACTOR + "policy_loss.loss_mode", "clipped"),
+        (f"{ACTOR}policy_loss.loss_mode=dppo", ACTOR + "policy_loss.loss_mode", "clipped"),
         (f"{ACTOR}clip_ratio=0.3", ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high"),
     ]
     frameworks: list[Framework] = ["verl", "siirl"]
