@@ -262,10 +262,10 @@ def _host_notes(blueprint: Blueprint) -> Iterator[str]:
 def _turns(blueprint: Blueprint) -> Iterator[str]:
     """Yield one line for each pair of roles that take turns on the same devices."""
     for rollout in blueprint.rollouts:
-        if sharers := blueprint.placement.sharers(rollout.placed.role):
-            role, others = rollout.placed.role, " and ".join(name for name in sharers if name != "critic")
+        if sharers := [name for name in blueprint.placement.sharers(rollout.placed.role) if name != "critic"]:
+            role, others = rollout.placed.role, " and ".join(sharers)
             offloaded = blueprint.offloaded if "actor" in sharers else ()
-            waiting = [each for each in blueprint.trainers if each.placed.role in sharers and not each.offloaded]
+            waiting = [each for each in blueprint.trainers if each.placed.role in sharers]
             staying = [NAMES[kind] for kind in KINDS if kind not in offloaded and _has(waiting, kind)]
             moved = [NAMES[kind] for kind in offloaded if _has(waiting, kind)]
             stay = f"the {' and '.join(staying)} of {others} stay on the devices" if staying else "nothing stays"
@@ -275,11 +275,10 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
                 f"it generates, {stay}{go}"
             )
     for trainer in blueprint.trainers:
-        sharers = blueprint.placement.sharers(trainer.placed.role)
-        if trainer.placed.role == "critic" and sharers:
+        if trainer.placed.role == "critic" and (others := " and ".join(blueprint.placement.sharers("critic"))):
             moved = [NAMES[kind] for kind in trainer.offloaded]
             go = f"its {' and '.join(moved)} are offloaded" if moved else "nothing of it is offloaded"
-            yield f"critic and {' and '.join(sharers)} take turns on the same devices: {go} while it does not work"
+            yield f"critic and {others} take turns on the same devices: {go} while it does not work"
         if trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
             yield f"{trainer.placed.role} and actor take turns on the same devices; the weights of both stay there"
 

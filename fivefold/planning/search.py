@@ -88,9 +88,10 @@ class Cluster:
         placement = question.place()
         sharers = [placement[role] for role in placement.sharers("actor")]
         rollouts = [placed for placed in sharers if not placed.layout.is_training]
-        references = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
+        trainers = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
         reserved = sum(asleep_bytes(placed.layout) for placed in rollouts)
-        frozen = sum(kept_bytes(reference) for reference in references)
+        of_critic = question.critic.offloaded(shares=True) if question.critic is not None else ()
+        frozen = sum(kept_bytes(each, of_critic if each.placed.role == "critic" else ()) for each in trainers)
         engines = tuple(
             Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
         )

@@ -47,12 +47,11 @@ class Critic(TrainedRole):
         self._offloaded_by_actor = tuple(offloaded_by_actor)
 
     @contextmanager
-    def working(self, *needed: Offloadable, returns: bool = True) -> Iterator[None]:
+    def working(self, *needed: Offloadable) -> Iterator[None]:
         """Give the critic, inside the block, the devices that it shares with the actor.
 
         Args:
             needed: what of the critic's state must be on the devices.
-            returns: whether the actor's state comes back behind the block.
         """
         if self._actor is not None:
             self._actor.offload(self._offloaded_by_actor)
@@ -60,7 +59,7 @@ class Critic(TrainedRole):
         self.onload([kind for kind in self.offloaded if kind in needed])
         yield
         self.rest()
-        if self._actor is not None and returns:
+        if self._actor is not None:
             self._actor.onload(self._offloaded_by_actor)
 
     def rest(self) -> None:

@@ -14,6 +14,7 @@ from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
+from fivefold.roles.critic import Critic
 from fivefold.roles.launch import Roles
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer import Trainer, TrainerWorker
@@ -64,10 +65,10 @@ class SharedRollout(Rollout):
 
 
 class SharedGroup:
-    """The processes of an actor: the first has all that is counted, and the second half of it."""
+    """The processes of a role: the first has all that is counted, and the second half of it."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, prefix: str = "") -> None:
+        self._device, self._prefix = device, prefix
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         if method is TrainerWorker.release_cache:
@@ -76,7 +77,7 @@ class SharedGroup:
         size = {TrainerWorker.offload: lambda kind: 0, TrainerWorker.onload: SIZES.__getitem__}[method]
         before = sum(self._device.used.values())
         for kind in args[0]:
-            self._device.set(kind, size(kind))
+            self._device.set(self._prefix + kind, size(kind))
         moved = abs(sum(self._device.used.values()) - before)
         return [moved, moved // 2]
 
@@ -151,3 +152,33 @@ def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() ->
     with roles.on_device(timers, "params", "optimizer"):
         assert (device.used["optimizer"], rollout.version) == (OPTIMIZER, None)
     assert (device.used["optimizer"], rollout.version) == (0, 4)
+
+
+def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
+    device, timers = Device(), PhaseTimers()
+    actor, rollout = SharedActor(device), SharedRollout(device, 10 * PARAMS)
+    critic = Critic(Trainer(SharedGroup(device, "critic's "), actor._trainer._planner), OFFLOADABLE, actor, OFFLOADABLE)  # type: ignore[arg-type]
+    roles = Roles(actor, rollout, None, OFFLOADABLE, critic)
+
+    def used() -> set[str]:
+        return {name for name, size in device.used.items() if size and name not in ("cache", "rollout's weights")}
+
+    own = {f"critic's {kind}" for kind in OFFLOADABLE}
+    roles.send_weights(0, timers)
+    assert used() == set()
+    with roles.training(timers):
+        with critic.working("params"):
+            assert used() == {"critic's params"}
+        assert used() == set(OFFLOADABLE)
+        with critic.working(*OFFLOADABLE):
+            assert used() == own
+        actor.train()
+    roles.send_weights(1, timers)
+    assert used() == set()
+    with roles.critic_on_device(timers, "params", "optimizer"):
+        assert used() == {"critic's params", "critic's optimizer"}
+        assert rollout.version is None
+    assert (used(), rollout.version) == (set(), 1)
+    critic.offloaded = ()
+    with roles.critic_on_device(timers, "params"):
+        assert rollout.version == 1
