@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import MetricHistory, RunState
@@ -17,7 +18,11 @@ from tests.unit.checkpoints.examples import run_state
 
 
 def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
-    state = run_state(kept_metric=MetricHistory("loss", {3: 0.1 + 0.2, 12: math.inf}), started_from="/runs/other")
+    state = run_state(
+        kept_metric=MetricHistory("loss", {3: 0.1 + 0.2, 12: math.inf}),
+        started_from="/runs/other",
+        algorithm=AlgorithmState(0.1 + 0.2, corrects_rollout=True),
+    )
     state.write(tmp_path)
     assert RunState.read(tmp_path) == state
     plain = run_state(kept_metric=None)

@@ -88,3 +88,33 @@ def test_a_replica_gets_only_the_pieces_that_it_needs() -> None:
     planner = BatchPlanner(MicroBatchConfig(), parse_backend("megatron:d2"), quadratic_at=100.0)
     for _, pieces in batch.orders(planner.plan(batch.lengths_N.tolist())):
         assert len(pieces) == 2, "each replica needs one piece with tokens and one with log-probs"
+
+
+def test_batches_that_are_joined_keep_each_sequence() -> None:
+    first, second = whole_batch(seed=1), whole_batch(seed=2)
+    joined = RemoteBatch.joined([remote(first), remote(second)])
+    chosen = [3, N + 3, N, 22]
+    mine = joined.select(chosen)
+    planner = BatchPlanner(MicroBatchConfig(), parse_backend("megatron:d1"), quadratic_at=100.0)
+    ((order, pieces),) = mine.orders(planner.plan(mine.lengths_N.tolist()))
+    share = assemble(order, pieces)
+    for place, index in enumerate(chosen):
+        want = (first if index < N else second).select([index % N])
+        got = share.batch.select([place])
+        assert got.tokens_T.equal(want.tokens_T)
+        assert got.mask_T.equal(want.mask_T)
+        assert got.fields["old_logprobs"].equal(want.fields["old_logprobs"])
+    assert mine.totals().n_trained_tokens == int(share.batch.mask_T.sum())
+
+
+def test_sequences_that_are_not_trained_have_no_trained_token() -> None:
+    batch = whole_batch(seed=4)
+    masked = remote(batch).untrained([2, 5]).select([5, 6, 2])
+    planner = BatchPlanner(MicroBatchConfig(), parse_backend("megatron:d1"), quadratic_at=100.0)
+    ((order, pieces),) = masked.orders(planner.plan(masked.lengths_N.tolist()))
+    share = assemble(order, pieces)
+    assert [int(mask.sum()) for mask in share.batch.split(share.batch.mask_T)] == masked.trained_N.tolist()
+    assert masked.trained_N[0] == masked.trained_N[2] == 0
+    assert masked.trained_N[1] == int(batch.select([6]).mask_T.sum())
+    assert share.totals.n_trained_sequences == (masked.trained_N > 0).sum()
+    assert "kept" not in share.batch.fields

@@ -1,0 +1,133 @@
+"""What an update trains with: masks, whitening, an adapted KL weight, and corrections that begin by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.algorithms.corrections import RolloutCorrection
+from fivefold.algorithms.gae import Moments
+from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import TrainRecipe
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.actor import Actor
+from fivefold.roles.policy_update import PolicyUpdate
+from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.updates import average_updates
+from fivefold.types import Batch, Prompt, Sample
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
+ONE_UPDATE = "actor.ppo_n_minibatches=1"
+
+
+class RecordingActor(Actor):
+    """Keeps what it was given; each update measures `measured`."""
+
+    def __init__(self, **measured: float) -> None:
+        self.measured = measured
+        self.losses: list[PolicyLoss] = []
+        self.batches: list[RemoteBatch] = []
+        self.changes: list[Any] = []
+        self.n_recomputed = 0
+
+    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        self.n_recomputed += 1
+        return ()
+
+    def advantage_moments(self, batch: RemoteBatch, change: Any) -> Moments:
+        return Moments.of(torch.from_numpy(np.repeat(batch.scalars["advantages"], batch.trained_N)))
+
+    def update(self, batch: RemoteBatch, loss: Any, change: Any = None) -> UpdateResult:
+        self.losses.append(loss)
+        self.batches.append(batch)
+        self.changes.append(change)
+        return UpdateResult({"lr": 1.0, **self.measured}, skipped=False)
+
+
+def updates(actor: RecordingActor, *overrides: str, steps: int = 1) -> PolicyUpdate:
+    recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
+    update = PolicyUpdate(recipe, actor, None, PhaseTimers())
+    prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
+    samples = [
+        Sample(prompts[i // 2], "", "length" if i == 1 else "stop", 4, 1 + i, (0, 0), {"r": float(i % 2)})
+        for i in range(4)
+    ]
+    batch = RemoteBatch(np.full(4, 5), np.array([1, 2, 3, 4]), ())
+    for step in range(1, steps + 1):
+        prepared, _ = update.prepare(samples, batch)
+        update.run(prepared, [0, 0, 1, 1], step)
+    return update
+
+
+def test_the_correction_begins_in_the_step_after_the_mismatch_was_measured() -> None:
+    measured = {"rollout_mismatch_kl": 0.01}
+    actor = RecordingActor(**measured)
+    update = updates(actor, ONE_UPDATE, steps=2)
+    assert [loss.correction for loss in actor.losses] == [None, RolloutCorrection("token", 2.0)]
+    assert update.state.corrects_rollout
+    for switch in ("actor.rollout_correction.method=none", "gconfig.top_p=0.9", "rollout.logprob_share=0.5"):
+        actor = RecordingActor(**measured)
+        updates(actor, ONE_UPDATE, switch, steps=2)
+        assert [loss.correction for loss in actor.losses] == [None, None], switch
+    actor = RecordingActor(rollout_mismatch_kl=1e-4)
+    updates(actor, ONE_UPDATE, "actor.rollout_correction.method=mis", steps=1)
+    wanted = RolloutCorrection("token", None, "token", 2.0, 0.0)
+    assert actor.losses[0].correction == wanted
+
+
+def test_an_adapted_weight_is_that_of_the_next_step() -> None:
+    actor = RecordingActor(kl_ref=1.0)
+    overrides = ("actor.kl_ctl=0.1", "actor.kl_target=0.1", "actor.kl_horizon=8")
+    updates(actor, ONE_UPDATE, *overrides, steps=2)
+    assert [loss.kl_coeff for loss in actor.losses] == pytest.approx([0.1, 0.1 * (1 + 0.2 * 4 / 8)])
+
+
+def test_completions_that_were_cut_off_are_not_trained_if_the_recipe_says_so() -> None:
+    for masks in (False, True):
+        actor = RecordingActor()
+        updates(actor, ONE_UPDATE, f"actor.mask_truncated={str(masks).lower()}")
+        assert actor.batches[0].trained_N.tolist() == [1, 0 if masks else 2, 3, 4]
+        # The reward of the one that was cut off counts in its group.
+        assert actor.batches[0].scalars["advantages"][0] < 0
+
+
+def test_reinforce_pp_whitens_the_advantages_of_tokens() -> None:
+    actor = RecordingActor()
+    updates(actor, ONE_UPDATE, "algorithm=reinforce_pp")
+    advantages_N = torch.from_numpy(actor.batches[0].scalars["advantages"])
+    assert advantages_N.tolist() == [0, 1, 0, 1]
+    lengths = (1, 2, 3, 4)
+    tokens_T = torch.repeat_interleave(advantages_N, torch.tensor(lengths))
+    batch = Batch(lengths, torch.zeros(10, dtype=torch.int64), torch.ones(10), {"advantages": tokens_T})
+    white_T = actor.changes[0](batch).fields["advantages"]
+    torch.testing.assert_close(white_T, (tokens_T - tokens_T.mean()) / tokens_T.std())
+    plain = RecordingActor()
+    updates(plain, ONE_UPDATE)
+    assert plain.changes == [None]
+
+
+def test_losses_that_choose_tokens_get_old_log_probs_and_numbers_of_sequences() -> None:
+    actor = RecordingActor()
+    updates(actor, ONE_UPDATE, "algorithm=kl_cov")
+    assert actor.n_recomputed == 1
+    assert actor.batches[0].scalars["sequence_number"].tolist() == [0, 1, 2, 3]
+    plain = RecordingActor()
+    updates(plain, ONE_UPDATE)
+    assert plain.n_recomputed == 0
+
+
+def test_effective_sample_sizes_follow_from_the_weights() -> None:
+    weights, known = [2.0, 1.0, 0.5], 3 / 4  # a fourth token has no log-prob of the rollout
+    sums = {"rollout_ratio": sum(weights) / 4, "rollout_ratio_square": sum(w * w for w in weights) / 4}
+    zeros = dict.fromkeys(("rollout_mismatch", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse"), 0.0)
+    result = UpdateResult({**sums, **zeros, "rollout_mismatch_share": known, "lr": 1.0}, skipped=False)
+    averages = average_updates([result])
+    assert averages["rollout_ratio"] == pytest.approx(sum(weights) / 3)
+    assert averages["rollout_ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
+    assert "rollout_ratio_square" not in averages
