@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema import MegatronConfig, MicroBatchConfig, OptimizerConfig
@@ -51,6 +52,9 @@ LOSSES: dict[str, PolicyLoss | SFTLoss] = {
     "sequence_mean": replace(_POLICY, aggregation="sequence_mean", kl_estimator="k2", surrogate=PPO(0.2, 0.3, 1.5)),
     "sequence_sum": replace(_POLICY, aggregation="sequence_sum", kl_estimator="k1", entropy_coeff=0.0),
 }
+OF_SEQUENCES = {"gspo": replace(_POLICY, aggregation="sequence_mean", surrogate=GSPO(0.05, 0.05))}
+"""Losses whose ratios are those of whole sequences, which context parallelism splits."""
+ALL_LOSSES = {**LOSSES, **OF_SEQUENCES}
 
 LAYOUTS = (
     "megatron:d2",
@@ -109,7 +113,7 @@ def alone(workers: Workers, models: Path, batch_for: Callable[[str], Batch]) -> 
     def train(model: str, loss: str, n_steps: int) -> Run:
         case = Case("megatron:d1")
         (run,) = workers(1).run(
-            megatron_cases.train, case, models / model, batch_for(model), LOSSES[loss], OPTIMIZER, n_steps
+            megatron_cases.train, case, models / model, batch_for(model), ALL_LOSSES[loss], OPTIMIZER, n_steps
         )
         return run
 
@@ -149,6 +153,7 @@ def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     ("layout", "model", "loss"),
     [(layout, "qwen3_moe", "token_mean") for layout in LAYOUTS]
     + [(layout, "qwen3_moe", loss) for layout in FOLDED for loss in LOSSES]
+    + [(FOLDED[0], "qwen3_moe", loss) for loss in OF_SEQUENCES]
     + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS],
 )
 def test_every_layout_trains_like_one_process(
@@ -162,7 +167,7 @@ def test_every_layout_trains_like_one_process(
 ) -> None:
     case = Case(layout)
     runs = workers(case.world_size).run(
-        megatron_cases.train, case, models / model, batch_for(model), LOSSES[loss], OPTIMIZER, N_STEPS
+        megatron_cases.train, case, models / model, batch_for(model), ALL_LOSSES[loss], OPTIMIZER, N_STEPS
     )
     wanted = alone(model, loss, N_STEPS)
     before = load_file(models / model / "model.safetensors")
