@@ -549,9 +549,9 @@ class RolloutConfig(Section):
     logprob_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost vLLM up to
     40% of its speed. `rollout_mismatch` is measured over this share."""
-    weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "folder"
+    weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
-    GPUs). `auto`: the fastest that the placement allows."""
+    GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
 

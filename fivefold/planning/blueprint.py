@@ -13,7 +13,7 @@ from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
-from fivefold.planning.sending import sending_bytes
+from fivefold.planning.sending import kept_while_sending, sending_bytes
 from fivefold.planning.stages import plan_problems
 
 NAMES: Mapping[Kind, str] = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state"}
@@ -76,7 +76,9 @@ def draw_up(question: Question) -> Blueprint:
             for each in alone
         }
         sending = {
-            each.placed.role: _kept_while_sending(each, offloaded) for each in alone if each.placed.role == "actor"
+            each.placed.role: max(kept_while_sending(stage, offloaded) for stage in each.memory)
+            for each in alone
+            if each.placed.role == "actor"
         }
         rollouts = tuple(
             replace(
@@ -141,12 +143,6 @@ def _with_sending(trainer: TrainerPlan, question: Question, placement: Placement
         memory=tuple(replace(stage, sending=sending) for stage in trainer.memory),
         modes={mode: replace(stage, sending=sending) for mode, stage in trainer.modes.items()},
     )
-
-
-def _kept_while_sending(trainer: TrainerPlan, offloaded: Sequence[Kind]) -> int:
-    """Return the bytes that the actor has on a GPU while its weights go to the rollout."""
-    others = [kind for kind in offloaded if kind != "params"]
-    return max(stage.kept(others) + stage.sending for stage in trainer.memory)
 
 
 def _has_room(rollout: RolloutPlan, question: Question) -> bool:

@@ -62,7 +62,7 @@ class Question:
     """What the actor may move off GPUs that a rollout shares with it."""
     host_memory_gib: int | None = None
     """Host memory of a node in GiB; None if it is not known."""
-    weight_transport: Transport = "folder"
+    weight_transport: Transport = "auto"
     """How weights go from the actor to the rollout."""
     writes_checkpoints: bool = False
     """Whether trainers copy their state to host memory, from which checkpoints are written."""

@@ -18,6 +18,7 @@ from fivefold.planning.memory import Kind, RankMemory, training_memory
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
+from fivefold.planning.sending import Transport, kept_while_sending, sending_bytes
 from fivefold.planning.stages import plan_problems
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
@@ -41,6 +42,8 @@ class Engine:
     """Bytes that frozen reference models keep there."""
     fraction: float | None = None
     """Share of the GPU's memory that a server takes whatever other roles keep; None where it takes what they leave."""
+    weights: int = 0
+    """Bytes of its weights."""
 
     @staticmethod
     def of(rollout: RolloutPlan, fraction: float | None) -> Engine:
@@ -48,7 +51,7 @@ class Engine:
         memory, layout = rollout.memory, rollout.placed.layout
         share = BACKENDS[layout.backend].memory_share
         least = memory.total - memory.kv_cache + memory.least_cache
-        return Engine(share, least, rollout.beside, fraction if layout.is_server else None)
+        return Engine(share, least, rollout.beside, fraction if layout.is_server else None, memory.weights)
 
     def leaves(self, gpu: Gpu) -> int:
         """Return the bytes that a trainer may keep; below 0, the engine does not fit even without a trainer."""
@@ -72,6 +75,8 @@ class Cluster:
     """Engines that generate on the same GPUs."""
     offloadable: tuple[Kind, ...] = ()
     """What the trainer may move off its GPUs while they generate."""
+    transport: Transport = "auto"
+    """How its weights go to them."""
 
     @staticmethod
     def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
@@ -96,7 +101,8 @@ class Cluster:
             Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
         )
         devices = placement["actor"].devices
-        return Cluster(question.gpu, devices, reserved + frozen, engines, question.offload.possible)
+        offloadable, transport = question.offload.possible, question.weight_transport
+        return Cluster(question.gpu, devices, reserved + frozen, engines, offloadable, transport)
 
     @property
     def n_gpus(self) -> int:
@@ -130,7 +136,21 @@ class Cluster:
         return all(stage.total <= room and self._may_keep(stage) for stage in memory)
 
     def _may_keep(self, stage: RankMemory) -> bool:
-        return self.most_kept is None or stage.kept(self.offloadable) <= self.most_kept
+        if self.most_kept is None:
+            return True
+        arriving = max(engine.weights for engine in self.engines) + kept_while_sending(stage, self.offloadable)
+        return stage.kept(self.offloadable) <= self.most_kept and arriving + self.reserved <= self.gpu.memory
+
+    def memory(
+        self, layout: ParallelLayout, shape: ModelShape, work: Workload, reference: ModelShape | None
+    ) -> Sequence[RankMemory]:
+        """Return the memory of each pipeline stage of a trainer, the buckets for the engines on its GPUs included."""
+        stages = training_memory(layout, shape, work, reference=reference)
+        if not self.engines:
+            return stages
+        element_bytes = work.element_bytes
+        sending = sending_bytes(layout, shape, self.transport, shares=True, element_bytes=element_bytes)
+        return [replace(stage, sending=sending) for stage in stages]
 
 
 @dataclass(frozen=True)
@@ -263,7 +283,7 @@ def _least_recompute(
 ) -> tuple[Recompute, RankMemory] | None:
     """Return the fitting recompute mode with the least work, and the stage that needs the most under it, or None."""
     for recompute in RECOMPUTE:
-        memory = training_memory(layout, shape, work.recomputing(recompute), reference=reference)
+        memory = cluster.memory(layout, shape, work.recomputing(recompute), reference)
         if cluster.holds(memory):
             return recompute, largest(memory)
     return None
@@ -311,7 +331,7 @@ def _drawbacks(candidate: Candidate, first: Candidate) -> Iterator[str]:
 def _advice(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelShape | None) -> Iterator[str]:
     frugal = work.recomputing("full")
     needs = [
-        (largest(training_memory(layout, shape, frugal, reference=reference)), layout)
+        (largest(cluster.memory(layout, shape, frugal, reference)), layout)
         for layout in layouts(shape, cluster, work, reference=reference)
     ]
     if not needs:
@@ -364,6 +384,6 @@ def _fits(shape: ModelShape, cluster: Cluster, work: Workload, reference: ModelS
     if cluster.most_kept is not None and cluster.most_kept < 0:
         return False
     return any(
-        cluster.holds(training_memory(layout, shape, work, reference=reference))
+        cluster.holds(cluster.memory(layout, shape, work, reference))
         for layout in layouts(shape, cluster, work, reference=reference)
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from fivefold.config.weight_buckets import DEVICE_BYTES, GATHER_BYTES, HOST_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.memory import Kind, RankMemory
 
 Transport = Literal["auto", "ipc", "nccl", "folder"]
 """`rollout.weight_transport` of a recipe."""
@@ -33,3 +35,13 @@ def sending_bytes(
     chosen = ("ipc" if shares else "nccl") if transport == "auto" else transport
     is_cut = layout.tp * layout.pp * layout.ep * layout.etp > 1
     return buffers[chosen] + (max(GATHER_BYTES, largest) if is_cut else 0)
+
+
+def kept_while_sending(stage: RankMemory, offloaded: Collection[Kind]) -> int:
+    """Return the bytes that a rank of the actor has on its GPU while its weights go to the rollout.
+
+    Args:
+        stage: its memory, with the buckets.
+        offloaded: what it moves off the GPU for the rollout.
+    """
+    return stage.kept([kind for kind in offloaded if kind != "params"]) + stage.sending

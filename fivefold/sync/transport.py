@@ -24,6 +24,9 @@ TITLES: Mapping[Transport, str] = {
 }
 """What a run's banner says of each transport."""
 
+_MEASURED = frozenset({"vllm"})
+"""Engines whose ends of `ipc` and `nccl` have been measured on GPUs; `auto` takes these transports for no other."""
+
 
 @dataclass(frozen=True)
 class Route:
@@ -50,7 +53,7 @@ FOLDER = Route("folder", "float32", checksum=False)
 
 
 def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
-    """Return the route of a recipe's weights: the one it names, or the fastest that its placement allows.
+    """Return the route of a recipe's weights: the one it names, or the fastest that its engine and placement allow.
 
     Raises:
         ValueError: `rollout.weight_transport` names one that cannot work, or nothing can check what arrives.
@@ -66,7 +69,8 @@ def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
             "rollout.verify_weights=true compares what arrived, which SGLang does not tell: drop it, or use vllm"
         )
     order: tuple[Transport, ...] = ("ipc", "nccl", "folder")
-    transport = next(name for name in order if asked in ("auto", name) and obstacles[name] is None)
+    wanted = "folder" if asked == "auto" and backend not in _MEASURED else asked
+    transport = next(name for name in order if wanted in ("auto", name) and obstacles[name] is None)
     rollout, actor = placement["rollout"].devices, placement["actor"].devices
     return Route(
         transport,

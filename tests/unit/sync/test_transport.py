@@ -34,19 +34,27 @@ def route_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None
     [
         ("vllm:d2|megatron:d2", 2, "ipc"),
         ("vllm:d1t2|megatron:d1p2", 2, "ipc"),
-        ("sglang:d2|megatron:d2", 2, "ipc"),
-        ("transformers:d2|megatron:d2", 2, "ipc"),
         ("vllm:d1+megatron:d1", 2, "nccl"),
-        ("sglang:t2+megatron:d2", 4, "nccl"),
-        ("sglang:p2+megatron:d2", 4, "folder"),
-        ("sglang:p2|megatron:d2", 2, "folder"),
-        ("transformers:d1+megatron:d1", 2, "folder"),
-        ("transformers:d2|megatron:d2", 0, "folder"),
+        ("sglang:d2|megatron:d2", 2, "folder"),
+        ("sglang:t2+megatron:d2", 4, "folder"),
+        ("transformers:d2|megatron:d2", 2, "folder"),
+        ("vllm:d2|megatron:d2", 0, "folder"),
     ],
 )
-def test_the_fastest_way_that_the_placement_allows_is_taken(allocation: str, n_gpus: int, transport: str) -> None:
-    assert route_of(allocation, n_gpus, {"weight_transport": "auto"}).transport == transport
-    assert route_of(allocation, n_gpus).transport == "folder"
+def test_the_fastest_way_that_engine_and_placement_allow_is_taken(allocation: str, n_gpus: int, transport: str) -> None:
+    assert route_of(allocation, n_gpus).transport == transport
+
+
+@pytest.mark.parametrize(
+    ("allocation", "n_gpus", "transport"),
+    [
+        ("sglang:d2|megatron:d2", 2, "ipc"),
+        ("transformers:d2|megatron:d2", 2, "ipc"),
+        ("sglang:t2+megatron:d2", 4, "nccl"),
+    ],
+)
+def test_every_engine_gets_the_way_that_is_asked_for(allocation: str, n_gpus: int, transport: str) -> None:
+    assert route_of(allocation, n_gpus, {"weight_transport": transport}).transport == transport
 
 
 def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
@@ -59,8 +67,8 @@ def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
 
 
 def test_nccl_counts_the_processes_of_all_engines() -> None:
-    assert route_of("vllm:d2t2+megatron:d4", 8, {"weight_transport": "auto"}).n_receivers == 4
-    assert route_of("vllm:d2t2+megatron:d4", 4, {"dtype": "float32", "weight_transport": "auto"}, n_nodes=2) == Route(
+    assert route_of("vllm:d2t2+megatron:d4", 8).n_receivers == 4
+    assert route_of("vllm:d2t2+megatron:d4", 4, {"dtype": "float32"}, n_nodes=2) == Route(
         "nccl", "float32", False, n_receivers=4
     )
 
