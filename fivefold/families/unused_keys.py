@@ -39,6 +39,8 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             name for name in ("kl_in", "kl_estimator") if getattr(actor, name) != chosen.get(f"actor.{name}", ABSENT)
         ]
         yield from _differing("actor", actor, tuple(names), "actor.kl_ctl is 0")
+    if actor.advantage != "gae":
+        yield from _differing("actor", actor, ("discount", "gae_lambda"), f"actor.advantage is {actor.advantage}")
     if actor.kl_target is None:
         yield from _differing("actor", actor, ("kl_horizon",), "actor.kl_target is null")
     if not actor.overlong_reward_penalty:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 # Algorithm
 
-NO_CRITIC = "there is no critic: advantages are rewards, normalised over groups or the batch"
 SAME_ADVANTAGE = "without a critic, every token of a response has the same advantage"
 NO_REFERENCE = "no reference model is loaded, because there is no KL term"
 FIXED_KL = "the weight of the KL term is fixed"

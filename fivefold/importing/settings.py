@@ -138,8 +138,6 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
             draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
         case _ if estimator in OTHER_ADVANTAGES and (n_samples > 1 or OTHER_ADVANTAGES[estimator] in OF_ONE):
             draft.mapped(key, ADVANTAGE, OTHER_ADVANTAGES[estimator])
-        case "gae" | "ppo":
-            draft.unsupported(key, f"{reasons.NO_CRITIC}; the recipe trains with GRPO instead")
         case _:
             draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")
 

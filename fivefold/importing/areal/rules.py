@@ -143,7 +143,7 @@ ENGINE: Mapping[str, Rule] = {
     "disable_dropout": only(True, holds="models are trained without dropout"),
     "offload": off(reasons.NO_OFFLOAD),
     "pad_to_maximum": off("sequences are packed at their own lengths"),
-    "is_critic": off(reasons.NO_CRITIC),
+    "is_critic": off("a critic has a section of its own"),
     "grad_reduce_dtype": only("float32", holds=reasons.FLOAT32_REDUCTION),
     "optimizer_dtype": only("float32", holds=reasons.FLOAT32_STATES),
     "weight_update_mode": implied(reasons.WEIGHTS_IN_BUCKETS),

@@ -22,6 +22,8 @@ RECIPES = Path(__file__).parents[3] / "recipes"
         (["actor.kl_in=reward", "actor.kl_estimator=k1", "actor.kl_ctl=0.1"], []),
         (["actor.kl_estimator=k2"], ["actor.kl_estimator=k2 has no effect: actor.kl_ctl is 0"]),
         (["actor.reward_norm.eps=0.1"], []),
+        (["actor.gae_lambda=0.9"], ["actor.gae_lambda=0.9 has no effect: actor.advantage is grpo"]),
+        (["actor.gae_lambda=0.9", "algorithm=ppo", "critic.path=m"], []),
         (
             ["actor.reward_norm.std_level=none", "actor.reward_norm.eps=0.1"],
             ["actor.reward_norm.eps=0.1 has no effect: actor.reward_norm.std_level is none"],
