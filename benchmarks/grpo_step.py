@@ -176,7 +176,8 @@ def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe) 
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
         replicas.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     lines = [replica.communicate()[0].splitlines() for replica in replicas]
-    results = [json.loads(out[-1]) for out in lines]
+    # vLLM writes to the same stream.
+    results = [json.loads(line) for out in lines for line in out if line.startswith('{"share"')]
     print(json.dumps(results), flush=True)
     return float(max(min(result["seconds"]) for result in results))
 
