@@ -137,7 +137,7 @@ def test_every_role_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
     files = CheckpointStore(tmp_path).all()[0].manifest().files
     assert {"trainer/.metadata", "critic/.metadata"} <= files.keys()
-    with pytest.raises(ValueError, match="critic/.metadata is not in the manifest"):
+    with pytest.raises(ValueError, match=r"critic/\.metadata is not in the manifest"):
         CheckpointStore(tmp_path).commit(tmp_path / "step-000001", Manifest(1, "", "", without_critic(files)))
 
 

@@ -15,11 +15,13 @@ from fivefold.checkpoints.changes import compare_recipes
 from fivefold.checkpoints.manifest import DamagedCheckpointError, NewerCheckpointError
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
-from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
+from fivefold.roles.resuming import load_state
+from fivefold.roles.trained import TrainedRole
 from tests.unit.checkpoints.examples import FINGERPRINTS, manifest_of, run_state, save
 
 MINIMAL = """\
@@ -382,3 +384,30 @@ def test_a_checkpoint_of_a_newer_version_is_refused(recipe_file: Path) -> None:
     manifest.write(folder, replace(manifest_of(folder, 8), format=99))
     with pytest.raises(NewerCheckpointError, match=rf"{folder}/manifest.json has format 99"):
         find_start(recipe(recipe_file), overwrite=False)
+
+
+class NotedRole(TrainedRole):
+    """A role that notes the folders that it was told to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def load_state(self, folder: Path) -> None:
+        self.loaded.append(folder.name)
+
+
+def test_a_new_critic_begins_anew_beside_an_actor_that_goes_on(recipe_file: Path) -> None:
+    ppo = ("algorithm=ppo", "critic.path=m")
+    folder = run(recipe(recipe_file), 4)
+    with pytest.raises(ValueError, match=r"(?s)critic\.path: absent -> .*accept_changes=\[critic"):
+        find_start(recipe(recipe_file, *ppo), overwrite=False)
+    start = resumed(find_start(recipe(recipe_file, *ppo, "recover.accept_changes=[critic]"), overwrite=False))
+    role = NotedRole()
+    (start.checkpoint.path / TRAINER).mkdir(exist_ok=True)
+    for name in (TRAINER, CRITIC):
+        load_state(start, name, role)
+    assert role.loaded == [TRAINER]
+    (start.checkpoint.path / CRITIC).mkdir()
+    load_state(start, CRITIC, role)
+    assert role.loaded == [TRAINER, CRITIC]
+    assert folder.checkpoints in start.checkpoint.path.parents
