@@ -75,7 +75,7 @@ def state_at_start(
 def load_state(start: Anew | Resume, folder: str, role: TrainedRole) -> None:
     """Load the state of a role from `folder` of the checkpoint from which the run goes on, if there is one.
 
-    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins with a new one.
+    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins a new one.
     """
     if isinstance(start, Resume) and (folder == TRAINER or (start.checkpoint.path / folder).is_dir()):
         role.load_state(start.checkpoint.path / folder)
