@@ -9,10 +9,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray._private.ray_constants
 import ray._private.services
+import ray._private.utils
 import ray._private.worker
+import ray._raylet
 from ray.job_config import JobConfig
 
 from fivefold.cluster.interrupt import keep_exit_statuses
@@ -87,21 +90,47 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def signals_kept() -> Iterator[None]:
-    """Restore the program's signal handlers after the block.
+    """Keep the program's signal handlers, inside the block and after it. A signal waits while Ray connects.
 
-    Symptom: after `ray.init`, SIGTERM ends the driver in Ray's way, and children seem to end with status 0.
-    Cause: `ray.init` sets a handler of its own for SIGTERM, and ignores SIGCHLD.
+    Symptom: while `ray.init` runs, and after it, SIGTERM ends the driver in Ray's way: with code 15, or with SIGABRT
+        and a trace. Children seem to end with status 0.
+    Cause: `ray.init` sets handlers for SIGTERM, one in Python that exits with the signal's number and one in C++ that
+        prints a trace. While it connects, a signal that interrupts a system call aborts the process, and so does an
+        exception of a handler. It ignores SIGCHLD.
     Remove when: it leaves signals alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    set_handler, connect = ray._private.utils.set_sigterm_handler, ray._raylet.CoreWorker
+    waiting: list[int] = []
+
+    def wait() -> None:
+        for number in before:
+            signal.signal(number, lambda number, frame: waiting.append(number))
+
+    def connect_undisturbed(*arguments: Any, **options: Any) -> Any:
+        wait()
+        # Ray's own processes, which would inherit the mask, have been started by now.
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+        try:
+            return connect(*arguments, **options)
+        finally:
+            wait()  # in place of the handler in C++
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    ray._raylet.CoreWorker = connect_undisturbed
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        ray._private.utils.set_sigterm_handler, ray._raylet.CoreWorker = set_handler, connect
+        for number, handler in before.items():
+            signal.signal(number, handler)
         keep_exit_statuses()
+        for waited in waiting:
+            signal.raise_signal(waited)
 
 
 def require_listening(address: str) -> None:

@@ -41,8 +41,11 @@ def interruptible() -> Iterator[None]:
         _tell("Interrupted: ending all processes. Once more ends them without waiting.")
         raise KeyboardInterrupt
 
-    with _handling(end):
+    with _handling(end) as handler:
         yield
+    if handler.count:
+        # Python drops an exception that a handler raises inside a callback of its own, at a fork for example.
+        raise KeyboardInterrupt
 
 
 class EndRequest:
@@ -67,28 +70,37 @@ def ending_after_a_step() -> Iterator[EndRequest]:
         request.made = True
         _tell("Asked to end: the run saves and ends after this step. Once more ends it at once.")
 
+    outer = signal.getsignal(signal.SIGTERM)
+    request.made = isinstance(outer, _Handler) and outer.count > 0
     with _handling(ask):
         yield request
 
 
-@contextmanager
-def _handling(first: Callable[[], None]) -> Iterator[None]:
-    """Call `first` at the first SIGINT or SIGTERM inside the block; the next kills this process and its children."""
-    count = 0
+class _Handler:
+    """Calls `first` at the first signal; the next kills this process and its children."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._first = first
+        self.count = 0
+        """Number of signals so far."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
             _end_at_once()
-        first()
+        self._first()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+@contextmanager
+def _handling(first: Callable[[], None]) -> Iterator[_Handler]:
+    """Let a `_Handler` of `first` handle SIGINT and SIGTERM inside the block."""
+    handler = _Handler(first)
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield handler
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _tell(words: str) -> None:

@@ -13,19 +13,39 @@ from fivefold.cluster.interrupt import ending_after_a_step
 PROGRAM = """
 import os, signal
 from fivefold.cluster.interrupt import ending_after_a_step, interruptible
-with interruptible():
-    with ending_after_a_step() as request:
-        assert not request.made
-        os.kill(os.getpid(), signal.{first})
-        assert request.made
-        print("step ends", flush=True)
-        if {again}:
-            os.kill(os.getpid(), signal.SIGINT)
-        print("saved", flush=True)
-    try:
+try:
+    with interruptible():
+        with ending_after_a_step() as request:
+            assert not request.made
+            os.kill(os.getpid(), signal.{first})
+            assert request.made
+            print("step ends", flush=True)
+            if {again}:
+                os.kill(os.getpid(), signal.SIGINT)
+            print("saved", flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
-    except KeyboardInterrupt:
-        print("outside of the loop it ends at once", flush=True)
+        print("never", flush=True)
+except KeyboardInterrupt:
+    print("outside of the loop it ends at once", flush=True)
+"""
+DROPPED = """
+import os, signal
+from fivefold.cluster.interrupt import ending_after_a_step, interruptible
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10):  # Python drops what the handler raises here
+            pass
+
+try:
+    with interruptible():
+        Dying()
+        print("goes on", flush=True)
+        with ending_after_a_step() as request:
+            assert request.made
+except KeyboardInterrupt:
+    print("ends", flush=True)
 """
 
 
@@ -46,6 +66,11 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
     result = run("SIGTERM", again=True)
     assert result.returncode == 130
     assert result.stdout.splitlines() == ["step ends"]
+
+
+def test_a_request_whose_exception_python_drops_still_ends_the_run() -> None:
+    result = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.splitlines() == ["goes on", "ends"], result.stderr
 
 
 def test_a_thread_beside_the_main_one_cannot_be_asked() -> None:
