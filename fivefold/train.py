@@ -186,6 +186,8 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                 metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
                 keeper.metrics.write(step, metrics)
             run.screen.step(step, metrics, seconds)
+            if update.news is not None:
+                run.screen.note(update.news)
             if recipe.stats.shows_samples(step):
                 shown = [(s.reward, s.prompt.text, s.response_text) for s in extremes(experience.samples)]
                 run.screen.samples(step, shown)

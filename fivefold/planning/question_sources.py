@@ -161,8 +161,19 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
         weight_transport=recipe.rollout.weight_transport,
-        notes=notes,
+        notes=(*notes, *_generation_notes(recipe)),
     )
+
+
+def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
+    """Yield a note for each reason why a step generates more than it trains on, which is not counted."""
+    if recipe.actor.dynamic_sampling:
+        yield (
+            f"actor.dynamic_sampling generates up to {recipe.actor.dynamic_sampling_max_rounds} times as much as is "
+            "planned here, as long as prompts have no signal"
+        )
+    if recipe.actor.advantage == "remax":
+        yield "actor.advantage=remax generates a greedy completion of each prompt besides what is planned here"
 
 
 def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:

@@ -60,6 +60,8 @@ class PolicyUpdate:
         )
         self.state = AlgorithmState.of(config)
         self.guard = SkipGuard()
+        self.news: str | None = None
+        """What the user should know of the last step; None: nothing."""
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
         several = config.ppo_epochs * config.ppo_n_minibatches > 1
         needed = self._penalized or several or self._base_loss.before is not None
@@ -108,6 +110,14 @@ class PolicyUpdate:
             changes.append(Whitening(moments.mean, moments.std).applied)
         return InTurn(tuple(changes)) if changes else None
 
+    def _told(self, mismatch: float) -> str:
+        """Return what the user is told of a mismatch that asks for a correction."""
+        threshold = self._config.rollout_correction.auto_threshold
+        found = f"rollout and trainer disagree by {mismatch:.2g} nats a token, more than {threshold:g}"
+        if self._may_correct:
+            return f"{found}: from the next step on, losses are weighted (TIS, docs/algorithms.md)"
+        return f"{found}, and it cannot be corrected with log-probs of a part of the tokens, or of a cut distribution"
+
     @property
     def loss(self) -> PolicyLoss:
         """The loss of the next update, with what the algorithm's state says."""
@@ -144,7 +154,11 @@ class PolicyUpdate:
         averages = average_updates(results)
         if self._config.kl_ctl > 0:
             averages["kl_ctl"] = self.state.kl_ctl
+        corrected = self.state.corrects_rollout
         self.state = self.state.after(self._config, averages, len(batch))
+        self.news = None
+        if self.state.corrects_rollout and not corrected:
+            self.news = self._told(averages["rollout_mismatch_kl"])
         return metrics | averages
 
 

@@ -71,6 +71,10 @@ def test_the_correction_begins_in_the_step_after_the_mismatch_was_measured() -> 
     update = updates(actor, ONE_UPDATE, steps=2)
     assert [loss.correction for loss in actor.losses] == [None, RolloutCorrection("token", 2.0)]
     assert update.state.corrects_rollout
+    assert update.news is None  # it was told after the step before
+    first = updates(RecordingActor(**measured), ONE_UPDATE)
+    assert first.news is not None
+    assert "disagree by 0.01 nats a token, more than 0.001: from the next step on" in first.news
     for switch in ("actor.rollout_correction.method=none", "gconfig.top_p=0.9", "rollout.logprob_share=0.5"):
         actor = RecordingActor(**measured)
         updates(actor, ONE_UPDATE, switch, steps=2)
