@@ -37,6 +37,7 @@ TRAIN_COLUMNS = (
     Column("clip", ("clip_fraction",), "fixed", 5, rank=5),
     Column("gnorm", ("grad_norm",), "short", 7, rank=2),
     Column("lr", ("lr",), "rate", 7, rank=6),
+    Column("EV", ("critic/explained_variance",), "fixed", 6, rank=7, is_optional=True),
     Column("len", ("response_length/mean",), "count", 5),
     Column("tok/s", ("tokens_per_second",), "count", 5),
     Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
