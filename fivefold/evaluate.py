@@ -26,9 +26,8 @@ from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards.compute import check_ground_truths
-from fivefold.rewards.resolve import resolve_reward
-from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.resolve import resolve_rewards
+from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.launch import replica_spec, rollout_role
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.engines import check_server
@@ -54,15 +53,15 @@ class Evaluation:
 class Evaluator:
     """Evaluates rollouts on held-out prompts."""
 
-    def __init__(self, recipe: TrainRecipe, data: PromptDataset, reward: NamedReward) -> None:
+    def __init__(self, recipe: TrainRecipe, data: PromptDataset, rewards: RewardSet) -> None:
         self.data = data
         self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
-        self._reward = reward
+        self._rewards = rewards
         self._n_samples = recipe.evaluator.n_samples
         self._seed = recipe.seed
 
     @classmethod
-    def of(cls, recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase, reward: NamedReward) -> Evaluator | None:
+    def of(cls, recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase, rewards: RewardSet) -> Evaluator | None:
         """Return the evaluator of a recipe, None if it has no `valid_dataset`.
 
         Raises:
@@ -71,14 +70,14 @@ class Evaluator:
         if recipe.valid_dataset is None:
             return None
         data = load_prompts(recipe.valid_dataset, tokenizer)
-        check_ground_truths(reward, data.prompts)
-        return cls(recipe, data, reward)
+        rewards.check_prompts(data.prompts)
+        return cls(recipe, data, rewards)
 
     def run(self, rollout: Rollout) -> Evaluation:
         """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation."""
         prompts = self.data.prompts
         generated = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
-        samples = judge(generated.samples, self._reward)
+        samples = judge(generated.samples, self._rewards)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),
@@ -125,7 +124,7 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
-    evaluator = Evaluator.of(recipe, tokenizer, resolve_reward(recipe.reward, recipe.scheduler.timeout_s))
+    evaluator = Evaluator.of(recipe, tokenizer, resolve_rewards(recipe.reward, recipe.scheduler.timeout_s))
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)

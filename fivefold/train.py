@@ -24,15 +24,14 @@ from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sampler import EpochSampler
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.evaluate import Evaluator, check_requests
-from fivefold.experience.samples import as_record, extremes, sample_metrics
+from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
 from fivefold.experience.step import StepSource
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.versions import versions
-from fivefold.rewards.compute import check_ground_truths
-from fivefold.rewards.resolve import resolve_reward
-from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.resolve import resolve_rewards
+from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.critic_update import critic_update
 from fivefold.roles.keeping import keep
 from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owners
@@ -52,7 +51,7 @@ class TrainSetup:
 
     recipe: TrainRecipe
     ground: Groundwork
-    reward: NamedReward
+    rewards: RewardSet
     data: PromptDataset
     evaluator: Evaluator | None
     sampling: SamplingParams
@@ -76,10 +75,11 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     ground = lay_groundwork(recipe)
     route = choose_route(recipe, ground.placement)
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
-    reward = resolve_reward(recipe.reward, recipe.scheduler.timeout_s)
+    rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
-    check_ground_truths(reward, data.prompts)
-    evaluator = Evaluator.of(recipe, ground.tokenizer, reward)
+    rewards.check_prompts(data.prompts)
+    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards)
+    rewards.check_sources([*data.prompts, *(evaluator.data.prompts if evaluator else ())])
     sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
     check_requests(ground.shape, [*data.prompts, *(evaluator.data.prompts if evaluator else ())], sampling)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
@@ -87,7 +87,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     return TrainSetup(
         recipe=recipe,
         ground=ground,
-        reward=reward,
+        rewards=rewards,
         data=data,
         evaluator=evaluator,
         sampling=sampling,
@@ -131,7 +131,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
 def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float) -> RunState:
     """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, timers = setup.recipe, run.timers
-    source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.reward, timers)
+    source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
     update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic)
     update.guard.in_a_row = state.skips_in_a_row
@@ -159,6 +159,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             roles.send_weights(step, timers)
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
+            metrics |= reward_metrics(experience.samples, setup.rewards, by_source=len(setup.data.sources) > 1)
             metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began) | roles.take_moved()
             if critic is not None and critic.is_warming_up(step):
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("train/")}

@@ -161,15 +161,26 @@ class Sample:
     versions: tuple[int, int]
     """Oldest and newest version of the weights that sampled its tokens."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name."""
+    """Rewards by name, as their functions returned them."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Factors of the rewards in their sum, by name; a name that is missing has 1."""
+    accuracy_of: str | None = None
+    """Name of the reward by which the completion counts as right; None: the sum."""
 
     @property
     def reward(self) -> float:
-        """The sum of all rewards."""
-        return sum(self.rewards.values())
+        """The weighted sum of all rewards, which is trained on."""
+        return sum(self.weights.get(name, 1.0) * value for name, value in self.rewards.items())
 
-    def rewarded(self, rewards: Mapping[str, float]) -> Sample:
-        """Return a copy with further rewards."""
+    @property
+    def score(self) -> float:
+        """The reward by which the completion counts as right."""
+        return self.reward if self.accuracy_of is None else self.rewards[self.accuracy_of]
+
+    def rewarded(
+        self, rewards: Mapping[str, float], weights: Mapping[str, float] | None = None, accuracy_of: str | None = None
+    ) -> Sample:
+        """Return a copy with further rewards, with the weights of all and the reward that `score` returns."""
         # dataclasses.replace would take most of the driver's time in a step of tens of thousands of samples.
         return Sample(
             self.prompt,
@@ -179,6 +190,8 @@ class Sample:
             self.n_sampled,
             self.versions,
             {**self.rewards, **rewards},
+            self.weights if weights is None else weights,
+            accuracy_of or self.accuracy_of,
         )
 
 

@@ -17,6 +17,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema import BatchesConfig, RowsConfig
@@ -47,6 +48,11 @@ class PromptDataset:
     def usage(self) -> str:
         """The number of rows used, read and too long, as a text for the user."""
         return usage(len(self), self.n_rows, self.n_too_long)
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """The data sources of the prompts."""
+        return frozenset(prompt.data_source for prompt in self.prompts)
 
     def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[Prompt]:
         """Return a sampler of batches of `config.batch_size` prompts."""

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean, pstdev
 from typing import Any
 
-from fivefold.rewards.compute import compute_rewards
-from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import RewardSet
 from fivefold.types import Sample
 
 FULL_REWARD = 1.0
 """Least reward of a completion that counts as correct."""
 
 
-def judge(samples: Sequence[Sample], reward: NamedReward) -> list[Sample]:
-    """Compute the reward of each sample; return the samples with it, under the reward's name.
+def judge(samples: Sequence[Sample], rewards: RewardSet) -> list[Sample]:
+    """Compute the rewards of each sample; return the samples with them, by name.
 
     Raises:
         ValueError: the reward function failed, or returned anything but a finite number; see `compute_rewards`.
     """
     prompts = [sample.prompt for sample in samples]
-    rewards = compute_rewards(reward, prompts, [sample.response_text for sample in samples])
-    return [sample.rewarded({reward.name: value}) for sample, value in zip(samples, rewards, strict=True)]
+    judged = rewards.judge(prompts, [sample.response_text for sample in samples])
+    return [
+        sample.rewarded(values, rewards.weights, rewards.scored_by(sample.prompt))
+        for sample, values in zip(samples, judged, strict=True)
+    ]
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -36,8 +39,29 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def accuracy(samples: Sequence[Sample]) -> float:
-    """Return the share of samples with full reward."""
-    return sum(sample.reward >= FULL_REWARD for sample in samples) / len(samples)
+    """Return the share of samples with full reward, by the reward that counts for each."""
+    return sum(sample.score >= FULL_REWARD for sample in samples) / len(samples)
+
+
+def reward_metrics(samples: Sequence[Sample], rewards: RewardSet, *, by_source: bool) -> dict[str, float]:
+    """Return metrics of each of several rewards over the samples that it judged, and by data source.
+
+    Args:
+        samples: the samples with their rewards.
+        rewards: the recipe's rewards; one reward alone has the metrics of the trained reward and no others.
+        by_source: whether the prompts have several data sources, so that the trained reward is told for each.
+    """
+    metrics: dict[str, float] = {}
+    for name in rewards.weights if len(rewards.weights) > 1 else ():
+        if values := [sample.rewards[name] for sample in samples if name in sample.rewards]:
+            metrics[f"reward/{name}/mean"] = fmean(values)
+            metrics[f"reward/{name}/std"] = pstdev(values)
+            metrics[f"reward/{name}/min"] = min(values)
+            metrics[f"reward/{name}/max"] = max(values)
+    for source in sorted({sample.prompt.data_source for sample in samples}) if by_source else ():
+        own = [sample.reward for sample in samples if sample.prompt.data_source == source]
+        metrics[f"reward/source/{source}/mean"] = fmean(own)
+    return metrics
 
 
 def extremes(samples: Sequence[Sample]) -> list[Sample]:
@@ -55,6 +79,7 @@ def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
         "response": sample.response_text,
         "ground_truth": sample.prompt.ground_truth,
         "reward": sample.reward,
+        **({f"reward/{name}": value for name, value in sample.rewards.items()} if len(sample.weights) > 1 else {}),
         "finish_reason": sample.finish_reason,
         "weight_version": sample.versions[1],
     }

@@ -15,7 +15,7 @@ from fivefold.config.schema import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.experience.samples import judge
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.protocol import SamplingParams
@@ -49,7 +49,7 @@ class StepSource:
     sampler: EpochSampler[Prompt]
     rollout: Rollout
     sampling: SamplingParams
-    reward: NamedReward
+    rewards: RewardSet
     timers: PhaseTimers
 
     def take(self, step: int) -> Experience:
@@ -66,7 +66,7 @@ class StepSource:
             key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
             generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
         with self.timers.phase("rewards"):
-            samples = judge(generated.samples, self.reward)
+            samples = judge(generated.samples, self.rewards)
         return Experience(samples, generated.batch, generated.metrics)
 
     def _dynamic(self, step: int) -> Experience:
@@ -113,4 +113,4 @@ class StepSource:
         with self.timers.phase("rollout"):
             generated = self.rollout.generate(prompts, 1, sampling, (self.recipe.seed, "greedy", step))
         with self.timers.phase("rewards"):
-            return judge(generated.samples, self.reward)
+            return judge(generated.samples, self.rewards)

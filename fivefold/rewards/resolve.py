@@ -1,19 +1,43 @@
-"""Finds the reward that a recipe names."""
+"""Finds the rewards that a recipe names."""
 
 from __future__ import annotations
 
-from fivefold.config.schema import RewardConfig
+from dataclasses import replace
+
+from fivefold.config.schema import OneRewardConfig, RewardConfig
 from fivefold.rewards.math_reward import MathReward
 from fivefold.rewards.reward import NamedReward
-from fivefold.rewards.static_check import BUILT_IN, built_in_reward, no_such_reward
+from fivefold.rewards.reward_set import RewardSet, WeightedReward
+from fivefold.rewards.static_check import BUILT_IN, built_in_reward, in_rewards, no_such_reward
 from fivefold.rewards.user_function import load_user_reward
 
 
-def resolve_reward(config: RewardConfig, timeout_s: float | None = None) -> NamedReward:
-    """Return the reward that a recipe names: `exact_match`, `math`, or a user's own function.
+def resolve_rewards(config: RewardConfig, timeout_s: float | None = None) -> RewardSet:
+    """Return the rewards that a recipe names: the one of `fn`, or those of `rewards`.
 
     Args:
         config: the recipe's `reward` section.
+        timeout_s: `scheduler.timeout_s`, the most seconds that each reward of a step may take; None: no limit.
+
+    Raises:
+        ValueError: see `resolve_reward`; the message names the reward.
+    """
+    if not config.rewards:
+        return RewardSet.of(resolve_reward(config, timeout_s))
+    rewards = []
+    for name, each in config.rewards.items():
+        with in_rewards(name):
+            reward = replace(resolve_reward(each, timeout_s), name=name)
+        sources = None if each.data_sources is None else frozenset(each.data_sources)
+        rewards.append(WeightedReward(reward, each.weight, sources))
+    return RewardSet(tuple(rewards), config.accuracy_of)
+
+
+def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> NamedReward:
+    """Return the reward that a recipe names: `exact_match`, `math`, or a user's own function.
+
+    Args:
+        config: the recipe's `reward` section, or one of its `rewards`.
         timeout_s: `scheduler.timeout_s`, the most seconds that all rewards of a step may take; None: no limit.
 
     Raises:

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import Parameter, Signature
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import show
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema import OneRewardConfig, RewardConfig
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.math_reward import MathReward
 from fivefold.rewards.user_function import check_call
@@ -28,7 +29,7 @@ DYNAMIC = frozenset({"globals", "exec", "setattr", "vars"})
 """Functions by which a module may define names that its source does not show."""
 
 
-def built_in_reward(config: RewardConfig) -> ExactMatch | MathReward:
+def built_in_reward(config: OneRewardConfig) -> ExactMatch | MathReward:
     """Return the built-in reward that a recipe names.
 
     Raises:
@@ -57,13 +58,30 @@ def no_such_reward(name: str) -> ValueError:
 
 def reward_problems(config: RewardConfig) -> Iterator[str]:
     """Yield a line for what is wrong with the `reward` section; nothing where only the import could tell."""
+    for name, each in config.rewards.items() or [(None, config)]:
+        try:
+            with in_rewards(name):
+                _check(each)
+        except ValueError as error:
+            yield str(error)
+
+
+@contextmanager
+def in_rewards(name: str | None) -> Iterator[None]:
+    """Let errors about one of several rewards name it; None: there is one, whose errors name its keys already.
+
+    Raises:
+        ValueError: what the block raised.
+    """
     try:
-        _check(config)
+        yield
     except ValueError as error:
-        yield str(error)
+        if name is None:
+            raise
+        raise ValueError(f"reward.rewards.{name}: {str(error).removeprefix('reward.')}") from error
 
 
-def _check(config: RewardConfig) -> None:
+def _check(config: OneRewardConfig) -> None:
     if config.fn in BUILT_IN:
         built_in_reward(config)
         return

@@ -14,6 +14,7 @@ from fivefold.data.sampler import EpochSampler
 from fivefold.experience.step import StepSource
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.rollout import Generated, Rollout
 from fivefold.rollout.protocol import SamplingParams
@@ -51,7 +52,8 @@ def source(with_signal: set[int], n_prompts: int, *overrides: str) -> tuple[Step
     sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=False, seed=1)
     rollout = NumberedRollout()
     sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
-    return StepSource(recipe, sampler, rollout, sampling, NamedReward("judge", judge, None), PhaseTimers()), rollout
+    rewards = RewardSet.of(NamedReward("judge", judge, None))
+    return StepSource(recipe, sampler, rollout, sampling, rewards, PhaseTimers()), rollout
 
 
 def test_prompts_without_signal_are_replaced_by_further_ones() -> None:

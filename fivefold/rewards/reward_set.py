@@ -1,0 +1,101 @@
+"""The rewards of a recipe: one function, or several with weights, each for all prompts or for some data sources."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fivefold.rewards.compute import check_ground_truths, compute_rewards
+from fivefold.rewards.reward import NamedReward
+from fivefold.types import Prompt
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """One of several rewards."""
+
+    reward: NamedReward
+    weight: float = 1.0
+    """Factor of the reward in the sum that is trained on."""
+    data_sources: frozenset[str] | None = None
+    """Data sources whose prompts it is for; None: all."""
+
+    def is_for(self, prompt: Prompt) -> bool:
+        """Return whether this reward judges the completions of a prompt."""
+        return self.data_sources is None or prompt.data_source in self.data_sources
+
+
+@dataclass(frozen=True)
+class RewardSet:
+    """The rewards of a recipe, in its order."""
+
+    rewards: tuple[WeightedReward, ...]
+    accuracy_of: str | None = None
+    """Name of the reward by which a completion counts as right, where it is for the prompt. None, or elsewhere: the
+    first reward that is for the prompt."""
+
+    @staticmethod
+    def of(reward: NamedReward) -> RewardSet:
+        """Return the set of one reward, which judges every completion."""
+        return RewardSet((WeightedReward(reward),))
+
+    @cached_property
+    def weights(self) -> Mapping[str, float]:
+        """Factors of the rewards in their sum, by name."""
+        return {each.reward.name: each.weight for each in self.rewards}
+
+    def scored_by(self, prompt: Prompt) -> str:
+        """Return the name of the reward by which a completion of `prompt` counts as right."""
+        names = [each.reward.name for each in self.rewards if each.is_for(prompt)]
+        return self.accuracy_of if self.accuracy_of in names else names[0]
+
+    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+        """Return the rewards of each response, by name and in the recipe's order.
+
+        Raises:
+            ValueError: see `compute_rewards`; each reward may take the time limit on its own.
+        """
+        results: list[dict[str, float]] = [{} for _ in responses]
+        for each in self.rewards:
+            own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
+            if not own:
+                continue
+            values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own])
+            for index, value in zip(own, values, strict=True):
+                results[index][each.reward.name] = value
+        return results
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse, before a run, prompts that cannot be judged.
+
+        Raises:
+            ValueError: prompts that no reward is for, or ground truths with which a reward cannot compare.
+        """
+        unjudged = Counter(prompt.data_source for prompt in prompts if not any(e.is_for(prompt) for e in self.rewards))
+        if unjudged:
+            counts = ", ".join(f"{source!r} ({count} prompts)" for source, count in unjudged.most_common(10))
+            raise ValueError(
+                f"no reward is for the prompts of data_source {counts}: reward.rewards are for {self._sources()}. Name "
+                "the source in data_sources of one of them, or set data_sources to null"
+            )
+        for each in self.rewards:
+            check_ground_truths(each.reward, [prompt for prompt in prompts if each.is_for(prompt)])
+
+    def check_sources(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a data source that none of a run's prompts has, because its reward would never be asked.
+
+        Raises:
+            ValueError: there is such a data source.
+        """
+        present = {prompt.data_source for prompt in prompts}
+        for each in self.rewards:
+            if strays := sorted((each.data_sources or frozenset()) - present):
+                raise ValueError(
+                    f"reward.rewards.{each.reward.name}.data_sources names {strays}, which no prompt has: the column "
+                    f"data_source holds {sorted(present)[:20]}"
+                )
+
+    def _sources(self) -> str:
+        return ", ".join(f"{each.reward.name}: {sorted(each.data_sources or ())}" for each in self.rewards)
