@@ -86,7 +86,17 @@ class CoreDumper(yaml.SafeDumper):
         """Return true, so that a value that occurs twice is written twice."""
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Return the node of a text; one with line breaks of Unicode gets double quotes, where these are escaped.
 
+        In single quotes PyYAML writes NEL as it is, and reads it as a line feed.
+        """
+        has_breaks = not _BREAKS.isdisjoint(text)
+        return self.represent_scalar(_STR, text, style='"' if has_breaks else None)
+
+
+_BREAKS = frozenset("\x85\u2028\u2029")
+CoreDumper.add_representer(str, CoreDumper.represent_text)
 CoreLoader.add_constructor(_INT, CoreLoader.construct_yaml_int)
 
 

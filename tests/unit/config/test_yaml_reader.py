@@ -63,6 +63,11 @@ def test_scalars_are_those_of_yaml_1_2(scalar: str, value: object) -> None:
     assert read_yaml(write_yaml({"key": value}), "text") == {"key": value}
 
 
+@pytest.mark.parametrize("text", ["0\x85", "a\x85b", "\x85", "\u2028", "x\u2029\n", "0\n", " \x85 "])
+def test_line_breaks_of_unicode_survive(text: str) -> None:
+    assert read_yaml(write_yaml({text: [text]}), "text") == {text: [text]}
+
+
 def test_a_text_that_looks_like_a_number_is_written_with_quotes() -> None:
     values = [
         "0o17",
