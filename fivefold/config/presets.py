@@ -19,12 +19,15 @@ Algorithm = Literal[
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
 ]  # fmt: skip
 
-LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "cispo", "sapo", "topr", "clip_cov", "kl_cov", "kimi", "cpgd")
+LOSSES = (
+    "ppo", "reinforce", "gspo", "gmpo", "cispo", "sapo", "topr", "clip_cov", "kl_cov", "kimi", "cpgd",
+    "dppo_tv", "dppo_kl",
+)  # fmt: skip
 """Values of `actor.loss` that name a file in `fivefold/algorithms/losses/`."""
 
 ADVANTAGES = (
     "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k", "pass_at_k_best",
-    "gae",
+    "asymre", "opmd", "gae",
 )  # fmt: skip
 """Values of `actor.advantage` that name a file in `fivefold/algorithms/advantages/`, and `gae`."""
 

@@ -360,14 +360,14 @@ class ActorConfig(EngineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()
     loss: Annotated[str, Field(pattern=ONE_LINE)] = "ppo"
-    """Policy loss: `ppo`, `reinforce`, `gspo`, `gmpo`, `cispo`, `sapo`, `topr`, `clip_cov`, `kl_cov`, `kimi`, `cpgd`
-    (docs/algorithms.md), or your own as `module:Class` or `file.py:Class` (docs/extending.md)."""
+    """Policy loss: `ppo`, `reinforce`, `gspo`, `gmpo`, `cispo`, `sapo`, `topr`, `clip_cov`, `kl_cov`, `kimi`, `cpgd`,
+    `dppo_tv`, `dppo_kl` (docs/algorithms.md), or your own as `module:Class` or `file.py:Class` (docs/extending.md)."""
     loss_kwargs: dict[str, Any] = {}
     """Options of the loss that have no key of their own, by name."""
     advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
     """How rewards become advantages: `grpo` (as `reward_norm` says), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
-    `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`, `gae`, or your own as `module:function` or
-    `file.py:function`."""
+    `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`, `asymre`, `opmd`, `gae`, or your own as
+    `module:function` or `file.py:function`."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
     discount: Fraction = 1.0
@@ -814,7 +814,7 @@ class TrainRecipe(RunConfig):
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
             )
-        if advantage in ("rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best"):
+        if advantage in ("rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd"):
             raise ValueError(
                 f"gconfig.n_samples is 1, but actor.advantage={advantage} compares the completions of a group, which "
                 "leaves no signal: raise gconfig.n_samples, or choose another advantage such as reinforce_pp"

@@ -26,6 +26,10 @@ LOSSES: Mapping[str, str] = {
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
     "kimi15": "kimi",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    # Its loss is the policy gradient; what is its own is the advantage.
+    "asymre": "reinforce",
 }
 """Values of `actor.loss`, by the names that frameworks give them."""
 
@@ -104,7 +108,7 @@ def settle_clip_range(draft: Draft) -> None:
         for to in CLIP_RANGE:
             draft.demote(to, f"its meaning depends on {draft.other_loss}: set {to} for {reasons.CLIP}")
         return
-    if loss != "ppo":
+    if loss not in ("ppo", "dppo_tv", "dppo_kl"):
         draft.demote("actor.c_clip", "only PPO's loss has a dual clip", "implied")
     if loss in WITHOUT_CLIP:
         for to in CLIP_RANGE[:2]:

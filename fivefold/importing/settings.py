@@ -21,6 +21,7 @@ OTHER_ADVANTAGES = {
     "opo": "opo",
     "gpg": "gpg",
     "grpo_passk": "pass_at_k_best",
+    "asymre": "asymre",
 }
 """Values of `actor.advantage`, by the names that frameworks give them."""
 OF_ONE = ("reinforce_pp", "remax")
@@ -137,6 +138,8 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
             draft.recipe.setdefault(STD_LEVEL, "group" if divides_by_std else "none")
             draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
         case _ if estimator in OTHER_ADVANTAGES and (n_samples > 1 or OTHER_ADVANTAGES[estimator] in OF_ONE):
+            # The key may have named a loss as well, and so have an entry.
+            draft.recipe.setdefault(ADVANTAGE, OTHER_ADVANTAGES[estimator])
             draft.mapped(key, ADVANTAGE, OTHER_ADVANTAGES[estimator])
         case _:
             draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")

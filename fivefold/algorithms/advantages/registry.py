@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from fivefold.algorithms.advantages.asymre import asymre
 from fivefold.algorithms.advantages.gpg import gpg
 from fivefold.algorithms.advantages.grpo import grpo
+from fivefold.algorithms.advantages.opmd import opmd
 from fivefold.algorithms.advantages.opo import opo
 from fivefold.algorithms.advantages.pass_at_k import pass_at_k, pass_at_k_best
 from fivefold.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
@@ -36,6 +38,8 @@ METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
     "gpg": gpg,
     "pass_at_k": pass_at_k,
     "pass_at_k_best": pass_at_k_best,
+    "asymre": asymre,
+    "opmd": opmd,
     "gae": shaped_rewards,
 }
 

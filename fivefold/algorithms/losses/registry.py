@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fivefold.algorithms.losses.cispo import CISPO
 from fivefold.algorithms.losses.clip_cov import ClipCov
 from fivefold.algorithms.losses.cpgd import CPGD
+from fivefold.algorithms.losses.dppo import DPPOKL, DPPOTV
 from fivefold.algorithms.losses.gmpo import GMPO
 from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.kimi import Kimi
@@ -32,6 +33,8 @@ LOSSES: Mapping[str, type[Surrogate]] = {
     "kl_cov": KLCov,
     "kimi": Kimi,
     "cpgd": CPGD,
+    "dppo_tv": DPPOTV,
+    "dppo_kl": DPPOKL,
 }
 
 

@@ -48,6 +48,7 @@ RUN: Mapping[str, Any] = {
     # Keys of other releases, and keys that the ones above overrule.
     **none("algorithm.loss_agg_mode", "algorithm.optimizer.warmup_style", "trainer.actor_grad_clip"),
     **none("buffer.explore_batch_size", "algorithm.advantage_fn_args.epsilon"),
+    **none("algorithm.advantage_fn_args.baseline_shift"),
     # Names, folders, data, and what follows from them or from the cluster.
     **none("checkpoint_root_dir", "model.model_path", "buffer.tokenizer_path", "cluster.ray_address"),
     **none("cluster.node_num", "cluster.gpu_per_node", "model.max_prompt_tokens", "model.max_response_tokens"),

@@ -127,6 +127,7 @@ ALGORITHM: Mapping[str, Rule] = {
     "policy_loss_fn_args.*": unknown("the loss"),
     "loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
     "advantage_fn_args.epsilon": to("actor.reward_norm.eps", number),
+    "advantage_fn_args.baseline_shift": to("actor.advantage_kwargs.baseline_shift", number),
     "advantage_fn_args.*": unsupported("advantages are rewards, normalised over groups or the batch"),
     "entropy_loss_fn": only(
         "default",

@@ -102,6 +102,18 @@ def pass_at_k_best(group: list[Completion], _: list[list[Completion]]) -> list[f
     return [ordered[-1] - ordered[-2] if reward == ordered[-1] else 0.0 for reward in rewards(group)]
 
 
+def asymre(shift: float) -> Oracle:
+    return lambda group, groups: [advantage - shift for advantage in less_mean(group, groups)]
+
+
+def opmd(tau: float) -> Oracle:
+    def advantages(group: list[Completion], _: list[list[Completion]]) -> list[float]:
+        mean = sum(math.exp(r / tau) for r in rewards(group)) / len(group)
+        return [r - tau * math.log(mean) for r in rewards(group)]
+
+    return advantages
+
+
 LEVELS = ("group", "batch", "none")
 CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     *(
@@ -118,6 +130,10 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("pass_at_k", {"advantage_kwargs": {"k": 1}}, pass_at_k(1)),
     ("pass_at_k", {"advantage_kwargs": {"k": 3}}, pass_at_k(3)),
     ("pass_at_k_best", {}, pass_at_k_best),
+    ("asymre", {}, asymre(-0.1)),
+    ("asymre", {"advantage_kwargs": {"baseline_shift": 0.3}}, asymre(0.3)),
+    ("opmd", {}, opmd(1.0)),
+    ("opmd", {"advantage_kwargs": {"tau": 0.3}}, opmd(0.3)),
     ("gae", {}, plain),
 ]
 

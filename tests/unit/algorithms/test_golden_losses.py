@@ -21,6 +21,7 @@ from fivefold.algorithms.losses.cispo import CISPO
 from fivefold.algorithms.losses.clip_cov import ClipCov
 from fivefold.algorithms.losses.covariance import CHOSEN
 from fivefold.algorithms.losses.cpgd import CPGD
+from fivefold.algorithms.losses.dppo import DPPOKL, DPPOTV
 from fivefold.algorithms.losses.gmpo import GMPO
 from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.kimi import Kimi
@@ -180,6 +181,20 @@ def cpgd(low: float, high: float, drift: float) -> Oracle:
     return lambda tokens: [cost(token) for token in tokens]
 
 
+def dppo(kind: str, low: float, high: float, largest: float) -> Oracle:
+    def cost(t: Token) -> Scalar:
+        p, p_old = exp(t.logprob.item()), exp(t.old)
+        if kind == "tv":
+            out = p - p_old > high if t.advantage > 0 else p_old - p > low
+        else:
+            q, q_old = max(1 - p, 1e-12), max(1 - p_old, 1e-12)
+            divergence = p_old * log(p_old / p) + (1 - p_old) * log(q_old / q)
+            out = divergence > high and p > p_old if t.advantage > 0 else divergence > low and p < p_old
+        return number(0.0) if out else -min(p / p_old, largest) * t.advantage * t.logprob
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
 CASES: dict[str, list[tuple[Surrogate, Oracle]]] = {
     "ppo": [(PPO(0.2, 0.28), ppo(0.2, 0.28)), (PPO(0.3, None, 1.5), ppo(0.3, 0.3, 1.5))],
     "reinforce": [(Reinforce(), reinforce)],
@@ -192,6 +207,8 @@ CASES: dict[str, list[tuple[Surrogate, Oracle]]] = {
     "kl_cov": [(KLCov(0.3, 0.7), kl_cov(0.7))],
     "kimi": [(Kimi(0.3), kimi(0.3))],
     "cpgd": [(CPGD(0.2, 0.3, 0.1), cpgd(0.2, 0.3, 0.1))],
+    "dppo_tv": [(DPPOTV(0.02, 0.03, 1.5), dppo("tv", 0.02, 0.03, 1.5)), (DPPOTV(), dppo("tv", 0.2, 0.2, 20.0))],
+    "dppo_kl": [(DPPOKL(0.01, 0.02), dppo("kl", 0.01, 0.02, 20.0))],
 }
 CORRECTIONS = [
     None,

@@ -135,6 +135,7 @@ def test_estimators_have_their_names_or_are_unsupported() -> None:
         ),
         ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd": None}),
         ("trinity", "algorithm.advantage_fn", {"remax": "remax", "reinforceplusplus": "reinforce_pp", "opmd": None}),
+        ("trinity", "algorithm.algorithm_type", {"asymre": "asymre"}),
         ("roll", "adv_estimator", {"gigpo": None, "step_reinforce": None}),
     ]
     for framework, key, names in cases:
