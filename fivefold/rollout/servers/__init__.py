@@ -3,6 +3,6 @@
 engine.generate ──requests──> dialect ──JSON──> http ──> server process (its guard ends it with the rollout process)
 engine.update_weights ──> model folder in memory, one for all replicas of a node ──> the server reads it
 
-The server may be installed in an environment of its own (`rollout.server_python`). Only JSON and safetensors files pass
-between the two processes, so that their versions of torch and transformers may differ.
+The server may be installed in an environment of its own (`rollout.server_python`). Only JSON, packed numbers and
+safetensors files pass between the two processes, so that their versions of torch and transformers may differ.
 """

@@ -22,6 +22,8 @@ REQUEST_SEEDS = 2**63
 """Seeds of requests are taken modulo this, because servers keep them in signed integers."""
 SERVER_SEEDS = 2**31
 """The server's own seed is taken modulo this, because the server seeds every library with it."""
+LEAST_LOGPROB = -9000.0
+"""A log-prob below this stands for minus infinity, for which some servers write -9999: no sampled token has it."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,15 @@ class Answer:
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
-        # JSON has no NaN: servers write null or leave the number out.
-        if self.logprobs_T is not None and len(self.logprobs_T) != len(self.token_ids_T):
+        if self.logprobs_T is None:
+            return
+        # JSON has no NaN: a server that writes JSON writes null or leaves the number out.
+        usable_T = np.isfinite(self.logprobs_T) & (self.logprobs_T >= LEAST_LOGPROB)
+        n_usable = int(np.count_nonzero(usable_T))
+        if not len(self.token_ids_T) == len(self.logprobs_T) == n_usable:
             raise RuntimeError(
-                f"the server answered {len(self.token_ids_T)} tokens with {len(self.logprobs_T)} log-probs: every "
-                "token needs a number, and logits that are not finite (NaN or infinite) give none"
+                f"the server answered {len(self.token_ids_T)} tokens with {n_usable} log-probs: every token needs a "
+                "number, and logits that are not finite (NaN or infinite) give none"
             )
 
 

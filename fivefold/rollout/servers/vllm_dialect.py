@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server, its token-in, token-out endpoint and its endpoints for reinforcement learning.
+"""vLLM's OpenAI-compatible server, its endpoints for reinforcement learning, and one of Fivefold's own to generate.
 
 The endpoints for weights and sleep exist only in development mode, so the server listens on this machine alone.
 """
@@ -7,53 +7,53 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HOST, HttpClient
-from fivefold.rollout.servers.dialect import (
-    REQUEST_SEEDS,
-    SERVER_SEEDS,
-    Answer,
-    Ask,
-    finish_reason,
-    floats,
-    found,
-    integers,
-    pieces,
-)
+from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
 from fivefold.rollout.servers.vllm_weights import VLLMWeights
 from fivefold.rollout.servers.weights import WeightLoader
 
-FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind.FINAL_ONLY`."""
-_INDEX = re.compile(rb'"index":\s*(\d+)')
-_TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([\d,\s]*)\]')
-_FINISH_REASON = re.compile(rb'"finish_reason":\s*"?(\w+)')
-# Beside each token's log-prob is the list of the most likely ones, with the same keys; it is empty for lack of numbers.
-_LOGPROB = re.compile(rb'"logprob":\s*(-?[\d.][\d.eE+-]*)[^{}]*"top_logprobs":\s*\[\{[^}]*\}\s*\]')
-
 INSIDE = Path(__file__).with_name("inside_vllm")
-"""Folder of the code that runs inside vLLM's workers."""
+"""Folder of the code that runs inside vLLM's processes."""
+GENERATE = "fivefold_generate.Generate"
+"""The class there that answers requests to generate."""
 CHECK = "fivefold_weight_check.WeightCheck"
 """The class there that tells a checksum of what arrives."""
+BYTES = 4
+"""Size of a token id and of a log-prob in a reply."""
 
 
 def _transfer(spec: ReplicaSpec) -> str:
     return json.dumps({"backend": spec.route.transport})
 
 
+class _Numbers:
+    """Reads the numbers of a reply one after the other."""
+
+    def __init__(self, reply: bytes, start: int) -> None:
+        self._reply = reply
+        self._at = start
+
+    def take(self, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+        """Return the next `count` numbers, in memory of their own."""
+        numbers = np.frombuffer(self._reply, dtype, count, self._at).copy()
+        self._at += numbers.nbytes
+        return numbers
+
+
 class VLLMDialect:
     """The `Dialect` of vLLM."""
 
     module = "vllm.entrypoints.openai.api_server"
-    generate_path = "/inference/v1/generate"
+    generate_path = "/fivefold/generate"
     aliases = frozenset({"-tp", "-pp"})
 
     def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
@@ -67,6 +67,7 @@ class VLLMDialect:
             *("--generation-config", "vllm"),
             # Log-probs are those of the sampling distribution, and not of the model's logits.
             *("--logprobs-mode", "processed_logprobs"),
+            *("--middleware", GENERATE),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *([] if spec.route.transport == "folder" else ["--weight-transfer-config", _transfer(spec)]),
             *(["--worker-extension-cls", CHECK] if spec.route.checksum else []),
@@ -78,6 +79,7 @@ class VLLMDialect:
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
+            "PYTHONPATH": os.pathsep.join(path),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             # vLLM runs some families with a second model runner and its own sampler; all use the first one here.
@@ -86,7 +88,6 @@ class VLLMDialect:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.
             **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.route.transport == "ipc" else {}),
-            **({"PYTHONPATH": os.pathsep.join(path)} if spec.route.checksum else {}),
         }
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -94,8 +95,6 @@ class VLLMDialect:
             "token_ids": list(ask.token_ids),
             "sampling_params": {
                 "n": ask.n,
-                # Otherwise vLLM makes an output after every token, of which only the last sequence's is sent.
-                "output_kind": FINAL_ONLY,
                 "max_tokens": sampling.max_new_tokens,
                 "min_tokens": sampling.min_new_tokens,
                 # With temperature 0 the log-probs are log softmax of the logits as the model gave them.
@@ -114,16 +113,19 @@ class VLLMDialect:
         }
 
     def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
-        # Tokens are written as `token_id:<n>`, so that no text of the model can look like a key.
-        choices = sorted(pieces(reply, _INDEX), key=lambda choice: int(found(_INDEX, choice)))
-        return [
-            Answer(
-                integers(found(_TOKEN_IDS, choice)),
-                floats(b",".join(_LOGPROB.findall(choice))).astype(np.float32) if ask.wants_logprobs else None,
-                finish_reason(found(_FINISH_REASON, choice).decode()),
-            )
-            for choice in choices
-        ]
+        # `inside_vllm/fivefold_generate.py` describes the form.
+        line, _, packed = reply.partition(b"\n")
+        rows = json.loads(line)
+        announced = sum(BYTES * row["n_tokens"] * (1 + row["has_logprobs"]) for row in rows)
+        if announced != len(packed):
+            raise RuntimeError(f"the server's answer has {len(packed)} bytes of numbers where it announces {announced}")
+        numbers, answers = _Numbers(reply, len(reply) - len(packed)), {}
+        for row in rows:
+            token_ids_T = numbers.take("<i4", row["n_tokens"])
+            logprobs_T = numbers.take("<f4", row["n_tokens"] if row["has_logprobs"] else 0)
+            reason = finish_reason(row["finish_reason"])
+            answers[row["index"]] = Answer(token_ids_T, logprobs_T if ask.wants_logprobs else None, reason)
+        return [answers[index] for index in sorted(answers)]
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         # Without a load format, a server that began with dummy weights would make up dummy weights again.

@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +87,13 @@ FLAVOURS = {
         flags=_words(
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
-            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls"
+            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --middleware"
         ),
         switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
         sampling_keys=_words(
             "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
             "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize skip_special_tokens "
-            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words "
-            "output_kind"
+            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words"
         ),
         batch_size="--max-num-seqs",
         most_tokens="max_tokens",
@@ -217,9 +219,7 @@ class FakeServer:
         if self.flavour.prompt == "input_ids":
             replies = [_sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"]) for answer in answers]
             return 200, replies if n > 1 else replies[0]
-        if sampling.get("output_kind", 0) != 2:
-            answers = answers[-1:]  # the last output is that of one sequence, unless all are asked for at the end
-        return 200, _vllm_reply(prompt, answers, with_logprobs="logprobs" in sampling)
+        return 200, _vllm_reply(answers, with_logprobs="logprobs" in sampling)
 
     def _problem(self, sampling: dict[str, Any]) -> str | None:
         if self.load_format == "dummy":
@@ -425,7 +425,10 @@ class FakeServer:
                 "/release_memory_occupation": lambda body: self.release(body.get("tags") or SGLANG_MEMORY),
                 "/resume_memory_occupation": lambda body: self.take_back(body.get("tags") or SGLANG_MEMORY),
             }
-        generate = {"/inference/v1/generate": self.generate}
+        # Fivefold's own endpoint, which exists only if vLLM can import the code that is inside it.
+        module, _, _ = (self.options["--middleware"] or "").rpartition(".")
+        has_endpoint = module == "fivefold_generate" and find_spec(module) is not None
+        generate = {"/fivefold/generate": self.generate} if has_endpoint else {}
         if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
             return generate
         return {
@@ -454,23 +457,18 @@ def _spoilt(first_token: int, token_ids: Sequence[int], logprobs: Logprobs, reas
     return token_ids, logprobs, reason
 
 
-def _vllm_reply(prompt: Sequence[int], answers: Sequence[AnswerParts], *, with_logprobs: bool) -> Any:
-    choices = []
-    for index, (token_ids, logprobs, reason) in enumerate(answers):
-        content = [
-            {**entry, "top_logprobs": [entry]}
-            for token, logprob in zip(token_ids, logprobs, strict=False)
-            for entry in [{"token": f"token_id:{token}", "logprob": logprob, "bytes": None}]
-        ]
-        choice = {"index": index, "logprobs": {"content": content} if with_logprobs else None}
-        choices.append({**choice, "finish_reason": reason, "token_ids": token_ids, "routed_experts": None})
-    return {
-        "request_id": "generate-tokens-1",
-        "choices": choices[::-1],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": sum(len(ids) for ids, _, _ in answers)},
-        "prompt_logprobs": None,
-        "kv_transfer_params": None,
-    }
+def _vllm_reply(answers: Sequence[AnswerParts], *, with_logprobs: bool) -> bytes:
+    """Return answers in the form that `inside_vllm/fivefold_generate.py` describes, the last one first."""
+    rows, parts = [], []
+    for index, (token_ids, logprobs, reason) in reversed(list(enumerate(answers))):
+        n = len(token_ids)
+        complete = with_logprobs and len(logprobs) == n
+        rows.append({"index": index, "n_tokens": n, "finish_reason": reason, "has_logprobs": complete})
+        parts.append(struct.pack(f"<{n}i", *token_ids))
+        if complete:
+            numbers = [math.nan if logprob is None else logprob for logprob in logprobs]
+            parts.append(struct.pack(f"<{n}f", *numbers))
+    return b"".join([json.dumps(rows).encode(), b"\n", *parts])
 
 
 def _sglang_reply(
@@ -517,9 +515,9 @@ class Handler(BaseHTTPRequestHandler):
         fake.answered()
 
     def _send(self, status: int, reply: Any) -> None:
-        data = b"" if reply is None else json.dumps(reply).encode()
+        data = reply if isinstance(reply, bytes) else b"" if reply is None else json.dumps(reply).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "application/octet-stream" if isinstance(reply, bytes) else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -39,7 +39,7 @@ COMMANDS = {
     "vllm": "-m vllm.entrypoints.openai.api_server --model {model} --tokenizer {tokenizer} "
     "--host 127.0.0.1 --port {port} --dtype bfloat16 --seed 5 "
     "--tensor-parallel-size {tp} --pipeline-parallel-size {pp} --max-num-seqs 6 --max-model-len {length} "
-    "--generation-config vllm --logprobs-mode processed_logprobs "
+    "--generation-config vllm --logprobs-mode processed_logprobs --middleware fivefold_generate.Generate "
     "--disable-log-stats --disable-uvicorn-access-log --uvicorn-log-level warning",
     "sglang": "-m sglang.launch_server --model-path {model} --tokenizer-path {tokenizer} "
     "--host 127.0.0.1 --port {port} --dtype bfloat16 --random-seed 5 "
@@ -50,7 +50,7 @@ DUMMY_SLEEPER = {
     "vllm": "--load-format dummy --enable-sleep-mode --gpu-memory-utilization 0.4",
     "sglang": "--load-format dummy --enable-memory-saver --mem-fraction-static 0.4",
 }
-GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
 LOAD = {
     "vllm": ["/collective_rpc", "/collective_rpc", "/reset_prefix_cache"],
     "sglang": ["/update_weights_from_disk"],
@@ -252,7 +252,7 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
         "vllm": {
             "token_ids": [5, 6],
             "sampling_params": {
-                "n": 1, "output_kind": 2, "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77,
+                "n": 1, "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77,
                 "include_stop_str_in_output": True, "detokenize": True, "logprobs": 0, **common,
             },
         },
