@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
 
-from fivefold.rewards.exact_match import ExactMatch
-from fivefold.rewards.math_reward import MathReward
-from fivefold.rewards.reward import NamedReward, describe
+from fivefold.rewards.reward import BuiltIn, NamedReward, describe
 from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.types import Prompt
 
@@ -60,9 +58,9 @@ def check_ground_truths(reward: NamedReward, prompts: Sequence[Prompt]) -> None:
     Raises:
         ValueError: a ground truth that cannot be compared, with its prompt.
     """
-    check = reward.reward.check_ground_truth if isinstance(reward.reward, (ExactMatch, MathReward)) else None
-    if check is None:
+    if not isinstance(reward.reward, BuiltIn):
         return
+    check = reward.reward.check_ground_truth
     # Many data sets have few distinct answers: each is checked once, at its first prompt.
     first = {repr(prompt.ground_truth): prompt for prompt in reversed(prompts)}
 

@@ -38,6 +38,14 @@ class ExactMatch:
         except re.error as error:
             raise ValueError(f"reward.kwargs.pattern={self.pattern!r} is not a regular expression: {error}") from error
 
+    @property
+    def n_at_once(self) -> int:
+        """Number of responses to judge at the same time: threads would not make a comparison of texts faster."""
+        return 1
+
+    def check_machine(self) -> None:
+        """Accept every machine."""
+
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
         """Return 1.0 for a right answer and 0.0 for any other."""
         answer = self._answer(response)

@@ -52,6 +52,9 @@ class MathReward:
         """Number of answers that can be judged at the same time, each from a thread of its own."""
         return n_processes()
 
+    def check_machine(self) -> None:
+        """Accept every machine."""
+
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
         """Return 1.0 for a right answer and 0.0 for any other, or if the comparison takes too long.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.config.schema import OneRewardConfig, RewardConfig
-from fivefold.rewards.math_reward import MathReward
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.rewards.static_check import BUILT_IN, built_in_reward, in_rewards, no_such_reward
@@ -34,19 +33,20 @@ def resolve_rewards(config: RewardConfig, timeout_s: float | None = None) -> Rew
 
 
 def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> NamedReward:
-    """Return the reward that a recipe names: `exact_match`, `math`, or a user's own function.
+    """Return the reward that a recipe names: a built-in one, or a user's own function.
 
     Args:
         config: the recipe's `reward` section, or one of its `rewards`.
         timeout_s: `scheduler.timeout_s`, the most seconds that all rewards of a step may take; None: no limit.
 
     Raises:
-        ValueError: there is no such reward, or it cannot be called with the arguments of `Reward`.
+        ValueError: there is no such reward, or it cannot be called with the arguments of `Reward`, or the machine
+            lacks what it needs.
     """
     if config.fn in BUILT_IN:
         built_in = built_in_reward(config)
-        n_threads = built_in.n_at_once if isinstance(built_in, MathReward) else 1
-        return NamedReward(config.fn, built_in, timeout_s, n_threads=n_threads)
+        built_in.check_machine()
+        return NamedReward(config.fn, built_in, timeout_s, n_threads=built_in.n_at_once)
     if not all(config.fn.rpartition(":")):
         raise no_such_reward(config.fn)
     reward = load_user_reward(config.fn, config.kwargs)

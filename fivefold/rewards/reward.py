@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from fivefold.rewards.failure import explaining
 from fivefold.rewards.time_limit import OutOfTime
@@ -40,12 +40,43 @@ class Reward(Protocol):
         """
 
 
+@runtime_checkable
+class PromptReward(Protocol):
+    """Judges one response, and sees the whole prompt."""
+
+    def judge_prompt(self, prompt: Prompt, response: str) -> float:
+        """Return the reward of one response."""
+
+
+@runtime_checkable
+class BuiltIn(Protocol):
+    """What every reward that ships has, besides judging."""
+
+    @property
+    def n_at_once(self) -> int:
+        """Number of responses that can be judged at the same time, each from a thread of its own."""
+
+    def check_machine(self) -> None:
+        """Refuse a machine that lacks what the reward needs.
+
+        Raises:
+            ValueError: something is missing.
+        """
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        """Refuse a ground truth with which no response can be compared.
+
+        Raises:
+            ValueError: it cannot be compared.
+        """
+
+
 @dataclass(frozen=True)
 class NamedReward:
     """A reward with its name, which errors mention."""
 
     name: str
-    reward: Reward
+    reward: Reward | PromptReward
     timeout_s: float | None = None
     """Most seconds that all rewards of a step may take; None: no limit."""
     n_threads: int = 1
@@ -87,6 +118,8 @@ class NamedReward:
         return self._finite(value, prompt, response)
 
     def _call(self, prompt: Prompt, response: str) -> object:
+        if isinstance(self.reward, PromptReward):
+            return self.reward.judge_prompt(prompt, response)
         return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
 
     def _failed(self, prompt: Prompt, response: str) -> str:

@@ -21,15 +21,17 @@ from fivefold.config.paths import user_path
 from fivefold.config.problems import show
 from fivefold.config.schema import OneRewardConfig, RewardConfig
 from fivefold.rewards.exact_match import ExactMatch
+from fivefold.rewards.judge import Judge
 from fivefold.rewards.math_reward import MathReward
 from fivefold.rewards.user_function import check_call
 
-BUILT_IN: Mapping[str, type[ExactMatch] | type[MathReward]] = {"exact_match": ExactMatch, "math": MathReward}
+BuiltInReward = ExactMatch | MathReward | Judge
+BUILT_IN: Mapping[str, type[BuiltInReward]] = {"exact_match": ExactMatch, "math": MathReward, "judge": Judge}
 DYNAMIC = frozenset({"globals", "exec", "setattr", "vars"})
 """Functions by which a module may define names that its source does not show."""
 
 
-def built_in_reward(config: OneRewardConfig) -> ExactMatch | MathReward:
+def built_in_reward(config: OneRewardConfig) -> BuiltInReward:
     """Return the built-in reward that a recipe names.
 
     Raises:

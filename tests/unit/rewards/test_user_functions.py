@@ -83,7 +83,11 @@ def test_a_function_of_a_file_is_named_by_its_path(write_module: Write, tmp_path
 @pytest.mark.parametrize(
     ("fn", "kwargs", "message"),
     [
-        ("mathh", {}, r"'mathh' is neither one of \['exact_match', 'math'\] nor of the form module:function or file"),
+        (
+            "mathh",
+            {},
+            r"'mathh' is neither one of .* nor of the form module:function or file",
+        ),
         ("no_such_module_under_test:f", {}, "there is no module 'no_such_module_under_test'"),
         ("no/such/file.py:f", {}, r"there is no Python file /.*/no/such/file\.py"),
         ("./my_rewards:flag", {}, r"there is no Python file /.*/my_rewards: give the path of a file that ends in .py"),

@@ -1,0 +1,123 @@
+"""Asks a model behind an OpenAI-compatible URL: one request at a time for each thread, sent again if it fails."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import urllib3
+
+SHOWN = 300
+"""Most characters of a reply that an error shows."""
+LONGEST_WAIT_S = 60.0
+"""Most seconds between two attempts, also where the server asks for more."""
+SETTINGS_FAULT = frozenset({401, 403, 404, 405})
+"""Status codes that no other prompt would change: the key, the URL or the model is wrong."""
+
+
+class ChatFailed(Exception):
+    """A request without a usable answer."""
+
+    def __init__(self, reason: str, *, again: bool, wait_s: float = 0.0, is_settings_fault: bool = False) -> None:
+        super().__init__(reason)
+        self.again = again
+        """Whether the same request may succeed later."""
+        self.wait_s = wait_s
+        """Seconds that the server asks to wait before the next attempt."""
+        self.is_settings_fault = is_settings_fault
+        """Whether every request will fail in this way."""
+
+
+@dataclass(frozen=True)
+class ChatClient:
+    """Connections to one service. Threads may share it."""
+
+    url: str
+    """Address of the chat completions."""
+    api_key: str | None
+    timeout_s: float
+    """Seconds of one attempt."""
+    retries: int
+    """Further attempts after the first one."""
+    backoff_s: float
+    """Seconds before the second attempt; they double with each further one."""
+    n_connections: int
+
+    @cached_property
+    def _pool(self) -> urllib3.PoolManager:
+        return urllib3.PoolManager(
+            maxsize=self.n_connections, block=True, retries=False, timeout=urllib3.Timeout(total=self.timeout_s)
+        )
+
+    def ask(self, body: dict[str, Any], read: Callable[[str], float]) -> float:
+        """Return what `read` makes of the answer to one request.
+
+        Args:
+            body: the request.
+            read: turns the answer's text into a number, or raises ChatFailed, which counts as a failed attempt.
+
+        Raises:
+            ChatFailed: no attempt had an answer; the message holds the URL, the attempts and the last reason.
+        """
+        attempt = 1
+        while True:
+            try:
+                return read(self._ask_once(body))
+            except ChatFailed as error:
+                if not error.again or attempt > self.retries:
+                    times = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+                    raise ChatFailed(
+                        f"{self.url} gave no usable answer in {times}: {error}",
+                        again=False,
+                        is_settings_fault=error.is_settings_fault,
+                    ) from error
+                # Requests that failed together are spread, so that they do not fail together again.
+                wait_s = max(error.wait_s, self.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                time.sleep(min(wait_s, LONGEST_WAIT_S))
+                attempt += 1
+
+    def _ask_once(self, body: dict[str, Any]) -> str:
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        try:
+            reply = self._pool.request("POST", self.url, json=body, headers=headers, redirect=False)
+        except urllib3.exceptions.TimeoutError as error:
+            raise ChatFailed(f"no reply within timeout_s={self.timeout_s:g} s", again=True) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise ChatFailed(f"{type(error).__name__}: {error}", again=True) from error
+        if reply.status != 200:
+            raise ChatFailed(
+                f"status {reply.status}: {_shown(reply.data)}",
+                again=reply.status in (408, 429) or reply.status >= 500,
+                wait_s=_seconds(reply.headers.get("Retry-After")),
+                is_settings_fault=reply.status in SETTINGS_FAULT,
+            )
+        return _content(reply.data)
+
+
+def _content(data: bytes) -> str:
+    """Return the text of the first choice.
+
+    Raises:
+        ChatFailed: the reply has another form; a proxy may have answered in place of the service.
+    """
+    try:
+        content = json.loads(data)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ChatFailed(f"the reply has no choices[0].message.content: {_shown(data)}", again=True) from error
+    if not isinstance(content, str):
+        raise ChatFailed(f"the answer is {content!r:.{SHOWN}} and no text", again=True)
+    return content
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Return the seconds of a header `Retry-After`; 0 without one, or if it is a date."""
+    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
+
+
+def _shown(data: bytes) -> str:
+    return repr(data.decode(errors="replace")[:SHOWN])
