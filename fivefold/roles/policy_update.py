@@ -116,7 +116,7 @@ class PolicyUpdate:
         found = f"rollout and trainer disagree by {mismatch:.2g} nats a token, more than {threshold:g}"
         if self._may_correct:
             return f"{found}: from the next step on, losses are weighted (TIS, docs/algorithms.md)"
-        return f"{found}, and it cannot be corrected with log-probs of a part of the tokens, or of a cut distribution"
+        return f"{found}; to correct it, the log-probs of all tokens are needed: drop rollout.logprob_share"
 
     @property
     def loss(self) -> PolicyLoss:
@@ -157,7 +157,7 @@ class PolicyUpdate:
         corrected = self.state.corrects_rollout
         self.state = self.state.after(self._config, averages, len(batch))
         self.news = None
-        if self.state.corrects_rollout and not corrected:
+        if self.state.corrects_rollout and not corrected and not loss.old_is_rollout:
             self.news = self._told(averages["rollout_mismatch_kl"])
         return metrics | averages
 

@@ -38,7 +38,8 @@ class CovarianceChoice:
     def __call__(self, batch: Batch, gather: Gather) -> Batch:
         """Return `batch` with the field `covariance_chosen`.
 
-        Fields read: `old_logprobs`, `advantages`, and `sequence_number` for a random choice.
+        Fields read: `old_logprobs` (`rollout_logprobs` if there are none), `advantages`, and `sequence_number` for a
+        random choice.
         """
         trained_T = batch.mask_T.bool()
         covariance_T, n_trained = _covariances(batch, trained_T, gather)
@@ -55,8 +56,10 @@ class CovarianceChoice:
 def _covariances(batch: Batch, trained_T: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, int]:
     """Return float64 [T], and the number of trained tokens of all replicas."""
     zero_T = torch.zeros(len(trained_T), dtype=torch.float64)
+    # With `recompute_logprob: false`, the rollout's log-probs are the old ones.
+    old = "old_logprobs" if "old_logprobs" in batch.fields else "rollout_logprobs"
     logprobs_T, advantages_T = (
-        torch.where(trained_T, batch.fields[name].double(), zero_T) for name in ("old_logprobs", "advantages")
+        torch.where(trained_T, batch.fields[name].double(), zero_T) for name in (old, "advantages")
     )
     own = torch.stack([trained_T.double().sum(), logprobs_T.sum(), advantages_T.sum()])
     n_trained, logprob, advantage = torch.stack(gather(own)).sum(0).tolist()

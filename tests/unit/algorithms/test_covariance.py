@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import pytest
@@ -56,6 +57,10 @@ def test_the_choice_is_that_of_the_whole_mini_batch_on_any_number_of_replicas(at
         score = [numbers[t] for t in trained] if at_random else covariance
         best = sorted(inside, key=lambda i: -score[i])[: max(1, int(0.3 * len(trained)))]
         wanted = {trained[i] for i in best}
+        if rng.random() < 0.5:
+            old_T = batch.fields["old_logprobs"]
+            others = {name: value for name, value in batch.fields.items() if name != "old_logprobs"}
+            batch = replace(batch, fields={**others, "rollout_logprobs": old_T})
         for split in ([list(range(len(batch)))], random_split(rng, len(batch))):
             got = chosen_by(choice, batch, split)
             assert {t for t, is_chosen in enumerate(got) if is_chosen} == wanted

@@ -33,6 +33,7 @@ from fivefold.algorithms.losses.sapo import SAPO
 from fivefold.algorithms.losses.surrogate import Surrogate
 from fivefold.algorithms.losses.topr import TOPR
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.config import presets
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
 
 BATCHES = 200
@@ -315,7 +316,7 @@ def prepared(sampled: Sampled, surrogate: Surrogate) -> Sampled:
 
 
 def test_every_loss_has_a_golden_case() -> None:
-    assert CASES.keys() == LOSSES.keys()
+    assert CASES.keys() == LOSSES.keys() == set(presets.LOSSES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -28,6 +28,21 @@ RECIPES = Path(__file__).parents[3] / "recipes"
             ["actor.reward_norm.std_level=none", "actor.reward_norm.eps=0.1"],
             ["actor.reward_norm.eps=0.1 has no effect: actor.reward_norm.std_level is none"],
         ),
+        (["algorithm=rloo", "actor.eps_clip_higher=null"], []),
+        (
+            ["actor.loss=sapo", "actor.eps_clip_higher=0.3"],
+            ["actor.eps_clip_higher=0.3 has no effect: actor.loss=sapo clips no ratio"],
+        ),
+        (["actor.loss=gspo", "actor.c_clip=3.0"], ["actor.c_clip=3.0 has no effect: actor.loss=gspo has no dual clip"]),
+        (["actor.loss_length=9"], ["actor.loss_length=9 has no effect: actor.loss_aggregation is token_mean"]),
+        (
+            ["actor.overlong_tokens=9"],
+            ["actor.overlong_tokens=9 has no effect: actor.overlong_reward_penalty is false"],
+        ),
+        (
+            ["actor.advantage=opo", "actor.reward_norm.std_level=none"],
+            ["actor.reward_norm.std_level=none has no effect: actor.advantage is opo"],
+        ),
     ],
 )
 def test_keys_of_a_training_recipe_that_others_switch_off(overrides: list[str], expected: list[str]) -> None:

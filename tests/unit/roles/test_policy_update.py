@@ -75,6 +75,10 @@ def test_the_correction_begins_in_the_step_after_the_mismatch_was_measured() -> 
     first = updates(RecordingActor(**measured), ONE_UPDATE)
     assert first.news is not None
     assert "disagree by 0.01 nats a token, more than 0.001: from the next step on" in first.news
+    share = updates(RecordingActor(**measured), ONE_UPDATE, "rollout.logprob_share=0.5")
+    assert share.news is not None
+    assert share.news.endswith("drop rollout.logprob_share")
+    assert updates(RecordingActor(**measured), ONE_UPDATE, "actor.recompute_logprob=false").news is None
     for switch in ("actor.rollout_correction.method=none", "gconfig.top_p=0.9", "rollout.logprob_share=0.5"):
         actor = RecordingActor(**measured)
         updates(actor, ONE_UPDATE, switch, steps=2)
