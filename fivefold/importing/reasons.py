@@ -9,7 +9,6 @@ from __future__ import annotations
 
 SAME_ADVANTAGE = "without a critic, every token of a response has the same advantage"
 NO_REFERENCE = "no reference model is loaded, because there is no KL term"
-FIXED_KL = "the weight of the KL term is fixed"
 ONE_KL = "there is one KL term, and it is in the loss"
 CLIPPED_LOSS = "the loss is PPO's clipped loss"
 CLIP = "PPO, which clips the ratio of each token"
