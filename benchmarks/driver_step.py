@@ -66,7 +66,7 @@ def main() -> None:
     told = [pickle.dumps(_responses(part, lengths[part])) for part in np.array_split(np.arange(n), REPLICAS)]
     layout = parse_backend(args.layout)
     planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
-    config = ActorConfig(path="", ppo_n_minibatches=args.minibatches)
+    config = ActorConfig(path="model", ppo_n_minibatches=args.minibatches)
     loss = PolicyLoss.from_config(config, GenerationConfig())
 
     def send_requests() -> None:
