@@ -8,10 +8,9 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from fivefold.rewards.chat_client import ChatClient, ChatFailed
-from fivefold.types import Prompt
 
 FIELDS = ("prompt", "response", "ground_truth")
 MOST_AT_ONCE = 1024
@@ -29,6 +28,18 @@ Answer:
 
 Does the answer agree with the reference? Explain in one sentence. Then end with a line "Score: 1" if it does, or \
 "Score: 0" if it does not."""
+
+
+class Question(Protocol):
+    """What the judge is told of a prompt. A prompt itself needs torch, which a plan does without."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as the model in training sees it."""
+
+    @property
+    def ground_truth(self) -> Any:
+        """The ground truth."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ class Judge:
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Accept every ground truth: it is only shown to the model."""
 
-    def judge_prompt(self, prompt: Prompt, response: str) -> float:
+    def judge_prompt(self, prompt: Question, response: str) -> float:
         """Return the score of one response, times `scale`.
 
         Raises:

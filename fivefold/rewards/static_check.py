@@ -20,13 +20,19 @@ from pydantic import TypeAdapter, ValidationError
 from fivefold.config.paths import user_path
 from fivefold.config.problems import show
 from fivefold.config.schema import OneRewardConfig, RewardConfig
+from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.judge import Judge
 from fivefold.rewards.math_reward import MathReward
 from fivefold.rewards.user_function import check_call
 
-BuiltInReward = ExactMatch | MathReward | Judge
-BUILT_IN: Mapping[str, type[BuiltInReward]] = {"exact_match": ExactMatch, "math": MathReward, "judge": Judge}
+BuiltInReward = ExactMatch | MathReward | Judge | CodeReward
+BUILT_IN: Mapping[str, type[BuiltInReward]] = {
+    "exact_match": ExactMatch,
+    "math": MathReward,
+    "judge": Judge,
+    "code": CodeReward,
+}
 DYNAMIC = frozenset({"globals", "exec", "setattr", "vars"})
 """Functions by which a module may define names that its source does not show."""
 

@@ -1,0 +1,107 @@
+"""The reward `code`: runs the program in a response against the tests of the ground truth, in a sandbox."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from fivefold.rewards.code_tests import read_tests
+from fivefold.rewards.sandbox.runner import Sandbox, missing, run
+
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+MOST_AT_ONCE = 1024
+LEAST_MEMORY_MB = 64
+"""What the interpreter alone needs, and some more."""
+
+
+@dataclass(frozen=True)
+class CodeReward:
+    """Runs each test in a process of its own; 1 if all pass."""
+
+    timeout_s: float = 10.0
+    """Seconds of wall-clock time of each test, the start of the interpreter included."""
+    memory_mb: int = 512
+    """Address space of each program, in MiB."""
+    concurrency: int | None = None
+    """Responses that are judged at the same time; None: one for each core."""
+    partial: bool = False
+    """Whether the reward is the share of the tests that pass."""
+    language: Literal["python"] = "python"
+    allow_unsandboxed: bool = False
+    """Whether programs run with what the machine has, if it lacks Landlock or seccomp."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments.
+
+        Raises:
+            ValueError: one that is out of bounds.
+        """
+        bounds = {
+            "timeout_s": (0.01, 86_400),
+            "memory_mb": (LEAST_MEMORY_MB, 1 << 20),
+            "concurrency": (1, MOST_AT_ONCE),
+        }
+        for name, (least, most) in bounds.items():
+            if (value := getattr(self, name)) is not None and not least <= value <= most:
+                raise ValueError(f"reward.kwargs.{name}={value} must be from {least:g} to {most:,}")
+
+    @property
+    def n_at_once(self) -> int:
+        """Number of responses that can be judged at the same time, each from a thread of its own."""
+        return self.concurrency or os.cpu_count() or 1
+
+    def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
+        """Return 1.0 if the program passes all tests, else 0.0, or with `partial` the share of tests that it passes.
+
+        Raises:
+            ValueError: the ground truth holds no tests.
+            RuntimeError: the sandbox could not be closed.
+        """
+        tests, program = read_tests(ground_truth), program_of(response)
+        if not self.partial:
+            return float(all(test.passes(program, self._sandbox) for test in tests))
+        return sum(test.passes(program, self._sandbox) for test in tests) / len(tests)
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        """Refuse a ground truth that holds no tests.
+
+        Raises:
+            ValueError: see `read_tests`.
+        """
+        read_tests(ground_truth)
+
+    def check_machine(self) -> None:
+        """Refuse a machine on which programs could reach what is outside the sandbox, or cannot run in it.
+
+        Raises:
+            ValueError: a mechanism of the sandbox is missing, or an empty program fails.
+        """
+        if (lacks := missing()) and not self.allow_unsandboxed:
+            raise ValueError(
+                "the reward 'code' runs programs that a model wrote in a sandbox, for which this machine lacks "
+                f"{' and '.join(lacks.values())}: start fivefold on another machine, or set "
+                "reward.kwargs.allow_unsandboxed: true to run the programs without"
+            )
+        try:
+            result = run("print(1)", {"asks": "output"}, Sandbox(60.0, self.memory_mb, frozenset(lacks)))
+        except RuntimeError as error:
+            raise ValueError(f"the sandbox of the reward 'code' does not work on this machine: {error}") from error
+        if not result.is_complete or result.output != b"1\n":
+            raise ValueError(
+                f"a program that prints 1 fails in the sandbox of the reward 'code' with {result.ended}: raise "
+                f"reward.kwargs.memory_mb={self.memory_mb}"
+            )
+
+    @cached_property
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(self.timeout_s, self.memory_mb, frozenset(missing()) if self.allow_unsandboxed else frozenset())
+
+
+def program_of(response: str) -> str:
+    """Return the last fenced block of a response, or all of it if there is none."""
+    blocks = FENCED.findall(response)
+    return blocks[-1] if blocks else response
