@@ -23,8 +23,11 @@ ADAMW = "the optimizer is AdamW"
 
 # Rewards
 
-NO_REWARD_MODEL = "rewards are functions, not models"
-OWN_REWARD = "a response's reward is what reward.fn returns"
+NO_REWARD_MODEL = (
+    "rewards are functions, not models that Fivefold loads: serve a model that judges behind an OpenAI-compatible URL, "
+    "and write reward.fn=judge"
+)
+OWN_REWARD = "a response's reward is what reward.fn returns, or the weighted sum of reward.rewards"
 REWARDS_TOGETHER = "rewards are computed concurrently"
 
 # Models and training

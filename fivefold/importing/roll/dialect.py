@@ -374,26 +374,67 @@ def _evaluation(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    """Convert the rewards: the rule for mathematics has a counterpart, if it is the only reward."""
-    names = {key.split(".")[1] for key in draft.keys("rewards.*")}
-    for name in sorted(names):
-        worker = f"rewards.{name}.worker_cls"
-        if _judges_with_a_model(draft, name):
-            for key in draft.keys(f"rewards.{name}.*"):
-                draft.unsupported(key, f"{reasons.NO_REWARD_MODEL}: ask a judge in your own reward.fn=module:function")
-        elif "MathRule" not in str(draft.get(worker, "")):
-            for key in draft.keys(f"rewards.{name}.*"):
-                if not key.startswith(tuple(f"rewards.{name}.{part}" for part in HOSTING)):
-                    draft.unsupported(key, "write this reward as reward.fn=module:function")
-        elif len(names) == 1:
-            draft.mapped(worker, "reward.fn", "math")
-        else:
-            draft.unsupported(worker, "there is one reward function: write one that chooses by data_source")
+    """Convert the rewards: one becomes `reward.fn`, one for each domain become `reward.rewards`."""
+    names = sorted({key.split(".")[1] for key in draft.keys("rewards.*")})
+    for name in names:
+        to = f"reward.rewards.{name}." if len(names) > 1 else "reward."
+        if _reward(draft, f"rewards.{name}.", to) and len(names) > 1:
+            tags = f"rewards.{name}.tag_included"
+            draft.mapped(tags, f"{to}data_sources", draft.get(tags), "rows name them in the column data_source")
 
 
-def _judges_with_a_model(draft: Draft, name: str) -> bool:
+def _reward(draft: Draft, own: str, to: str) -> bool:
+    """Convert one reward; return whether it has a counterpart.
+
+    Args:
+        draft: the conversion.
+        own: beginning of its keys in the source.
+        to: beginning of its keys in the recipe.
+    """
+    worker = str(draft.get(f"{own}worker_cls", ""))
+    if _is_behind_url(draft, own):
+        _judge_behind_url(draft, own, to)
+        return True
+    if _judges_with_a_model(draft, own):
+        for key in draft.keys(f"{own}*"):
+            draft.unsupported(key, reasons.NO_REWARD_MODEL)
+        return False
+    hosting = tuple(own + part for part in HOSTING)
+    if "MathRule" in worker:
+        draft.mapped(f"{own}worker_cls", f"{to}fn", "math")
+        instead = f"write it in {to}fn=module:function"
+    elif "CodeSandbox" in worker:
+        instead = f"write {to}fn=code, and the rows' tests in its form (docs/rewards.md)"
+    else:
+        instead = f"write this reward as {to}fn=module:function"
+    for key in draft.keys(f"{own}query_filter_config.*"):
+        if draft.get(f"{own}query_filter_config.type", "no_filter") != "no_filter":
+            draft.unsupported(key, "actor.dynamic_sampling replaces prompts whose responses all have one reward")
+    for key in draft.keys(f"{own}*"):
+        is_scoring = key.removeprefix(own) in ("format_pattern", "response_length_penalty_coef", "reward_type")
+        if is_scoring or ("MathRule" not in worker and not key.startswith(hosting)):
+            draft.unsupported(key, instead)
+    return "MathRule" in worker
+
+
+def _is_behind_url(draft: Draft, own: str) -> bool:
+    """Return whether a reward is a judge behind a URL of which URL and model are known."""
+    known = all(draft.writes(own + key) for key in ("judge_api_url", "judge_model_name"))
+    return known and draft.get(f"{own}judge_model_type") == "api" and not draft.writes(f"{own}device_mapping")
+
+
+def _judge_behind_url(draft: Draft, own: str, to: str) -> None:
+    url = str(draft.get(f"{own}judge_api_url")).rstrip("/").removesuffix("/chat/completions")
+    draft.mapped(f"{own}worker_cls", f"{to}fn", "judge")
+    draft.mapped(f"{own}judge_api_url", f"{to}kwargs.base_url", url)
+    draft.mapped(f"{own}judge_model_name", f"{to}kwargs.model", draft.get(f"{own}judge_model_name"))
+    draft.implied(f"{own}judge_model_type", "the judge is behind a URL")
+    draft.unsupported(f"{own}judge_api_key", f"export the key, and name its variable in {to}kwargs.api_key_env")
+    draft.unsupported(f"{own}judge_prompt", f"write the prompt as {to}kwargs.template")
+
+
+def _judges_with_a_model(draft: Draft, own: str) -> bool:
     """Return whether a reward comes from a model: one that judges, or one that has devices."""
-    own = f"rewards.{name}."
     signs = ("judge_*", "strategy_args*", "generating_args*")
     is_placed = draft.writes(own + "device_mapping")
     return is_placed or "Judge" in str(draft.get(own + "worker_cls", "")) or any(draft.keys(own + s) for s in signs)

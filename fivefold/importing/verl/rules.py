@@ -40,7 +40,10 @@ from fivefold.importing.verl.critic_rules import CRITIC, CRITIC_RULES
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
-OWN_REWARD_FUNCTION = "its signature differs from Fivefold's: write it as reward.fn=module:function"
+OWN_REWARD_FUNCTION = (
+    "its signature differs from Fivefold's: write it as reward.fn=module:function, and what chooses by data_source as "
+    "reward.rewards"
+)
 REWARD_KWARGS = f"{reasons.OWN_REWARD}; give reward.kwargs"
 RAY = "Ray is started or joined as `scheduler` says"
 
@@ -241,7 +244,7 @@ REWARD_RULES: Mapping[str, Rule] = {
     "reward.custom_reward_function.*": unsupported(OWN_REWARD_FUNCTION),
     "custom_reward_function.name": implied("it names a function of custom_reward_function.path"),
     "custom_reward_function.*": unsupported(OWN_REWARD_FUNCTION),
-    "sandbox_fusion.*": unsupported("rewards are functions: call a sandbox from yours"),
+    "sandbox_fusion.*": unsupported("reward.fn=code runs programs in a sandbox of its own, on the driver's machine"),
     "reward.*": unsupported(reasons.OWN_REWARD),
 }
 

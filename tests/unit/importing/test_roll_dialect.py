@@ -265,15 +265,43 @@ def test_the_token_budget_of_packing_overrides_the_micro_batch(tmp_path: Path) -
     assert conversion["actor_train.training_args.per_device_train_batch_size"].outcome == "implied"
 
 
-def test_rewards_of_several_domains_are_left_to_the_user(tmp_path: Path) -> None:
+def test_rewards_of_several_domains_become_rewards_with_data_sources(tmp_path: Path) -> None:
     text = """
     pretrain: some/model
     rewards:
-      sums: {worker_cls: a.b.MathRuleRewardWorker, world_size: 2}
-      code: {worker_cls: a.b.CodeSandboxRewardWorker, world_size: 2, use_local: true}
+      sums: {worker_cls: a.b.MathRuleRewardWorker, world_size: 2, tag_included: [gsm8k, aime]}
+      code: {worker_cls: a.b.CodeSandboxRewardWorker, world_size: 2, use_local: true, tag_included: [kod]}
+      helpful:
+        worker_cls: a.b.LLMJudgeRewardWorker
+        judge_model_type: api
+        judge_api_url: http://judge:8000/v1/chat/completions
+        judge_model_name: some/judge
+        judge_prompt: p
+        tag_included: [RLHF]
     """
     conversion = convert_text("roll", tmp_path, text)
-    assert conversion.unsupported() == {"rewards.sums.worker_cls", "rewards.code.worker_cls", "rewards.code.use_local"}
+    assert {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")} == {
+        "reward.rewards.sums.fn": "math",
+        "reward.rewards.sums.data_sources": ["gsm8k", "aime"],
+        "reward.rewards.helpful.fn": "judge",
+        "reward.rewards.helpful.kwargs.base_url": "http://judge:8000/v1",
+        "reward.rewards.helpful.kwargs.model": "some/judge",
+        "reward.rewards.helpful.data_sources": ["RLHF"],
+    }
+    of_code = {f"rewards.code.{key}" for key in ("worker_cls", "use_local", "tag_included")}
+    assert conversion.unsupported() == {*of_code, "rewards.helpful.judge_prompt"}
+    assert "reward.rewards.code.fn=code" in conversion["rewards.code.worker_cls"].note
+    filtered = (
+        "rewards: {sums: {worker_cls: a.MathRuleRewardWorker, response_length_penalty_coef: 0.1, "
+        "query_filter_config: {type: mean_filter, filter_args: {threshold_up: 0.9}}}}\n"
+    )
+    conversion = convert_text("roll", tmp_path, f"pretrain: some/model\n{filtered}")
+    assert conversion.recipe["reward.fn"] == "math"
+    assert conversion.unsupported() == {
+        "rewards.sums.response_length_penalty_coef",
+        "rewards.sums.query_filter_config.type",
+        "rewards.sums.query_filter_config.filter_args.threshold_up",
+    }
 
 
 def test_a_reward_from_a_model_is_unsupported_with_all_its_keys(tmp_path: Path) -> None:
