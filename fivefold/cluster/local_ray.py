@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ from fivefold.cluster.compat import (
     signals_kept,
 )
 from fivefold.cluster.machine import check_machine, writable_home
-from fivefold.cluster.private_folder import PrivateFolder
 from fivefold.observe.errors import RunFailed
+from fivefold.observe.private_folder import PrivateFolder, short_folder
 
 MAX_OBJECT_STORE = 8 * 2**30
 """Most bytes of the object store. Weights and batches pass through it in pieces, and never exceed this at one time."""
@@ -91,7 +90,7 @@ class LocalRay:
         check_machine()
         keep_token_private()
         for _ in range(START_ATTEMPTS):
-            folder = PrivateFolder.create(_short_folder())
+            folder = PrivateFolder.create(short_folder())
             _adopt_orphans(True)
             try:
                 _init(folder.contents)
@@ -176,11 +175,6 @@ def _adopt_orphans(adopt: bool) -> None:
     """Set whether descendants of this process become its children, instead of those of init, when their parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
-def _short_folder() -> Path:
-    """Return a folder for sockets, whose paths are limited to about 100 characters: a user's TMPDIR may be longer."""
-    return Path("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
 
 
 def _object_store_bytes() -> int:

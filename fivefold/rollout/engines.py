@@ -41,7 +41,7 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
     Raises:
         ValueError: a backend that has no engine, a model that the engine cannot run, or a server without room for its
             weights in files.
-        RuntimeError: a server that ended at its start, or on whose port another process listens.
+        RuntimeError: a server that ended at its start, or whose requests another process gets.
     """
     if spec.backend in DIALECTS:
         return ServerEngine(DIALECTS[spec.backend], spec, place, save)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import urllib3
+from urllib3.connection import HTTPConnection
 
 HOST = "127.0.0.1"
+Address = int | Path
+"""A port of `HOST`, or a Unix socket."""
 SHOWN = 2000
 """Number of characters of a refusal that an error message repeats."""
 
@@ -16,18 +21,42 @@ class ServerGone(RuntimeError):
     """The connection to a server broke, as happens when the server dies."""
 
 
+class _SocketConnection(HTTPConnection):
+    """A connection over a Unix socket."""
+
+    def __init__(self, *args: Any, path: Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._path = path
+
+    def _new_conn(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        # Without a time limit: with one, Linux refuses a connection for which a busy server's queue has no room yet.
+        connection.connect(str(self._path))
+        return connection
+
+
+class _SocketPool(urllib3.HTTPConnectionPool):
+    """Connections over a Unix socket, the pool's `path`."""
+
+    ConnectionCls = _SocketConnection
+
+
 class HttpClient:
     """Connections to one server. No request is sent twice, and none has a time limit, because the run has its own."""
 
-    def __init__(self, port: int, n_connections: int) -> None:
+    def __init__(self, address: Address, n_connections: int) -> None:
         """Prepare the connections.
 
         Args:
-            port: port of the server on this machine.
+            address: where the server listens.
             n_connections: number of threads that may wait for replies at one time.
         """
-        self._pool = urllib3.HTTPConnectionPool(
-            HOST, port, maxsize=n_connections, block=True, retries=False, timeout=urllib3.Timeout(connect=10, read=None)
+        timeout = urllib3.Timeout(connect=10, read=None)
+        options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False, "timeout": timeout}
+        self._pool = (
+            urllib3.HTTPConnectionPool(HOST, address, **options)
+            if isinstance(address, int)
+            else _SocketPool("localhost", path=address, **options)
         )
 
     def is_healthy(self) -> bool:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.client import Address
 from fivefold.rollout.servers.dialect import Dialect
 
 
-def server_command(dialect: Dialect, spec: ReplicaSpec, port: int) -> list[str]:
-    """The program and the arguments that start the server of `spec`."""
-    return [spec.python or sys.executable, "-m", dialect.module, *dialect.arguments(spec, port), *spec.arguments]
+def server_command(dialect: Dialect, spec: ReplicaSpec, address: Address) -> list[str]:
+    """The program and the arguments that start the server of `spec`, which will listen at `address`."""
+    return [spec.python or sys.executable, "-m", dialect.module, *dialect.arguments(spec, address), *spec.arguments]
 
 
 def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
@@ -43,4 +44,4 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     """Every argument that can follow from a recipe, those that `spec` does not give included."""
     full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5)
-    return {word for word in dialect.arguments(full, port=0) if word.startswith("--")} | dialect.aliases
+    return {word for word in dialect.arguments(full, address=0) if word.startswith("--")} | dialect.aliases

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import SHOWN, HttpClient
+from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
+from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.types import FinishReason
 
@@ -112,7 +113,10 @@ class Dialect(Protocol):
     aliases: frozenset[str]
     """Other names of the arguments that `arguments` gives."""
 
-    def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
+    def place(self) -> Place:
+        """Return a new place where a server of this kind can listen."""
+
+    def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         """Return the command line after the module, without the further arguments of the recipe."""
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:

@@ -24,7 +24,6 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
-from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.process import ServerProcess
 from fivefold.rollout.servers.room import Room, asks_of
 from fivefold.rollout.state import EngineState
@@ -50,8 +49,9 @@ class ServerEngine:
             save: writes tensors as a model folder that the server reads.
 
         Raises:
-            RuntimeError: the server ended before it was ready, or another process listens on its port.
-            ValueError: a model whose tensor names are not known, or too little room for files of its weights.
+            RuntimeError: the server ended before it was ready, or another process gets its requests.
+            ValueError: a model whose tensor names are not known, too little room for files of its weights, or too long
+                a path for its socket.
         """
         self._dialect = dialect
         path = resolve_model_path(spec.path)
@@ -69,9 +69,10 @@ class ServerEngine:
         sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
         self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
-        port = claim_port()
-        self._http = HttpClient(port.number, n_connections=spec.max_batch_size)
-        self._server = ServerProcess(server_command(dialect, spec, port.number), dialect.environment(spec), port)
+        listening = dialect.place()
+        self._http = HttpClient(listening.address, n_connections=spec.max_batch_size)
+        command = server_command(dialect, spec, listening.address)
+        self._server = ServerProcess(command, dialect.environment(spec), listening)
         self._server.wait_until_ready(self._http)
         self._loader = dialect.loader(self._http, spec) if spec.route.transport != "folder" else None
 

@@ -1,6 +1,6 @@
 """Runs a server, and ends it with all its processes once the process at the other end of standard input is gone.
 
-    python guard.py COMMAND...
+    python guard.py FOLDER COMMAND...       FOLDER is removed after the server's end; an empty word stands for none
 
 A rollout process may be killed at any time, and a server without its parent would keep its GPUs. The guard is started
 by its file name, in a session of its own. Processes that the server leaves behind become children of the guard, which
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,13 +30,16 @@ def main() -> int:
     """Run the server; return its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    _, folder, *command = sys.argv
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
     status = server.wait()
     while left := psutil.Process().children(recursive=True):
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=END_S)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     return status if status >= 0 else 128 - status
 
 

@@ -1,4 +1,4 @@
-"""Ports of this machine, each of which belongs to one server.
+"""Ports of this machine, each of which belongs to one server. They are the `Place` of servers without Unix sockets.
 
 Some servers bind with SO_REUSEPORT: two of them may listen on one port, and each gets a part of the requests. Others
 bind minutes after their start. So it is not enough that a port is free: each replica claims its own.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Set
 from dataclasses import dataclass
 
 import psutil
 
-from fivefold.rollout.servers.client import HOST
+from fivefold.rollout.servers.client import HOST, Address
 
 _REACHED = {HOST, f"::ffff:{HOST}", "0.0.0.0", "::"}
 """Addresses at which a process has to listen in order to get connections to `HOST`."""
@@ -26,6 +27,31 @@ class Port:
     claim: socket.socket
     """Socket that is named after the port, and does nothing else. Linux gives a name to one socket at a time, and it
     forgets the name when no process has the socket any more. Like ports, names belong to a network namespace."""
+
+    @property
+    def address(self) -> Address:
+        return self.number
+
+    @property
+    def descriptor(self) -> int:
+        return self.claim.fileno()
+
+    @property
+    def folder(self) -> None:
+        return None
+
+    def let_go(self) -> None:
+        self.claim.close()
+
+    def problem(self, own: Set[int]) -> str | None:
+        strangers = listeners(self.number) - own
+        if not strangers:
+            return None
+        return (
+            f"{' and '.join(map(_describe, strangers))} listens on port {self.number}, which is the server's, and "
+            "would get some of its requests or all of them: end that process, or start the run again, whose servers "
+            "then have other ports"
+        )
 
 
 def claim_port() -> Port:
@@ -53,6 +79,15 @@ def listeners(number: int) -> set[int | None]:
         and connection.laddr.port == number
         and connection.laddr.ip in _REACHED
     }
+
+
+def _describe(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    try:
+        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())})"
+    except psutil.NoSuchProcess:
+        return f"process {pid}, which has just ended,"
 
 
 def _free_port() -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HOST, HttpClient
+from fivefold.rollout.servers.client import HOST, Address, HttpClient
 from fivefold.rollout.servers.dialect import (
     REQUEST_SEEDS,
     SERVER_SEEDS,
@@ -24,6 +24,8 @@ from fivefold.rollout.servers.dialect import (
     integers,
     pieces,
 )
+from fivefold.rollout.servers.place import Place
+from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.sglang_weights import SGLangWeights
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.sync.cuda_ipc import visible_uuids
@@ -58,10 +60,13 @@ class SGLangDialect:
         {"--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"}
     )
 
-    def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
+    def place(self) -> Place:
+        return claim_port()
+
+    def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
             *("--model-path", spec.path, "--tokenizer-path", spec.tokenizer_path),
-            *("--host", HOST, "--port", str(port)),
+            *("--host", HOST, "--port", str(address)),
             *("--dtype", spec.dtype, "--random-seed", str(spec.seed % SERVER_SEEDS)),
             *("--tp-size", str(spec.tp), "--pp-size", str(spec.pp)),
             *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length)),

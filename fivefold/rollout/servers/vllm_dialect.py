@@ -1,6 +1,7 @@
 """vLLM's OpenAI-compatible server, its endpoints for reinforcement learning, and one of Fivefold's own to generate.
 
-The endpoints for weights and sleep exist only in development mode, so the server listens on this machine alone.
+The endpoints for weights and sleep exist only in development mode. Whoever reaches them can run code as the user, so
+the server listens at a socket that the user alone can reach.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HOST, HttpClient
+from fivefold.rollout.servers.client import Address, HttpClient
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
+from fivefold.rollout.servers.place import Place, private_socket
 from fivefold.rollout.servers.vllm_weights import VLLMWeights
 from fivefold.rollout.servers.weights import WeightLoader
 
@@ -54,12 +56,15 @@ class VLLMDialect:
 
     module = "vllm.entrypoints.openai.api_server"
     generate_path = "/fivefold/generate"
-    aliases = frozenset({"-tp", "-pp"})
+    aliases = frozenset({"-tp", "-pp", "--host", "--port"})
 
-    def arguments(self, spec: ReplicaSpec, port: int) -> list[str]:
+    def place(self) -> Place:
+        return private_socket()
+
+    def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
             *("--model", spec.path, "--tokenizer", spec.tokenizer_path),
-            *("--host", HOST, "--port", str(port)),
+            *("--uds", str(address)),
             *("--dtype", spec.dtype, "--seed", str(spec.seed % SERVER_SEEDS)),
             *("--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)),
             *("--max-num-seqs", str(spec.max_batch_size), "--max-model-len", str(spec.max_length)),

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from engines import gone
 
-from fivefold.cluster.private_folder import PrivateFolder
+from fivefold.observe.private_folder import PrivateFolder
 
 DRIVER = Path(__file__).with_name("driver.py")
 RECIPE = """

@@ -16,6 +16,7 @@ import math
 import os
 import shlex
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 
 FOLDER = "FAKE_SERVER_FOLDER"
@@ -87,7 +89,8 @@ FLAVOURS = {
         flags=_words(
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
-            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --middleware"
+            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --middleware "
+            "--uds"
         ),
         switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
         sampling_keys=_words(
@@ -533,9 +536,19 @@ class HttpServer(ThreadingHTTPServer):
 
     def __init__(self, fake: FakeServer) -> None:
         self.allow_reuse_port = fake.flavour.shares_port
-        super().__init__((fake.options["--host"], int(fake.options["--port"])), Handler)
         self.fake = fake
         self.is_ready = threading.Event()
+        if path := fake.options.get("--uds"):
+            self.address_family = socket.AF_UNIX
+            # Neither family nor address of a Unix socket is what the class expects.
+            self.allow_reuse_port = self.allow_reuse_address = False
+            super().__init__(path, Handler)  # type: ignore[arg-type]
+        else:
+            super().__init__((fake.options["--host"], int(fake.options["--port"])), Handler)
+
+    def server_bind(self) -> None:
+        """Bind; the class would look up the host's name, which a Unix socket has not."""
+        TCPServer.server_bind(self)
 
 
 def _release() -> tuple[int, ...]:

@@ -37,12 +37,12 @@ Folder = Callable[..., Path]
 
 COMMANDS = {
     "vllm": "-m vllm.entrypoints.openai.api_server --model {model} --tokenizer {tokenizer} "
-    "--host 127.0.0.1 --port {port} --dtype bfloat16 --seed 5 "
+    "--uds {address} --dtype bfloat16 --seed 5 "
     "--tensor-parallel-size {tp} --pipeline-parallel-size {pp} --max-num-seqs 6 --max-model-len {length} "
     "--generation-config vllm --logprobs-mode processed_logprobs --middleware fivefold_generate.Generate "
     "--disable-log-stats --disable-uvicorn-access-log --uvicorn-log-level warning",
     "sglang": "-m sglang.launch_server --model-path {model} --tokenizer-path {tokenizer} "
-    "--host 127.0.0.1 --port {port} --dtype bfloat16 --random-seed 5 "
+    "--host 127.0.0.1 --port {address} --dtype bfloat16 --random-seed 5 "
     "--tp-size {tp} --pp-size {pp} --max-running-requests 6 --context-length {length} "
     "--log-level warning",
 }
@@ -147,7 +147,7 @@ def assert_answered(served: Served, requests: Sequence[GenerationRequest], versi
 @pytest.mark.parametrize("backend", COMMANDS)
 def test_the_command_line_follows_from_the_replica(backend: str) -> None:
     spec = spec_of(backend, Path("/models/a"), tokenizer_path="/models/b", python="/opt/python", tp=2, pp=3)
-    words = COMMANDS[backend].format(model="/models/a", tokenizer="/models/b", port=81, tp=2, pp=3, length=60)
+    words = COMMANDS[backend].format(model="/models/a", tokenizer="/models/b", address=81, tp=2, pp=3, length=60)
     assert server_command(DIALECTS[backend], spec, 81) == [
         "/opt/python",
         *words.split(),
@@ -159,9 +159,10 @@ def test_the_command_line_follows_from_the_replica(backend: str) -> None:
 
 def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
     [row] = server.log.rows("start")
-    port = row["command"][row["command"].index("--port") + 1]
+    flag = {"vllm": "--uds", "sglang": "--port"}[server.backend]
+    address = row["command"][row["command"].index(flag) + 1]
     words = COMMANDS[server.backend].format(
-        model=server.spec.path, tokenizer=server.spec.path, port=port, tp=1, pp=1, length=60
+        model=server.spec.path, tokenizer=server.spec.path, address=address, tp=1, pp=1, length=60
     )
     assert row["command"] == [*words.split(), *DUMMY_SLEEPER[server.backend].split()]
 

@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from fivefold.rollout.servers import place as place_module
 from fivefold.rollout.servers import port as port_module
-from fivefold.rollout.servers.client import HttpClient
+from fivefold.rollout.servers.client import HttpClient, ServerGone
+from fivefold.rollout.servers.place import SocketPlace, private_socket
 from fivefold.rollout.servers.port import Port, claim_port, listeners
 from fivefold.rollout.servers.process import GUARD, ServerProcess
 from tests.unit.rollout import fake_server
@@ -26,14 +28,14 @@ WITH_CHILD = {fake_server.HAS_CHILD: "1"}
 """A server that starts a process which SIGTERM does not end."""
 HOLDER = """
 import sys, time
+from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.servers.client import HttpClient
-from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.process import ServerProcess
-port = claim_port()
-command = [word.replace("PORT", str(port.number)) for word in sys.argv[1:]]
-server = ServerProcess(command, {}, port)
-server.wait_until_ready(HttpClient(port.number, 1))
-print("ready", flush=True)
+_, backend, *words = sys.argv
+place = DIALECTS[backend].place()
+server = ServerProcess([word.replace("ADDRESS", str(place.address)) for word in words], {}, place)
+server.wait_until_ready(HttpClient(place.address, 1))
+print(place.address, flush=True)
 time.sleep(300)
 """
 
@@ -41,6 +43,10 @@ time.sleep(300)
 def command_at(folder: Path, port: int | str, module: str = SGLANG, **environment: str) -> list[str]:
     python = write_python(folder, **environment)
     return [python, "-m", module, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def command_with_socket(folder: Path, socket: Path | str, **environment: str) -> list[str]:
+    return [write_python(folder, **environment), "-m", VLLM, "--uds", str(socket)]
 
 
 def start(folder: Path, module: str = SGLANG, **environment: str) -> tuple[ServerProcess, HttpClient]:
@@ -78,20 +84,69 @@ def assert_gone(pids: Sequence[int], within_s: float = 8.0) -> None:
     assert left == []
 
 
-def test_a_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_server_and_its_socket_end_with_a_process_that_is_killed(backend: str, tmp_path: Path) -> None:
+    make = {"sglang": command_at, "vllm": command_with_socket}[backend]
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, *command_at(tmp_path, "PORT", **WITH_CHILD)],
+        [sys.executable, "-c", HOLDER, backend, *make(tmp_path, "ADDRESS", **WITH_CHILD)],
         stdout=subprocess.PIPE,
         text=True,
     )
     assert holder.stdout is not None
-    assert holder.stdout.readline() == "ready\n"
+    address = holder.stdout.readline().strip()
+    assert Path(address).is_socket() == (backend == "vllm")
     pids = pids_of(tmp_path)
     assert alive(pids) == pids
     holder.kill()
     holder.wait()
     holder.stdout.close()
     assert_gone(pids)
+    assert not Path(address).exists()
+
+
+def listen_at_socket(folder: Path) -> tuple[SocketPlace, ServerProcess, HttpClient]:
+    place = private_socket()
+    server = ServerProcess(command_with_socket(folder, str(place.address)), {}, place)
+    http = HttpClient(place.address, 1)
+    assert not http.is_healthy()
+    server.wait_until_ready(http)
+    return place, server, http
+
+
+def test_a_socket_is_reached_by_its_user_alone_and_goes_with_its_server(tmp_path: Path) -> None:
+    place, server, http = listen_at_socket(tmp_path)
+    assert place.folder.stat().st_mode & 0o777 == 0o700
+    other = private_socket()
+    assert place.folder.exists(), "another server's start has removed it"
+    assert http.get("/version") == {"version": "0.25.1"}
+    server.close()
+    assert not place.folder.exists()
+    other.private.remove()
+
+
+def test_a_socket_whose_guard_is_killed_goes_with_the_next_servers_start(tmp_path: Path) -> None:
+    place, server, http = listen_at_socket(tmp_path)
+    [row] = Log(tmp_path).rows("start")
+    for pid in (row["parent"], row["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the server ended"):
+        server.check(wait_s=8.0)
+    with pytest.raises(ServerGone, match="broke during /version"):
+        http.get("/version")
+    assert place.folder.exists()
+    private_socket().private.remove()
+    assert not place.folder.exists()
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    monkeypatch.setattr(place_module, "short_folder", lambda: long)
+    with pytest.raises(ValueError, match=r"a path of \d+ bytes, and sockets take 107: set TMPDIR"):
+        private_socket()
+    assert list(long.iterdir()) == []
 
 
 # Several attempts: the guard must end the server's processes whichever of its threads is faster.
@@ -124,7 +179,9 @@ def test_the_processes_of_a_server_that_dies_end_too(tmp_path: Path) -> None:
 )
 def test_the_guard_passes_the_status_on(code: str, status: int) -> None:
     guard = subprocess.Popen(
-        [sys.executable, "-P", str(GUARD), sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-P", str(GUARD), "", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
     )
     assert guard.wait(timeout=20) == status
 

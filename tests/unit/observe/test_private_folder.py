@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fivefold.cluster.private_folder import PrivateFolder
+from fivefold.observe.private_folder import PrivateFolder
 
 MAKES_ONE_AND_WAITS = """
 import sys
 from pathlib import Path
-from fivefold.cluster.private_folder import PrivateFolder
+from fivefold.observe.private_folder import PrivateFolder
 folder = PrivateFolder.create(Path(sys.argv[1]))
 (folder.contents / "file").touch()
 folder.contents.chmod(0o777)

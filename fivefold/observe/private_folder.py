@@ -30,7 +30,7 @@ class PrivateFolder:
 
     path: Path
     lock: int
-    """File descriptor of the locked file. Processes that this one starts do not inherit it."""
+    """File descriptor of the locked file. A process to which it is passed keeps the folder as well."""
 
     @classmethod
     def create(cls, parent: Path) -> Self:
@@ -55,6 +55,11 @@ class PrivateFolder:
         """Remove the folder and its files."""
         _remove(self.path)
         os.close(self.lock)
+
+
+def short_folder() -> Path:
+    """Return a folder for sockets, whose paths are limited to about 100 characters: a user's TMPDIR may be longer."""
+    return Path("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
 
 
 def _remove_if_abandoned(path: Path) -> None:
