@@ -46,6 +46,9 @@ def accuracy(samples: Sequence[Sample]) -> float:
 def reward_metrics(samples: Sequence[Sample], rewards: RewardSet, *, by_source: bool) -> dict[str, float]:
     """Return metrics of each of several rewards over the samples that it judged, and by data source.
 
+    They are `reward/<name>/mean`, `reward/<name>/std`, `reward/<name>/min`, `reward/<name>/max` and
+    `reward/source/<data_source>/mean`.
+
     Args:
         samples: the samples with their rewards.
         rewards: the recipe's rewards; one reward alone has the metrics of the trained reward and no others.

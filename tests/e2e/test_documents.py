@@ -45,8 +45,9 @@ from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.preflight import check_recipe
 from fivefold.rewards.compute import compute_rewards
-from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
@@ -64,7 +65,7 @@ BLOCKS = {
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python"],
     "metrics.md": ["python"],
-    "rewards.md": ["python", "yaml", "bash", "python"],
+    "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "python"],
 }
 """Languages of the fenced blocks that tests run; the README's first one is the output of a run."""
 
@@ -158,11 +159,28 @@ def judged(reward: NamedReward, *responses: str) -> list[float]:
 
 @pytest.mark.usefixtures("rewards_folder")
 def test_the_reward_of_the_documents_judges_as_they_say() -> None:
-    (written,) = blocks(DOCS / "rewards.md", "yaml")
+    written, *_ = blocks(DOCS / "rewards.md", "yaml")
     reward = resolve_reward(RewardConfig(**yaml.safe_load(written)["reward"]))
     assert judged(reward, "82-36=46", "82-36=45", "no idea") == [1.0, 0.1, 0.0]
     waiting = resolve_reward(RewardConfig(fn="my_judges.py:judge"))
     assert judged(waiting, "it is 46", "it is 45") == [1.0, 0.0]
+
+
+def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Path) -> None:
+    with (rewards_folder / "my_rewards.py").open("a") as module:
+        module.write("\n\ndef brevity(response, ground_truth, **_):\n    return -len(response)\n")
+    _, *written = (yaml.safe_load(block)["reward"] for block in blocks(DOCS / "rewards.md", "yaml"))
+    several, judge, code = (RewardConfig.model_validate(keys) for keys in written)
+    rewards = resolve_rewards(several)
+    prompts = [Prompt(0, "", (1,), "46", "gsm8k"), Prompt(1, "", (1,), {"inputs": [""], "outputs": ["46"]}, "taco")]
+    assert rewards.judge(prompts, ["46", "print(46)"]) == [
+        {"math": 1.0, "brief": -2.0},
+        {"program": 1.0, "brief": -9.0},
+    ]
+    assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
+    assert list(reward_problems(judge)) == []
+    half = Prompt(0, "", (1,), {"inputs": ["1", "2"], "outputs": ["1", "1"]})
+    assert compute_rewards(resolve_reward(code), [half], ["```python\nprint(input())\n```"]) == [0.5]
 
 
 def test_the_reward_of_the_documents_evaluates_the_quickstart(rewards_folder: Path, fivefold: Fivefold) -> None:
