@@ -95,8 +95,8 @@ def signals_kept() -> Iterator[None]:
     Symptom: while `ray.init` runs, and after it, SIGTERM ends the driver in Ray's way: with code 15, or with SIGABRT
         and a trace. Children seem to end with status 0.
     Cause: `ray.init` sets handlers for SIGTERM, one in Python that exits with the signal's number and one in C++ that
-        prints a trace. While it connects, a signal that interrupts a system call aborts the process, and so does an
-        exception of a handler. It ignores SIGCHLD.
+        prints a trace and sets an alarm, which aborts the process three seconds later. While it connects, a signal that
+        interrupts a system call aborts the process too, and so does an exception of a handler. It ignores SIGCHLD.
     Remove when: it leaves signals alone.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -117,7 +117,8 @@ def signals_kept() -> Iterator[None]:
         try:
             return connect(*arguments, **options)
         finally:
-            wait()  # in place of the handler in C++
+            wait()  # in place of the handler in C++, which another thread may have run
+            signal.alarm(0)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
 
     ray._private.utils.set_sigterm_handler = lambda handler: None
