@@ -23,7 +23,7 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers import engine as engine_module
-from fivefold.rollout.servers.command import server_command
+from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout import fake_server
@@ -155,6 +155,13 @@ def test_the_command_line_follows_from_the_replica(backend: str) -> None:
     ]
     plain = replace(spec, load_weights=True, can_sleep=False, memory_fraction=None, arguments=("--x", "--y=1"))
     assert server_command(DIALECTS[backend], plain, 81) == ["/opt/python", *words.split(), "--x", "--y=1"]
+
+
+@pytest.mark.parametrize("argument", ["--uds=/tmp/socket", "--host=0.0.0.0", "--port", "--middleware"])
+def test_the_recipe_cannot_say_where_vllm_listens_or_how_it_answers(argument: str, tmp_path: Path) -> None:
+    spec = spec_of("vllm", Path("/models/a"), python=write_python(tmp_path), arguments=("--enforce-eager", argument))
+    with pytest.raises(ValueError, match=rf"rollout\.server_args has {argument.split('=')[0]}, which follows"):
+        check_command(DIALECTS["vllm"], spec)
 
 
 def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
