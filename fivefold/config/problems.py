@@ -82,7 +82,7 @@ def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
     """Return the known keys that `key` most likely stands for: in its own section, in those inside it, or in others."""
     section, _, name = key.rpartition(".")
     keys = list(known_keys(schema))
-    siblings = {path.rpartition(".")[2]: path for path in keys if path.rpartition(".")[0] == section}
+    siblings = {field: f"{section}.{field}" if section else field for field in _fields_at(section, schema)}
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
         return [siblings[close[0]]]
     close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in keys}, n=1, cutoff=0.8)
@@ -93,6 +93,20 @@ def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
         return namesakes if len(namesakes) <= MOST_SUGGESTIONS else [max(namesakes, key=likeness.__getitem__)]
     elsewhere = [path for path in keys if not key.startswith(f"{path}.")]
     return difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.75)
+
+
+def _fields_at(section: str, schema: type[BaseModel]) -> Iterable[str]:
+    """Return the keys of the section at a dotted path, which may lead through a mapping of names to sections."""
+    annotation: Any = schema
+    for part in section.split(".") if section else ():
+        owner = section_of(annotation)
+        if owner is not None:
+            field = owner.model_fields.get(part)
+            annotation = field.annotation if field is not None else None
+        else:
+            annotation = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    owner = section_of(annotation)
+    return owner.model_fields if owner is not None else ()
 
 
 def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:

@@ -621,12 +621,13 @@ class RewardConfig(OneRewardConfig):
     def _check_rewards(self) -> RewardConfig:
         if self.rewards and (self.fn, self.kwargs) != ("math", {}):
             raise ValueError(
-                f"fn={self.fn} with kwargs={self.kwargs} and rewards={sorted(self.rewards)} exclude each other: make the "
-                "function one of rewards, or drop rewards"
+                f"fn={self.fn} with kwargs={self.kwargs} and rewards={sorted(self.rewards)} exclude each other: make "
+                "the function one of rewards, or drop rewards"
             )
         if self.accuracy_of is not None and self.accuracy_of not in self.rewards:
             raise ValueError(
-                f"accuracy_of={self.accuracy_of} is none of rewards={sorted(self.rewards)}: name one of them, or drop it"
+                f"accuracy_of={self.accuracy_of} is none of rewards={sorted(self.rewards)}: name one of them, or drop "
+                "it"
             )
         if "source" in self.rewards:
             raise ValueError(

@@ -51,11 +51,11 @@ def reward_metrics(samples: Sequence[Sample], rewards: RewardSet, *, by_source: 
 
     Args:
         samples: the samples with their rewards.
-        rewards: the recipe's rewards; one reward alone has the metrics of the trained reward and no others.
+        rewards: the recipe's rewards; one function alone has the metrics of the trained reward and no others.
         by_source: whether the prompts have several data sources, so that the trained reward is told for each.
     """
     metrics: dict[str, float] = {}
-    for name in rewards.weights if len(rewards.weights) > 1 else ():
+    for name in rewards.weights:
         if values := [sample.rewards[name] for sample in samples if name in sample.rewards]:
             metrics[f"reward/{name}/mean"] = fmean(values)
             metrics[f"reward/{name}/std"] = pstdev(values)
@@ -82,7 +82,7 @@ def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
         "response": sample.response_text,
         "ground_truth": sample.prompt.ground_truth,
         "reward": sample.reward,
-        **({f"reward/{name}": value for name, value in sample.rewards.items()} if len(sample.weights) > 1 else {}),
+        **{f"reward/{name}": value for name, value in sample.rewards.items() if name in sample.weights},
         "finish_reason": sample.finish_reason,
         "weight_version": sample.versions[1],
     }

@@ -35,16 +35,18 @@ class RewardSet:
     accuracy_of: str | None = None
     """Name of the reward by which a completion counts as right, where it is for the prompt. None, or elsewhere: the
     first reward that is for the prompt."""
+    tells_each: bool = True
+    """Whether each reward is a column and has metrics of its own; one function alone has those of the sum."""
 
     @staticmethod
     def of(reward: NamedReward) -> RewardSet:
         """Return the set of one reward, which judges every completion."""
-        return RewardSet((WeightedReward(reward),))
+        return RewardSet((WeightedReward(reward),), tells_each=False)
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Factors of the rewards in their sum, by name."""
-        return {each.reward.name: each.weight for each in self.rewards}
+        """Factors of the rewards in their sum, by the names under which they are told; empty for one function alone."""
+        return {each.reward.name: each.weight for each in self.rewards if self.tells_each}
 
     def scored_by(self, prompt: Prompt) -> str:
         """Return the name of the reward by which a completion of `prompt` counts as right."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.load import load_recipe
+from fivefold.config.schema import RewardConfig, TrainRecipe
 from fivefold.experience.samples import accuracy, as_record, judge, reward_metrics
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
@@ -14,6 +16,7 @@ from fivefold.rewards.static_check import reward_problems
 from fivefold.types import Prompt, Sample
 from tests.unit.rewards.conftest import Write
 
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 MODULE = """\
 def right(response, ground_truth, **_): return float(response == ground_truth)
 def length(response, ground_truth, **_): return len(response)
@@ -123,6 +126,7 @@ def test_ground_truths_are_checked_by_the_rewards_that_are_for_them() -> None:
         ({"rewards": {"a": {"data_sources": []}}}, "leaves the reward no prompt"),
         ({"rewards": {"a/b": {}}}, "rewards"),
         ({"rewards": {"a": {"wieght": 1.0}}}, "wieght"),
+        ({"rewards": {"a": {"weight": float("nan")}}}, "finite"),
     ],
 )
 def test_rewards_that_contradict_each_other_are_refused(config: dict[str, Any], message: str) -> None:
@@ -137,3 +141,16 @@ def test_a_wrong_key_of_one_of_several_rewards_is_refused_with_its_name() -> Non
     assert problems[0].startswith("reward.rewards.b: kwargs.pattern='(' is not a regular expression")
     with pytest.raises(ValueError, match=r"^reward.rewards.b: kwargs.pattern="):
         resolve_rewards(config)
+
+
+def test_an_unknown_key_of_one_of_several_rewards_has_a_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"reward.rewards.a.wieght=1: .*did you mean reward.rewards.a.weight\?"):
+        load_recipe(QUICKSTART, ["reward.kwargs={}", "reward.fn=math", "reward.rewards.a.wieght=1"], TrainRecipe)
+
+
+def test_a_single_reward_with_a_weight_is_told_without_it() -> None:
+    rewards = several(length={"fn": "several:length", "weight": 0.5})
+    (judged,) = judge([sample("abc")], rewards)
+    assert as_record(judged)["reward/length"] == 3.0
+    assert judged.reward == 1.5
+    assert reward_metrics([judged], rewards, by_source=False)["reward/length/mean"] == 3.0
