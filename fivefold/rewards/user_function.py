@@ -5,10 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from fivefold.config.user_code import load_user_object
 
+OF_VERL = "solution_str"
+"""Argument by which a function that was written for verl is recognised: its arguments are given by their names there,
+and it may return a mapping whose `score` is the reward."""
 _NO_NUMBER: Mapping[str, Callable[[object], bool]] = {
     "a generator function": inspect.isgeneratorfunction,
     "an asynchronous generator function": inspect.isasyncgenfunction,
@@ -26,12 +30,28 @@ class UserReward:
     def __call__(
         self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]
     ) -> float | Awaitable[float]:
-        return self.function(response, ground_truth, data_source=data_source, extra_info=extra_info, **self.kwargs)
+        told = {"data_source": data_source, "extra_info": extra_info, **self.kwargs}
+        if not self._is_of_verl:
+            return self.function(response, ground_truth, **told)
+        result = self.function(solution_str=response, ground_truth=ground_truth, **told)
+        return _score_later(result) if self.is_coroutine else _score(result)
+
+    @cached_property
+    def _is_of_verl(self) -> bool:
+        return OF_VERL in inspect.signature(self.function).parameters
 
     @property
     def is_coroutine(self) -> bool:
         """Whether the function is a coroutine function, or an object whose `__call__` is one."""
         return _is_of_kind(self.function, inspect.iscoroutinefunction)
+
+
+def _score(result: Any) -> float:
+    return result["score"] if isinstance(result, Mapping) and "score" in result else result
+
+
+async def _score_later(result: Awaitable[Any]) -> float:
+    return _score(await result)
 
 
 def load_user_reward(name: str, kwargs: Mapping[str, Any]) -> UserReward:
@@ -85,17 +105,22 @@ def _check_arguments(name: str, function: Callable[..., Any], kwargs: Mapping[st
 
 
 def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
-    """Check that a function of `signature` can be called as a reward is.
+    """Check that a function of `signature` can be called as a reward is, or as verl calls one.
 
     Raises:
         ValueError: it takes other arguments.
     """
     if taken := sorted({"data_source", "extra_info"} & set(kwargs)):
         raise ValueError(f"reward.kwargs has {taken}, which each row of the data set gives: choose another name")
+    is_of_verl = OF_VERL in signature.parameters
+    by_name = {"data_source": "", "extra_info": {}, **kwargs}
+    by_name |= {OF_VERL: "", "ground_truth": ""} if is_of_verl else {}
     try:
-        signature.bind("response", "ground truth", data_source="", extra_info={}, **kwargs)
+        signature.bind(*(() if is_of_verl else ("response", "ground truth")), **by_name)
     except TypeError as error:
-        arguments = ", ".join(["response", "ground_truth", "data_source=", "extra_info=", *(f"{k}=" for k in kwargs)])
+        arguments = ", ".join(
+            [*(() if is_of_verl else ("response", "ground_truth")), *(f"{name}=" for name in by_name)]
+        )
         raise ValueError(
             f"reward.fn={name!r} has the signature {signature}, but it is called as fn({arguments}): {error}"
         ) from error

@@ -40,10 +40,6 @@ from fivefold.importing.verl.critic_rules import CRITIC, CRITIC_RULES
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
-OWN_REWARD_FUNCTION = (
-    "its signature differs from Fivefold's: write it as reward.fn=module:function, and what chooses by data_source as "
-    "reward.rewards"
-)
 REWARD_KWARGS = f"{reasons.OWN_REWARD}; give reward.kwargs"
 RAY = "Ray is started or joined as `scheduler` says"
 
@@ -228,6 +224,32 @@ def option_of_reward_model(switch: str) -> Rule:
     return rule
 
 
+def _own_function(draft: Draft, source: str) -> None:
+    """Convert the file of a reward function of the user's own, which is called as verl calls it."""
+    path = draft.get(source)
+    if path in (None, ""):
+        return draft.implied(source, "it is switched off")
+    if not str(path).endswith(".py"):
+        return draft.unsupported(source, "write it as reward.fn=module:function")
+    function = draft.get(source.removesuffix("path") + "name", "compute_score")
+    return draft.mapped(source, "reward.fn", f"{path}:{function}", "it is called with verl's argument names")
+
+
+def _own_arguments(draft: Draft, source: str) -> None:
+    section, _, name = source.partition("reward_kwargs.")
+    if draft.writes(f"{section}path"):
+        draft.mapped(source, f"reward.kwargs.{name}", draft.get(source))
+    draft.implied(source, "only a function of the user's own reads this")
+
+
+OWN_FUNCTION: Mapping[str, Rule] = {
+    "path": _own_function,
+    "name": implied("it names a function of custom_reward_function.path"),
+    "reward_kwargs": implied("the section is empty"),
+    "reward_kwargs.*": _own_arguments,
+}
+"""A reward function of the user's own."""
+
 REWARD_RULES: Mapping[str, Rule] = {
     "reward_model.enable": off(reasons.NO_REWARD_MODEL),
     "reward_model.reward_manager": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),
@@ -240,10 +262,7 @@ REWARD_RULES: Mapping[str, Rule] = {
     "reward.reward_manager.name": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),
     "reward.num_workers": implied(reasons.REWARDS_TOGETHER),
     "reward.reward_kwargs.*": off(REWARD_KWARGS),
-    "reward.custom_reward_function.name": implied("it names a function of custom_reward_function.path"),
-    "reward.custom_reward_function.*": unsupported(OWN_REWARD_FUNCTION),
-    "custom_reward_function.name": implied("it names a function of custom_reward_function.path"),
-    "custom_reward_function.*": unsupported(OWN_REWARD_FUNCTION),
+    **for_each(("reward.custom_reward_function.", "custom_reward_function."), OWN_FUNCTION),
     "sandbox_fusion.*": unsupported("reward.fn=code runs programs in a sandbox of its own, on the driver's machine"),
     "reward.*": unsupported(reasons.OWN_REWARD),
 }

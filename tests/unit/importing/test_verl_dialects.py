@@ -394,6 +394,18 @@ def test_a_reward_model_is_unsupported_with_all_its_keys() -> None:
         assert conversion.unsupported() == {f"{section}model.path", f"{section}enable"}
 
 
+def test_a_reward_function_of_ones_own_is_named_by_its_file() -> None:
+    for section in ("custom_reward_function.", "reward.custom_reward_function."):
+        words = (f"{section}path=my/score.py", f"{section}reward_kwargs.bonus=0.5")
+        conversion = convert_words("verl", *words, f"{section}name=judge")
+        assert conversion.recipe["reward.fn"] == "my/score.py:judge"
+        assert conversion.recipe["reward.kwargs.bonus"] == 0.5
+        assert conversion.unsupported() == set()
+        assert convert_words("verl", *words).recipe["reward.fn"] == "my/score.py:compute_score"
+        assert convert_words("verl", f"{section}path=pkg://my.score").unsupported() == {f"{section}path"}
+        assert "reward.fn" not in convert_words("verl", f"{section}path=null", f"{section}name=judge").recipe
+
+
 def test_each_side_of_the_clip_range_has_its_own_default() -> None:
     cases: list[tuple[str, float, float | None]] = [
         ("clip_ratio=0.2", 0.2, None),

@@ -14,6 +14,7 @@ import pytest
 
 from fivefold.config.schema import RewardConfig
 from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.static_check import reward_problems
 from tests.unit.rewards.conftest import Write, judge
 
 MODULE = """\
@@ -38,6 +39,9 @@ def slow(response, ground_truth, *, seconds, **_):
     except Exception:
         pass
     return 1.0
+def of_verl(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
+    return {"score": float(solution_str == ground_truth) + bonus, "acc": data_source}
+async def of_verl_later(data_source, solution_str, ground_truth, extra_info=None, **_): return {"score": 0.5}
 def other_order(data_source, solution_str): return 0.0
 def too_many(response, ground_truth, reference, *, data_source, extra_info): return 0.0
 def generator(response, ground_truth, **_): yield 1.0
@@ -64,6 +68,15 @@ def test_a_function_from_the_working_folder() -> None:
     flag = judge(resolve_reward(RewardConfig(fn="my_rewards:flag")), "a", "a")
     assert flag == 1.0
     assert type(flag) is float
+
+
+def test_a_function_of_verl_is_called_by_its_names_and_may_return_a_mapping() -> None:
+    reward = resolve_reward(RewardConfig(fn="my_rewards:of_verl", kwargs={"bonus": 2}))
+    assert [judge(reward, response, "a") for response in "ab"] == [3.0, 2.0]
+    assert judge(resolve_reward(RewardConfig(fn="my_rewards:of_verl_later")), "a", "a") == 0.5
+    with pytest.raises(ValueError, match="got an unexpected keyword argument 'malus'"):
+        resolve_reward(RewardConfig(fn="my_rewards:of_verl", kwargs={"malus": 2}))
+    assert list(reward_problems(RewardConfig(fn="my_rewards:of_verl", kwargs={"bonus": 2}))) == []
 
 
 def test_an_object_that_can_be_called_is_a_reward() -> None:
