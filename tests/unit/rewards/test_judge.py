@@ -34,6 +34,9 @@ class Service(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.in_work = self.most_in_work = 0
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that did not wait for its reply."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
