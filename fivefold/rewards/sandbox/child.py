@@ -43,6 +43,8 @@ def _restrict(job: dict[str, Any]) -> None:
 
     sys.path.remove(ROOT)
     limits.drop_privileges()
+    if os.getppid() != job["parent"]:  # it died before this process asked to die with it
+        os._exit(1)
     limits.limit_resources(job["timeout_s"], job["memory_mb"], counts_tasks=not job["seccomp"])
     if job["landlock"]:
         reading = [*standard, f"{sys.base_exec_prefix}/lib", *LIBRARIES, *OTHERS]

@@ -96,6 +96,7 @@ def run(program: str, asks: Mapping[str, Any], sandbox: Sandbox, stdin: str = ""
             settings = {
                 "program": program,
                 "folder": folder,
+                "parent": os.getpid(),
                 "timeout_s": sandbox.timeout_s,
                 "memory_mb": sandbox.memory_mb,
                 "landlock": 0 if "landlock" in sandbox.without else landlock.abi(),

@@ -183,20 +183,19 @@ attempt("limits", raise_limit)
 
 
 @pytest.mark.parametrize(
-    ("program", "ended"),
+    "program",
     [
-        ("while True: pass", "time"),
-        ("import time; time.sleep(1000)", "time"),
-        ("import signal\nfor n in (1, 2, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass", "time"),
+        "while True: pass",
+        "import time; time.sleep(1000)",
+        "import signal\nfor n in (1, 2, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
         ("import os\nfor n in range(3, 64):\n    try: os.close(n)\n    except OSError: pass\nos.close(1)\nos.close(2)\n"
-         "while True: pass", "time"),
-        ("import threading\nthreading.Thread(target=lambda: __import__('time').sleep(1000)).start()", "time"),
-        ("input()", "exit 1"),
+         "while True: pass"),
+        "import threading\nthreading.Thread(target=lambda: __import__('time').sleep(1000)).start()",
     ],
 )  # fmt: skip
-def test_a_program_that_does_not_end_is_ended(program: str, ended: str) -> None:
+def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     began = time.perf_counter()
-    assert run(program, OUTPUT, Sandbox(timeout_s=1.0)).ended == ended
+    assert run(program, OUTPUT, Sandbox(timeout_s=1.0)).ended == "time"
     assert time.perf_counter() - began < 30
     assert not [child for child in psutil.Process().children() if "child.py" in " ".join(child.cmdline())]
 
@@ -217,6 +216,7 @@ def test_a_program_that_floods_is_ended(program: str, ended: str) -> None:
 @pytest.mark.parametrize(
     ("program", "kept"),
     [
+        ("input()", "exit 1"),
         ("a = bytearray(1 << 40)", "exit 1"),
         ("a = []\nwhile True: a.append(bytearray(1 << 20))", "exit 1"),
         ("a = 'a'\nwhile True: a += a", "exit 1"),
@@ -226,7 +226,7 @@ def test_a_program_that_floods_is_ended(program: str, ended: str) -> None:
          "while True: Thread(target=sleep, args=[99], daemon=True).start()", "exit 1"),
     ],
 )  # fmt: skip
-def test_a_program_that_takes_too_much_fails(program: str, kept: str) -> None:
+def test_a_program_that_takes_more_than_there_is_fails(program: str, kept: str) -> None:
     assert run(program, OUTPUT, GENEROUS).ended == kept
 
 
@@ -280,7 +280,6 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
     deadline = time.monotonic() + 60
     while not (children := process.children()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(1.0)  # until the child has asked to die with its parent
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert psutil.wait_procs(children, timeout=30)[1] == []
