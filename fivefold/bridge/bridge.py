@@ -59,7 +59,7 @@ class Bridge:
             ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
         """
         if self._shape.value_head:
-            source = WithValueHead(source, self._shape.hidden)
+            source = WithValueHead(source, self._shape.hidden, has_bias=self._shape.value_bias)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_model(self._mappings, over_stages(shapes, groups), groups)
         check_files(self._shape, source)

@@ -30,7 +30,8 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 """Hugging Face name of the output layer's weight."""
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
-"""Hugging Face names of a value head: those of a model for token classification with one label."""
+"""Hugging Face names of a value head: those of a model for token classification with one label. A model for sequence
+classification, which a reward model is, has the weight alone."""
 VALUE_ALIASES = {"v_head.summary.weight": VALUE_WEIGHT, "v_head.summary.bias": VALUE_BIAS}
 """Names of the same tensors in the folders of TRL's models with a value head."""
 
@@ -55,15 +56,17 @@ def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
 
 def is_ignored(name: str, shape: ModelShape) -> bool:
     """Return whether files may hold the Hugging Face tensor `name` although no parameter reads it."""
-    # With tied embeddings the embedding is the output layer's weight too. A critic has a value head in its place.
+    # With tied embeddings the embedding is the output layer's weight too. A critic has a value head in its place, and
+    # the bias of a critic that becomes a reward model would move all scores alike.
     is_tied_output = shape.tied_embeddings and name == OUTPUT
     is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
+    is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
     ignored = (pattern for pattern, _ in trained_family(shape.family).ignored)
     return is_tied_output or is_other_head or any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
 def is_optional(name: str, shape: ModelShape) -> bool:
-    """Return whether files may lack the Hugging Face tensor `name`: a new critic's value head, which begins at 0."""
+    """Return whether files may lack the Hugging Face tensor `name`: a new value head, which begins at 0."""
     return shape.value_head and name in (VALUE_WEIGHT, VALUE_BIAS)
 
 
@@ -80,7 +83,8 @@ def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
     yield Replicated("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,))
     if shape.value_head:
         yield Replicated("output_layer.weight", VALUE_WEIGHT, (1, shape.hidden))
-        yield Replicated("output_layer.bias", VALUE_BIAS, (1,))
+        if shape.value_bias:
+            yield Replicated("output_layer.bias", VALUE_BIAS, (1,))
     elif shape.tied_embeddings:
         yield TiedOutput("output_layer.weight", EMBEDDING, table)
     else:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from fivefold.families.read import load_shape
 
 _LISTED = 5
 """Most tensors that an error names."""
+Classified = Literal["Token", "Sequence"]
+"""What a model with a value head gives a number: each token (a critic), or the whole sequence (a reward model)."""
 
 
 def save_hf(
@@ -85,7 +88,7 @@ class HFFolder:
         config_source: Path,
         tokenizer_source: str | Path | None,
         *,
-        is_critic: bool = False,
+        scores: Classified | None = None,
     ) -> None:
         """Describe the folder; nothing is written.
 
@@ -94,10 +97,11 @@ class HFFolder:
             plan: the weight files.
             config_source: folder of the model whose config is written.
             tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
-            is_critic: whether the model has a value head, so that its config becomes one for token classification.
+            scores: what a model with a value head gives a number, so that its config becomes one for the
+                classification of that; None: it is a language model.
         """
         self.plan = plan
-        self._is_critic = is_critic
+        self._scores = scores
         self.target = Path(os.path.realpath(folder))
         self._source = config_source
         self._tokenizer_source = config_source if tokenizer_source is None else tokenizer_source
@@ -132,7 +136,7 @@ class HFFolder:
         if (index := self.plan.index()) is not None:
             name, text = index
             (partial / name).write_text(text)
-        copy_configs(partial, self._source, self.plan.main_dtype, is_critic=self._is_critic)
+        copy_configs(partial, self._source, self.plan.main_dtype, scores=self._scores)
         copy_tokenizer(partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
         for file in partial.iterdir():
@@ -205,19 +209,30 @@ def copy_tokenizer(folder: Path, source: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, is_critic: bool = False) -> None:
+def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Classified | None = None) -> None:
     """Copy the configs in `source` to `folder`, with `dtype` as that of the weights.
 
-    A critic's becomes one for token classification with one label, and generates nothing.
+    That of a model with a value head becomes one for token or sequence classification with one label, and the model
+    generates nothing.
     """
-    if (source / "generation_config.json").is_file() and not is_critic:
+    if (source / "generation_config.json").is_file() and scores is None:
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")
-    if is_critic:
+    if scores is not None:
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         architectures = config.get("architectures") or []
-        config["architectures"] = [re.sub(r"For\w+$", "ForTokenClassification", name) for name in architectures]
+        config["architectures"] = [re.sub(r"For\w+$", f"For{scores}Classification", name) for name in architectures]
+    if scores == "Sequence" and config.get("pad_token_id") in _end_tokens(config):
+        # transformers takes the score of the last token that is no padding, which must not be the one before the end
+        # token. Without a padding token it scores one sequence at a time, and refuses several.
+        config["pad_token_id"] = None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _end_tokens(config: Mapping[str, Any]) -> list[int]:
+    """Return the end-of-sequence tokens of a model's config, which has one, several or none."""
+    token = config.get("eos_token_id")
+    return token if isinstance(token, list) else [] if token is None else [token]

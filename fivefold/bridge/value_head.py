@@ -1,6 +1,7 @@
-"""Reads a critic from any model folder: its value head is there, is there under another name, or begins at 0.
+"""Reads a model with a value head from any folder: the head is there, is there under another name, or begins at 0.
 
 folder of a critic             score.weight, score.bias    as they are
+folder of a reward model       score.weight                as it is; the bias of a critic begins at 0
 folder of a critic of TRL      v_head.summary.*            under the names above
 folder of a language model     neither                     zeros, so that every value is 0 at first
 """
@@ -22,13 +23,16 @@ class WithValueHead:
     Args:
         source: the tensors in the files.
         hidden: width of the hidden state.
+        has_bias: whether the head has a bias.
     """
 
-    def __init__(self, source: TensorReader, hidden: int) -> None:
+    def __init__(self, source: TensorReader, hidden: int, *, has_bias: bool = True) -> None:
         self._source = source
         self._stored = {new: old for old, new in VALUE_ALIASES.items() if old in source.names}
         self._stored |= {name: name for name in (VALUE_WEIGHT, VALUE_BIAS) if name in source.names}
-        self._new = {VALUE_WEIGHT: (1, hidden), VALUE_BIAS: (1,)}
+        self._new: dict[str, tuple[int, ...]] = {VALUE_WEIGHT: (1, hidden)}
+        if has_bias:
+            self._new[VALUE_BIAS] = (1,)
 
     @property
     def folder(self) -> Path:

@@ -20,7 +20,9 @@ from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
 from fivefold.checkpoints.store import RECIPE, Checkpoint, CheckpointStore, checkpoint_in, first_few, what_is_in
+from fivefold.config.load import kind_of
 from fivefold.config.paths import user_path
+from fivefold.config.problems import COMMANDS
 from fivefold.config.schema import Recipe
 from fivefold.config.source import read_mapping
 from fivefold.observe.run_dir import RunDir
@@ -143,11 +145,10 @@ def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:
     """Read what a checkpoint says about its run, and compare the recipes."""
     _verify(checkpoint, deep=False)
     saved = checkpoint.path / RECIPE
-    has_rollout = "rollout" in type(recipe).model_fields
-    if ("rollout" in read_mapping(saved)) != has_rollout:
-        theirs, ours = ("sft", "train") if has_rollout else ("train", "sft")
+    theirs, ours = COMMANDS[kind_of(read_mapping(saved))], COMMANDS[type(recipe)]
+    if theirs != ours:
         raise ValueError(
-            f"{checkpoint.path} is a checkpoint of `fivefold {theirs}`, from which `fivefold {ours}` cannot go on: "
+            f"{checkpoint.path} is a checkpoint of `{theirs}`, from which `{ours}` cannot go on: "
             "export its model with `fivefold checkpoints`, and name that as actor.path"
         )
     return RunState.read(checkpoint.path), compare_recipes(saved, recipe)

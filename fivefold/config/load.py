@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from fivefold.config.problems import MOST_PROBLEMS, RecipeError, known_keys, nearest_keys, problems_of
-from fivefold.config.schema import Recipe, RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema import DPORecipe, Recipe, RMRecipe, RunConfig, SFTRecipe, TrainRecipe
 from fivefold.config.source import apply_overrides, read_mapping, resolve
 from fivefold.config.yaml_reader import write_yaml
 
@@ -29,25 +29,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str], schema: type[R]) -> 
 
 
 def load_any_recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe like `load_recipe`, against the schema that its keys belong to.
-
-    A recipe of `fivefold train` has at least one key, perhaps misspelled, that recipes of `fivefold sft` do not have. A
-    recipe that both commands could read is taken for one of `fivefold sft`: reinforcement learning with defaults alone
-    is rare, fine-tuning is not.
+    """Load a recipe like `load_recipe`, against the schema that its keys belong to (see `kind_of`).
 
     Raises:
         RecipeError: see `load_recipe`.
     """
     written, problems = apply_overrides(read_mapping(Path(path)), overrides)
-    return _checked(str(path), written, problems, _kind_of(written))
+    return _checked(str(path), written, problems, kind_of(written))
 
 
-def _kind_of(values: dict[str, Any]) -> type[TrainRecipe] | type[SFTRecipe]:
-    known, of_both = set(known_keys(TrainRecipe)), set(known_keys(SFTRecipe))
+def kind_of(values: dict[str, Any]) -> type[Recipe]:
+    """Return the schema that the keys of a recipe belong to.
+
+    A recipe of `fivefold train` has at least one key, perhaps misspelled, that no other kind of recipe has. Any other
+    is of the kind that has the most of its keys. A recipe that several commands could read is taken for one of
+    `fivefold sft` before `fivefold rm` before `fivefold dpo`; reinforcement learning with defaults alone is rare.
+    """
+    kinds: tuple[type[Recipe], ...] = (SFTRecipe, RMRecipe, DPORecipe)
+    known = {kind: set(known_keys(kind)) for kind in (TrainRecipe, *kinds)}
+    others = set().union(*(known[kind] for kind in kinds))
     written = list(_keys(values))
-    unknown = [key for key in written if key not in known and key not in of_both]
-    meant = {near for key in unknown[:MOST_PROBLEMS] for near in nearest_keys(key, TrainRecipe)}
-    return TrainRecipe if {*written, *meant} & (known - of_both) else SFTRecipe
+    unknown = [key for key in written if key not in known[TrainRecipe] and key not in others][:MOST_PROBLEMS]
+    meant = {kind: {near for key in unknown for near in nearest_keys(key, kind)} for kind in known}
+    if {*written, *meant[TrainRecipe]} & (known[TrainRecipe] - others):
+        return TrainRecipe
+    return max(kinds, key=lambda kind: len({*written, *meant[kind]} & known[kind]))
 
 
 def _keys(value: Any, prefix: str = "") -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fivefold.config.schema import NAME, ONE_LINE, RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema import NAME, ONE_LINE, DPORecipe, RMRecipe, RunConfig, SFTRecipe, TrainRecipe
 
 MOST_SUGGESTIONS = 3
 MOST_PROBLEMS = 50
@@ -45,7 +45,13 @@ WRITTEN = {
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """Words that older versions of YAML, or other languages, have for true and false."""
 
-COMMANDS: dict[type[RunConfig], str] = {TrainRecipe: "fivefold train", SFTRecipe: "fivefold sft"}
+COMMANDS: dict[type[RunConfig], str] = {
+    TrainRecipe: "fivefold train",
+    SFTRecipe: "fivefold sft",
+    DPORecipe: "fivefold dpo",
+    RMRecipe: "fivefold rm",
+}
+"""The command that reads recipes of each kind."""
 
 
 class RecipeError(ValueError):

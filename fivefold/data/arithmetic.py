@@ -21,7 +21,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -141,25 +141,64 @@ def sft_rows(
         yield {"prompt": f"{problem}=", "response": problem.solution(working=rng.random() < working_share)}
 
 
+def pair_rows(split: Split, n_rows: int, seed: int = 1) -> Iterator[dict[str, str]]:
+    """Yield pairs of answers to distinct problems (`prompt`, `chosen`, `rejected`), of which the chosen one is right.
+
+    Both have their working, or neither has, each half of the time: nothing but the numbers tells them apart.
+    """
+    rng = random.Random(f"pairs-{split}-{seed}")
+    distinct: dict[Problem, None] = {}
+    source = problems(split, rng)
+    while len(distinct) < n_rows:
+        distinct.setdefault(next(source))
+    for problem in distinct:
+        working = rng.random() < 0.5
+        chosen = problem.solution(working=working)
+        yield {"prompt": f"{problem}=", "chosen": chosen, "rejected": _wrong(problem, split, rng, working=working)}
+
+
+def _wrong(problem: Problem, split: Split, rng: random.Random, *, working: bool) -> str:
+    """Return a response with one wrong operation, after which all others are right and no number leaves the range."""
+    steps = problem.steps()
+    mistakes: list[tuple[int, list[Problem]]] = []
+    for at, right in enumerate(steps):
+        wrong = [replace(right, numbers=(number, *right.numbers[1:])) for number in range(LARGEST + 1)]
+        if left := [rest for rest in wrong if rest != right and _is_plausible(rest, split)]:
+            mistakes.append((at, left))
+    at, left = rng.choice(mistakes)
+    rest = rng.choice(left)
+    chain = [*steps[:at], rest, *rest.steps()]
+    return "=".join(map(str, chain)) if working else str(chain[-1])
+
+
+def _is_plausible(problem: Problem, split: Split) -> bool:
+    """Return whether all numbers are in the range, and no step is a problem of the other split."""
+    in_range = all(0 <= step.numbers[0] <= LARGEST for step in problem.steps())
+    return in_range and (len(problem.numbers) < 3 or problem.split() == split)
+
+
 def write_arithmetic(
     out_dir: str | Path,
     *,
     n_train: int = 2048,
     n_test: int = 512,
+    n_pairs: int = 4096,
     n_worked: int = 160_000,
     n_mixed: int = 40_000,
     working_share: float = 0.25,
     seed: int = 1,
 ) -> dict[str, Path]:
-    """Write the four files of the task, as JSONL; the same arguments give the same bytes.
+    """Write the six files of the task, as JSONL; the same arguments give the same bytes.
 
         train.jsonl, test.jsonl     problems with answers, for reinforcement learning and evaluation
         sft.jsonl                   demonstrations
         sft_test.jsonl              demonstrations of held-out problems, like those of the second part of sft.jsonl
+        pairs_train.jsonl,          right answers, each with a wrong one, for training on preferences and its evaluation
+        pairs_test.jsonl
 
     Returns:
-        The path of each file by its stem. With the default arguments, `train` and `test` are the files that ship as
-        `package:arithmetic/train` and `package:arithmetic/test`.
+        The path of each file by its stem. With the default arguments, all but `sft` and `sft_test` are the files that
+        ship, as `package:arithmetic/train` and so on.
     """
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -168,6 +207,8 @@ def write_arithmetic(
         "test": rl_rows("test", n_test, seed),
         "sft": sft_rows(n_worked, n_mixed, working_share, "train", seed),
         "sft_test": sft_rows(0, n_test, working_share, "test", seed),
+        "pairs_train": pair_rows("train", n_pairs, seed),
+        "pairs_test": pair_rows("test", n_test, seed),
     }
     return {stem: _write_jsonl(out / f"{stem}.jsonl", rows) for stem, rows in files.items()}
 

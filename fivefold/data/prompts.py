@@ -135,7 +135,7 @@ def render(
             "leave it out, or give texts"
         )
     if is_chat or config.apply_chat_template:
-        text = _render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
+        text = render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
         # The chat template writes the special tokens.
         token_ids = tokenize(text, tokenizer, add_special_tokens=False, at_most=at_most, where=where)
     else:
@@ -149,7 +149,20 @@ def render(
     return text, tuple(token_ids)
 
 
-def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+def render_chat(
+    messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, is_prompt: bool = True
+) -> str:
+    """Return chat messages as a text, with the tokenizer's chat template.
+
+    Args:
+        messages: the messages.
+        tokenizer: the model's tokenizer.
+        where: the row, for error messages.
+        is_prompt: whether the text ends with the beginning of an answer; otherwise the last message is the answer.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that refuses the messages.
+    """
     import jinja2
 
     if not tokenizer.chat_template:
@@ -160,7 +173,7 @@ def _render_chat(messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokeniz
     # Parquet gives all messages of a column the same keys; a template would take the None of a missing key for a value.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=is_prompt))
     except (jinja2.TemplateError, TypeError) as error:  # such as roles in an order that the template refuses
         raise ValueError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} refuses the messages ({error}): change them, or "

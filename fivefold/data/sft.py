@@ -7,18 +7,16 @@ mask      0 0  0 0   1   1
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.config.schema import BatchesConfig, SFTRowsConfig
+from fivefold.config.schema import SFTRowsConfig
+from fivefold.data.examples import Examples, require_examples
 from fivefold.data.prompts import render
-from fivefold.data.rows import load_rows, require_column, usage
-from fivefold.data.sampler import EpochSampler
+from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
 from fivefold.types import Columns
 
@@ -35,45 +33,18 @@ class SFTExample:
     response_ids: tuple[int, ...]
     """Tokens of the response, and the end-of-sequence token."""
 
-
-@dataclass(frozen=True)
-class SFTDataset:
-    """The examples that are short enough, and the number of those that are not."""
-
-    examples: tuple[SFTExample, ...]
-    n_rows: int
-    """Number of rows that were read."""
-    n_too_long: int
-    """Number of rows that were dropped because prompt, response and end token are more than `max_length` tokens."""
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
     @property
-    def usage(self) -> str:
-        """The number of rows used, read and too long, as a text for the user."""
-        return usage(len(self), self.n_rows, self.n_too_long)
+    def n_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
-    def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[SFTExample]:
-        """Return a sampler of lists of `config.batch_size` examples; `sft_columns` lays such a list end to end."""
-        return EpochSampler(
-            self.examples,
-            batch_size=config.batch_size,
-            shuffle=config.shuffle,
-            seed=seed,
-            fingerprint=self.fingerprint(),
-        )
-
-    def fingerprint(self) -> str:
-        """Return a hash of all tokens in their order, by which a resumed run recognises the data set."""
-        digest = hashlib.sha256()
-        for example in self.examples:
-            for ids in (example.prompt_ids, example.response_ids):
-                digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
-        return digest.hexdigest()[:16]
+    def parts(self) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of the prompt, and those of the response."""
+        yield self.prompt_ids
+        yield self.response_ids
 
 
-def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
+def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[SFTExample]:
     """Read and tokenize a data set of prompts and responses; examples that are too long are dropped and counted.
 
     The prompt is rendered as in reinforcement learning, with its chat template; the response follows it unchanged.
@@ -87,8 +58,7 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDa
             f"answer_key={config.answer_key!r} has no use in supervised fine-tuning: "
             "set response_key, the text to learn"
         )
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token: set its eos_token")
+    end = end_token(tokenizer)
     rows = load_rows(config)
     require_column(rows, config.prompt_key, "prompt_key", config.path)
     require_column(rows, config.response_key, "response_key", config.path)
@@ -100,15 +70,22 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDa
             raise ValueError(f"{where}: {config.response_key!r} must be a text, not {response!r:.200}")
         _, prompt_ids = render(row[config.prompt_key], config, tokenizer, where, config.max_length)
         learned = tokenize(response, tokenizer, add_special_tokens=False, at_most=config.max_length, where=where)
-        response_ids = (*learned, tokenizer.eos_token_id)
-        if len(prompt_ids) + len(response_ids) <= config.max_length:
-            examples.append(SFTExample(prompt_ids, response_ids))
-    if not examples:
-        raise ValueError(
-            f"all {len(rows)} examples of {config.path!r} have more than max_length={config.max_length} tokens: "
-            "raise max_length"
-        )
-    return SFTDataset(tuple(examples), n_rows=len(rows), n_too_long=len(rows) - len(examples))
+        example = SFTExample(prompt_ids, (*learned, end))
+        if example.n_tokens <= config.max_length:
+            examples.append(example)
+    require_examples(examples, len(rows), config.path, config.max_length)
+    return Examples(tuple(examples), n_rows=len(rows), n_too_long=len(rows) - len(examples))
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the end-of-sequence token.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token: set its eos_token")
+    return int(tokenizer.eos_token_id)
 
 
 def sft_columns(examples: Sequence[SFTExample]) -> Columns:

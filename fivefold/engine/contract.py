@@ -61,7 +61,7 @@ class TrainingEngine(Protocol):
         """
 
     def compute_values(self, share: Share) -> torch.Tensor:
-        """Compute the value of the state before each of the share's trained tokens, if the model is a critic.
+        """Compute the value of the state before each of the share's trained tokens, if the model has a value head.
 
         Returns:
             float32 [T], on the CPU; 0 on tokens that are not trained.

@@ -95,7 +95,7 @@ class LogprobHead:
 
 @dataclass(frozen=True)
 class ValueHead:
-    """A critic's head. It predicts `values`: what the state before each token is worth.
+    """The head of a critic or a reward model. It predicts `values`: what the state before each token is worth.
 
     Every tensor-parallel rank has the whole head and computes the same values in float32.
     """
@@ -108,10 +108,9 @@ class ValueHead:
     def predict(
         self, hidden_NH: torch.Tensor, output: OutputLayer, targets_N: torch.Tensor, options: HeadOptions
     ) -> Predictions:
-        if output.bias_V is None:
-            raise ValueError("a value head has a bias, and this output layer has none: build the model as a critic")
         hidden_NH = _PartOfSum.apply(hidden_NH, self.group.size())
-        values_N1 = torch.addmm(output.bias_V.float(), hidden_NH.float(), output.weight_VH.float().t())
+        bias_V = None if output.bias_V is None else output.bias_V.float()
+        values_N1 = torch.nn.functional.linear(hidden_NH.float(), output.weight_VH.float(), bias_V)
         return {"values": values_N1.squeeze(1)}
 
 

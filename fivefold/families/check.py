@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.config.schema import EngineConfig, Recipe, RolloutConfig, TrainRecipe
+from fivefold.config.schema import DPORecipe, EngineConfig, Recipe, RolloutConfig, TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
@@ -108,7 +108,7 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
 
 def reference_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None) -> Iterator[str]:
     """Yield a line if the reference is a model of its own (else `ref_shape` is None) with another vocabulary."""
-    if isinstance(recipe, TrainRecipe) and ref_shape is not None and ref_shape.vocab != shape.vocab:
+    if isinstance(recipe, TrainRecipe | DPORecipe) and ref_shape is not None and ref_shape.vocab != shape.vocab:
         yield (
             f"ref.path={recipe.ref.path} has {ref_shape.vocab} tokens in its vocabulary, the actor {shape.vocab}: a KL "
             "divergence needs the same tokens, so name a reference with the actor's vocabulary"

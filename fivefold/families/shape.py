@@ -105,7 +105,9 @@ class ModelShape:
     latent: LatentAttention | None = None
     """Sizes of multi-head latent attention; None for grouped-query attention."""
     value_head: bool = False
-    """Whether the output layer is a critic's, which has one row, a bias and the value of a state, instead of logits."""
+    """Whether the output layer has one row, whose product is the value of a state, instead of logits."""
+    value_bias: bool = True
+    """Whether a value head has a bias: a critic's has one, a reward model's none."""
     name: str = field(default="", compare=False)
     """What tables and pictures call the model; empty where it has no name."""
 
@@ -123,12 +125,21 @@ class ModelShape:
         """Return the shape of this model with a value head in place of its output layer."""
         return replace(self, value_head=True, tied_embeddings=False)
 
+    def as_reward_model(self) -> ModelShape:
+        """Return the shape of this model with a value head without bias in place of its output layer."""
+        return replace(self, value_head=True, value_bias=False, tied_embeddings=False)
+
     # Widths
 
     @property
     def output_rows(self) -> int:
         """Rows of the output layer: the vocabulary, or the one of a value head."""
         return 1 if self.value_head else self.vocab
+
+    @property
+    def output_biases(self) -> int:
+        """Biases of the output layer: the one of a critic's value head."""
+        return int(self.value_head and self.value_bias)
 
     @property
     def query_width(self) -> int:
@@ -223,5 +234,5 @@ class ModelShape:
         moe = self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
         mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
         layers = self.n_layers * (self.attention_parameters + 2 * self.hidden)
-        output = 0 if self.tied_embeddings else self.output_rows * self.hidden + self.value_head
+        output = 0 if self.tied_embeddings else self.output_rows * self.hidden + self.output_biases
         return layers + mlps + self.vocab * self.hidden + output + self.hidden

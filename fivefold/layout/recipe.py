@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import ClusterConfig, EngineConfig, Recipe, Section, SFTRecipe, TrainRecipe
+from fivefold.config.schema import ClusterConfig, EngineConfig, Recipe, Section, TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names, example_layout
 from fivefold.layout.devices import parse_devices
@@ -81,7 +81,7 @@ def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[
 
 def _placed_roles(recipe: Recipe) -> list[str]:
     """Return the roles that have processes of their own."""
-    if isinstance(recipe, SFTRecipe):
+    if not isinstance(recipe, TrainRecipe):
         return ["actor"]
     has_reference = recipe.ref.backend is not None and recipe.actor.kl_ctl > 0
     optional = {"ref": has_reference, "critic": recipe.critic is not None}
@@ -132,7 +132,7 @@ def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation
 
 def _from_backends(recipe: Recipe) -> Groups:
     roles = _written_roles(recipe)
-    if isinstance(recipe, SFTRecipe):
+    if not isinstance(recipe, TrainRecipe):
         return ((roles["actor"],),)
     apart = ["critic"] if recipe.critic is not None and not recipe.critic.colocate else []
     trainers = tuple(roles[name] for name in _placed_roles(recipe) if name not in ("rollout", *apart))

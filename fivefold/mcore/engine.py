@@ -24,7 +24,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import save_shards
-from fivefold.bridge.hf_writer import HFFolder
+from fivefold.bridge.hf_writer import Classified, HFFolder
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema import EngineConfig, OptimizerConfig, SchedulerConfig
@@ -75,6 +75,7 @@ class MegatronEngine:
         total_steps: int = 1,
         timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
         value_head: bool = False,
+        value_bias: bool = True,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -85,7 +86,8 @@ class MegatronEngine:
             optimizer: hyper-parameters; None for a model that is not trained.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
             timeout_s: longest time, in seconds, that a collective may wait for another rank.
-            value_head: whether the model is a critic, with a value head in place of its output layer.
+            value_head: whether the model has a value head in place of its output layer.
+            value_bias: whether that head has a bias: a critic's has, a reward model's has not.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
@@ -96,7 +98,9 @@ class MegatronEngine:
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         shape = load_shape(self._folder)
-        self.shape = shape.as_critic() if value_head else shape
+        self.shape = shape
+        if value_head:
+            self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
         check_layout(layout, shape)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
@@ -196,7 +200,7 @@ class MegatronEngine:
             float32 [T], on the CPU; 0 on tokens that are not trained.
 
         Raises:
-            ValueError: the model is not a critic.
+            ValueError: the model has no value head.
         """
         [values] = self._forward(share, ValueHead.names, temperature=1.0)
         return values
@@ -250,7 +254,10 @@ class MegatronEngine:
         dtype = getattr(torch, self.config.dtype)
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._bridge.expected_names().items()}
         plan = plan_shards(tensors, max_shard_bytes)
-        new = HFFolder(folder, plan, self._folder, tokenizer_source, is_critic=self.shape.value_head)
+        scores: Classified | None = None
+        if self.shape.value_head:
+            scores = "Token" if self.shape.value_bias else "Sequence"
+        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=scores)
         save_shards(new, self._bridge.mapped(self.parameters), self._shards)
 
     def snapshot(self, folder: Path) -> HostSnapshot:

@@ -48,10 +48,10 @@ class Decoder(GPTModel):
 class ValueLayer(torch.nn.Module):
     """The parameters of a value head, which every tensor-parallel rank has whole; the bridge fills them."""
 
-    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, dtype: torch.dtype, *, has_bias: bool) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype)) if has_bias else None
 
 
 def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: ModelShape) -> list[Decoder]:
@@ -73,7 +73,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
             vp_stage=vp_stage,
         )
         if shape.value_head and chunk.post_process:
-            chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype)
+            chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
         dispatcher.install(chunk, config)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks

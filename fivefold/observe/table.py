@@ -54,6 +54,22 @@ SFT_COLUMNS = (
 )
 """Columns of supervised fine-tuning."""
 
+PAIR_COLUMNS = (
+    Column("loss", ("loss",), "short", 7),
+    Column("acc", ("accuracy",), "fixed", 5),
+    Column("margin", ("margin",), "fixed", 6),
+    Column("gnorm", ("grad_norm",), "short", 7, rank=3),
+    Column("lr", ("lr",), "rate", 7, rank=2),
+    Column("tok/s", ("tokens_per_second",), "count", 5),
+    Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
+)
+"""Columns of training on pairs."""
+
+KTO_COLUMNS = tuple(
+    Column("KL", ("kl",), "short", 7) if column.label == "margin" else column for column in PAIR_COLUMNS
+)
+"""Columns of training on single answers: in place of the margin, the KL divergence that scores are compared with."""
+
 TOTAL = "seconds"
 """Label of the column of all phases' seconds."""
 LEAST_PHASES = 2

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
-from fivefold.config.problems import RecipeError
-from fivefold.config.schema import CriticConfig, EngineConfig, Recipe, SFTRecipe, TrainRecipe
+from fivefold.config.problems import COMMANDS, RecipeError
+from fivefold.config.schema import CriticConfig, DPORecipe, EngineConfig, Recipe, RMRecipe, SFTRecipe, TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
@@ -138,7 +138,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     """
     shape = _shape_at(recipe, "actor.path", recipe.actor.path)
     reference = None
-    if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0:
+    if isinstance(recipe, DPORecipe) or (isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0):
         reference = shape if recipe.ref.path is None else _shape_at(recipe, "ref.path", recipe.ref.path)
     critic = None
     if isinstance(recipe, TrainRecipe) and recipe.critic is not None:
@@ -146,9 +146,11 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     if problems := list(recipe_problems(recipe, shape, reference, critic)):
         raise RecipeError(recipe.experiment_name, problems)
     notes = (*unused_keys(recipe, shape), *_folder_notes(recipe))
-    if isinstance(recipe, SFTRecipe):
+    if not isinstance(recipe, TrainRecipe):
+        if isinstance(recipe, RMRecipe):
+            shape = shape.as_reward_model()
         question = _question(recipe, shape, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
-        return replace(question, notes=(*_kind_notes(recipe), *notes))
+        return replace(question, reference=reference, notes=(*_kind_notes(recipe), *notes))
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
     batch = recipe.rollout.max_batch_size
@@ -176,8 +178,12 @@ def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
         yield "actor.advantage=remax generates a greedy completion of each prompt besides what is planned here"
 
 
-def _kind_notes(recipe: SFTRecipe) -> Iterator[str]:
-    """Yield a note where a recipe that `fivefold train` could read as well is planned for `fivefold sft`."""
+def _kind_notes(recipe: SFTRecipe | DPORecipe | RMRecipe) -> Iterator[str]:
+    """Yield a note about the command that a recipe is planned for, where another could read it as well."""
+    if not isinstance(recipe, SFTRecipe):
+        command = COMMANDS[type(recipe)]
+        yield f"planned for `{command}`; each step also computes the scores of its sequences without gradient first"
+        return
     datasets = (recipe.train_dataset, recipe.valid_dataset)
     if not any(rows is not None and "response_key" in rows.model_fields_set for rows in datasets):
         yield (
@@ -211,7 +217,7 @@ def _question(
 ) -> Question:
     """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
-    work = _work(recipe.actor, length, (generated or recipe.train_dataset.batch_size) // n_minibatches)
+    work = _work(recipe.actor, length, (generated or _trained_sequences(recipe)) // n_minibatches)
     return Question(
         shape=shape,
         gpu=find_gpu(gpu),
@@ -225,6 +231,13 @@ def _question(
         host_memory_gib=recipe.cluster.host_memory_gib,
         writes_checkpoints=recipe.recover.is_enabled,
     )
+
+
+def _trained_sequences(recipe: Recipe) -> int:
+    """Return the sequences of one step that does not generate: two for each pair."""
+    rows = recipe.train_dataset.batch_size
+    is_paired = isinstance(recipe, RMRecipe) or (isinstance(recipe, DPORecipe) and recipe.actor.loss_type != "kto")
+    return 2 * rows if is_paired else rows
 
 
 def _work(config: EngineConfig, length: int, sequences: int) -> Workload:

@@ -115,7 +115,7 @@ def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> 
         matrices = min(matrices, 1)
     dense += matrices * vocabulary
     if stage.has_head:
-        dense += shape.hidden + (shape.hidden + 1 if shape.value_head else 0)
+        dense += shape.hidden + (shape.hidden + shape.output_biases if shape.value_head else 0)
     local_experts = shape.n_experts // layout.ep if stage.n_moe else 0
     experts = stage.n_moe * local_experts * shape.expert_parameters // layout.etp
     return RankParameters(dense=dense, experts=experts)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import TrainedRole
-from fivefold.roles.trainer import BatchChange, Trainer, TrainerWorker, UpdateResult
+from fivefold.roles.trainer import BatchChange, Model, Trainer, TrainerWorker, UpdateResult
 from fivefold.sync.device_buckets import merged
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
@@ -32,9 +35,21 @@ class Actor(TrainedRole):
         """Return the moments of the advantages of all trained tokens, as they are after `change`."""
         return self._trainer.advantage_moments(batch, change)
 
-    def sum_logprobs(self, batch: RemoteBatch) -> float:
-        """Return the sum of the log-probs of all trained tokens, at temperature 1."""
-        return self._trainer.sum_logprobs(batch)
+    def sum_logprobs(self, batch: RemoteBatch, model: Model = "own") -> npt.NDArray[np.float64]:
+        """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], in nats.
+
+        Args:
+            batch: the sequences.
+            model: the actor itself, or the reference in its processes.
+        """
+        return self._trainer.sum_logprobs(batch, model)
+
+    def sum_values(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return, for each sequence, the sum of the values of the states before its trained tokens: float64 [N].
+
+        The actor must have a value head.
+        """
+        return self._trainer.sum_values(batch)
 
     def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -16,7 +16,16 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import ActorConfig, CriticConfig, EngineConfig, OffloadConfig, Recipe, TrainRecipe
+from fivefold.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    DPORecipe,
+    EngineConfig,
+    OffloadConfig,
+    Recipe,
+    RMRecipe,
+    TrainRecipe,
+)
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape
@@ -254,9 +263,7 @@ def launch_actor(session: Session, recipe: Recipe, placement: Placement, path: s
 def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int) -> TrainerSpec:
     """Return the spec of the actor's processes: its model, and the reference if that shares the processes."""
     model = engine_config(recipe.actor, path)
-    reference = None
-    if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0 and "ref" not in placement:
-        reference = _reference_config(recipe, model)
+    reference = _reference_config(recipe, model) if _holds_reference(recipe, placement) else None
     return TrainerSpec(
         model=model,
         layout=placement["actor"].layout,
@@ -266,7 +273,16 @@ def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int
         optimizer=recipe.actor.optimizer,
         total_steps=total_steps,
         reference=reference,
+        value_head=isinstance(recipe, RMRecipe),
+        value_bias=not isinstance(recipe, RMRecipe),
     )
+
+
+def _holds_reference(recipe: Recipe, placement: Placement) -> TypeGuard[TrainRecipe | DPORecipe]:
+    """Return whether the actor's processes hold a reference model."""
+    if isinstance(recipe, TrainRecipe):
+        return recipe.actor.kl_ctl > 0 and "ref" not in placement
+    return isinstance(recipe, DPORecipe)
 
 
 def _trainer_role(name: str, placement: Placement, spec: TrainerSpec) -> Role:
@@ -403,7 +419,7 @@ def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_me
     )
 
 
-def _reference_config(recipe: TrainRecipe, model: EngineConfig) -> EngineConfig:
+def _reference_config(recipe: TrainRecipe | DPORecipe, model: EngineConfig) -> EngineConfig:
     """Return the config of the reference: the untrained actor, or the model of `ref.path`, always with its weights."""
     if recipe.ref.path is None:
         return model

@@ -16,7 +16,7 @@ from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.config.schema import DPORecipe, Recipe, RMRecipe, TrainRecipe
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
@@ -83,7 +83,7 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
 
 def _reference_shape(recipe: Recipe) -> ModelShape | None:
     """Return the shape of a reference model of its own; None if the reference is the untrained actor."""
-    if not isinstance(recipe, TrainRecipe) or recipe.ref.path is None:
+    if not isinstance(recipe, TrainRecipe | DPORecipe) or recipe.ref.path is None:
         return None
     return load_shape(resolve_model_folder(recipe.ref.path))
 
@@ -108,10 +108,11 @@ def _check_critic_weights(recipe: Recipe, shape: ModelShape) -> None:
 def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:
     """Check the weight files of each model that a process will read: the actor's, and a reference of its own."""
     checkpoint = recipe.actor.megatron.dist_checkpointing_path
-    models = {} if recipe.actor.init_from_scratch or checkpoint is not None else {folder: shape}
+    trained = shape.as_reward_model() if isinstance(recipe, RMRecipe) else shape
+    models = {} if recipe.actor.init_from_scratch or checkpoint is not None else {folder: trained}
     if checkpoint is not None:
         MegatronWeights(checkpoint, shape).close()
-    if isinstance(recipe, TrainRecipe) and recipe.ref.path is not None and reference is not None:
+    if isinstance(recipe, TrainRecipe | DPORecipe) and recipe.ref.path is not None and reference is not None:
         models[resolve_model_folder(recipe.ref.path)] = reference
     for model_folder, model_shape in models.items():
         check_weights(model_folder, model_shape)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.cluster.group import Remote
+from fivefold.cluster.group import Remote, put
 from fivefold.engine.sharing import BatchPlan, MicroBatches, Share
 from fivefold.types import Batch, Columns, Totals
 
@@ -50,6 +50,16 @@ class RemoteBatch:
     pieces: tuple[Piece, ...]
     scalars: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """float32 [N] each, by name: values of whole sequences, which `assemble` gives to each of their tokens."""
+
+    @staticmethod
+    def of(columns: Columns) -> RemoteBatch:
+        """Put the columns of whole sequences, `tokens` and `mask` among them, into the object store."""
+        starts = np.cumsum(columns.lengths_N, dtype=np.int64) - columns.lengths_N
+        return RemoteBatch(
+            lengths_N=columns.lengths_N.astype(np.int64),
+            trained_N=np.add.reduceat(columns.values["mask"].astype(np.int64), starts),
+            pieces=(Piece(put(columns), np.arange(len(columns.lengths_N))),),
+        )
 
     def __len__(self) -> int:
         return len(self.lengths_N)

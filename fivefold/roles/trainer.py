@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -67,7 +68,9 @@ class TrainerSpec:
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
     value_head: bool = False
-    """Whether the model is a critic, with a value head in place of its output layer."""
+    """Whether the model has a value head in place of its output layer."""
+    value_bias: bool = True
+    """Whether that head has a bias: a critic's has, a reward model's has not."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,22 @@ class Trainer:
         moments = self.group.call_each(TrainerWorker.advantage_moments, arguments)
         return Moments.merged(moments[rank] for rank in self._first_ranks)
 
-    def sum_logprobs(self, batch: RemoteBatch) -> float:
-        """Return the sum of the log-probs of all trained tokens, at temperature 1."""
-        _, arguments = self.deal(batch)
-        sums = self.group.call_each(TrainerWorker.sum_logprobs, arguments)
-        return sum(sums[rank] for rank in self._first_ranks)
+    def sum_logprobs(self, batch: RemoteBatch, model: Model) -> npt.NDArray[np.float64]:
+        """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], nats."""
+        plan, arguments = self.deal(batch, model)
+        return self._by_sequence(plan, self.group.call_each(TrainerWorker.sum_logprobs, arguments))
+
+    def sum_values(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return, for each sequence, the sum of the values of the states before its trained tokens: float64 [N]."""
+        plan, arguments = self.deal(batch)
+        return self._by_sequence(plan, self.group.call_each(TrainerWorker.sum_values, arguments))
+
+    def _by_sequence(self, plan: BatchPlan, sums: Sequence[list[float]]) -> npt.NDArray[np.float64]:
+        """Return the number of each sequence of the batch, from those of each rank's share."""
+        sequences = [index for replica in range(len(plan.replicas)) for index in plan.sequences(replica)]
+        values_N = np.empty(len(sequences))
+        values_N[sequences] = np.concatenate([sums[rank] for rank in self._first_ranks])
+        return values_N
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""
@@ -171,6 +185,7 @@ class TrainerWorker:
             total_steps=spec.total_steps,
             timeout_s=spec.timeout_s,
             value_head=spec.value_head,
+            value_bias=spec.value_bias,
         )
         self._tokenizer = spec.tokenizer
         self._first_ranks = first_ranks(spec.layout)
@@ -193,17 +208,30 @@ class TrainerWorker:
         Raises:
             ValueError: `model` is the reference, which these processes do not hold.
         """
+        share = assemble(order, columns)
+        logprobs_T, _ = self._engine_of(model).compute_logprobs(share, temperature=temperature)
+        return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
+
+    def sum_logprobs(self, order: ShareOrder, model: Model, *columns: Columns) -> list[float]:
+        """Return, for each sequence of the share, the sum of its trained tokens' log-probs at temperature 1.
+
+        Raises:
+            ValueError: `model` is the reference, which these processes do not hold.
+        """
+        share = assemble(order, columns)
+        logprobs_T, _ = self._engine_of(model).compute_logprobs(share, temperature=1.0)
+        return _sums(share.batch, logprobs_T)
+
+    def sum_values(self, order: ShareOrder, *columns: Columns) -> list[float]:
+        """Return, for each sequence of the share, the sum of the values of the states before its trained tokens."""
+        share = assemble(order, columns)
+        return _sums(share.batch, self._engine.compute_values(share))
+
+    def _engine_of(self, model: Model) -> TrainingEngine:
         engine = self._engine if model == "own" else self._reference
         if engine is None:
             raise ValueError("these processes hold no reference model: their TrainerSpec has none")
-        share = assemble(order, columns)
-        logprobs_T, _ = engine.compute_logprobs(share, temperature=temperature)
-        return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
-
-    def sum_logprobs(self, order: ShareOrder, *columns: Columns) -> float:
-        """Return the sum of the log-probs of the replica's trained tokens, at temperature 1."""
-        logprobs_T, _ = self._engine.compute_logprobs(assemble(order, columns), temperature=1.0)
-        return float(logprobs_T.double().sum())
+        return engine
 
     def compute_values(self, order: ShareOrder, *columns: Columns) -> tuple[None, Columns]:
         """Compute the values of the states before the share's trained tokens, as the column `values`.
@@ -355,6 +383,11 @@ class TrainerWorker:
         """Release cached device memory, for the role that shares the device."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _sums(batch: Batch, values_T: torch.Tensor) -> list[float]:
+    """Return the sum of the values of each sequence, in float64."""
+    return [float(values.double().sum()) for values in batch.split(values_T)]
 
 
 def _largest_peak_gb() -> float:

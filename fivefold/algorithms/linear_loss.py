@@ -1,0 +1,42 @@
+"""A loss that is linear in the model's predictions: each sequence has one coefficient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fivefold.algorithms.loss import LossInputs, Metrics, zero_unless
+from fivefold.types import Totals
+
+COEFFICIENT = "coefficient"
+"""Name of the field with the coefficient of each token's sequence."""
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    """The sum over trained tokens of coefficient * prediction.
+
+    With the derivatives of another loss as coefficients (`fivefold/algorithms/preferences.py`), it has that loss's
+    gradient, but not its value. The coefficients are those of a mean already, so nothing divides the sum.
+
+    Fields read: `coefficient`.
+    """
+
+    prediction: Literal["logprobs", "values"]
+    """The prediction of the model's head that is summed."""
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+
+    def normalizer(self, totals: Totals) -> float:
+        return 1.0
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        trained_T = inputs.mask_T.bool()
+        predicted_T = zero_unless(trained_T, inputs.predictions[self.prediction])
+        coefficient_T = zero_unless(trained_T, inputs.fields[COEFFICIENT])
+        metrics: Metrics = {}
+        if "entropy" in inputs.predictions:
+            metrics["entropy"] = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
+        return (coefficient_T * predicted_T).sum(), metrics

@@ -1,0 +1,149 @@
+"""Losses that compare answers with one another, and what they ask of each answer alone.
+
+Such a loss couples sequences, while an engine's loss never depends on the sequences beside one. So an update has two
+passes: the first computes the score of each sequence, a sum over its tokens, without gradient; the objective turns all
+scores of the mini-batch into the loss, and its derivative by each score; and the second pass minimises the linear loss
+with these derivatives as coefficients. It has the gradient of the objective, because
+
+    dL/dtheta = sum over sequences i of dL/dscore_i * dscore_i/dtheta
+
+With policy p and reference p_ref, the scores are
+
+    DPO, SLiC, IPO, KTO    log p(answer) - log p_ref(answer)
+    reward model           the model's score
+
+and, over the B pairs of a mini-batch, with margin m = score(chosen) - score(rejected),
+
+    sigmoid    -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)    DPO (arXiv 2305.18290); e > 0: conservative DPO
+    hinge      max(0, 1 - beta m)                                       SLiC (arXiv 2305.10425, as in arXiv 2309.06657)
+    ipo        (m - 1 / (2 beta))^2                                     IPO (arXiv 2310.12036, eq. 17)
+    reward     -log sigmoid(m) + c (score(chosen) + score(rejected))^2  Bradley-Terry, centred (arXiv 2312.09244)
+
+KTO (arXiv 2402.01306) has single answers y, each desirable or not, instead of pairs:
+
+    desirable      w_d (1 - sigmoid(beta (score(y) - z)))
+    undesirable    w_u (1 - sigmoid(beta (z - score(y))))               z = max(0, mean score of mismatched answers)
+
+where a mismatched answer is that of the next example of the mini-batch, behind this example's prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import logsigmoid
+
+from fivefold.config.schema import DPOModelConfig
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Objective(Protocol):
+    """A loss over the scores of a mini-batch's sequences."""
+
+    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the mean loss (scalar, with gradient) and metrics.
+
+        Args:
+            scores_N: float64 [N]: the score of each sequence.
+            lengths_N: float64 [N]: trained tokens of each sequence.
+        """
+
+
+def derivatives(
+    objective: Objective, scores_N: Numbers, lengths_N: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float32], dict[str, float]]:
+    """Return the derivative of the objective by each score, float32 [N], and its metrics with its value as `loss`."""
+    leaf_N = torch.from_numpy(scores_N).double().requires_grad_()
+    loss, metrics = objective(leaf_N, torch.from_numpy(lengths_N).double())
+    (derivatives_N,) = torch.autograd.grad(loss, leaf_N)
+    return derivatives_N.float().numpy(), {"loss": loss.item(), **metrics}
+
+
+@dataclass(frozen=True)
+class DirectPreference:
+    """DPO, SLiC or IPO over pairs: sequence 2i is the chosen answer of pair i, and 2i + 1 the rejected one."""
+
+    config: DPOModelConfig
+
+    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        config = self.config
+        if config.average_log_prob:
+            scores_N = scores_N / lengths_N
+        chosen_B, rejected_B = scores_N.view(-1, 2).unbind(1)
+        margin_B = config.beta * (chosen_B - rejected_B)
+        match config.loss_type:
+            case "sigmoid":
+                smoothing = config.label_smoothing
+                loss_B = -(1 - smoothing) * logsigmoid(margin_B) - smoothing * logsigmoid(-margin_B)
+            case "hinge":
+                loss_B = (1 - margin_B).clamp(min=0)
+            case "ipo":
+                loss_B = (chosen_B - rejected_B - 1 / (2 * config.beta)) ** 2
+            case other:
+                raise ValueError(f"loss_type={other} does not compare pairs")
+        return loss_B.mean(), _pair_metrics(config.beta * chosen_B, config.beta * rejected_B)
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """The loss of a reward model over pairs, in the order of `DirectPreference`."""
+
+    center: float
+    """Weight of the squared sum of a pair's scores."""
+
+    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        chosen_B, rejected_B = scores_N.view(-1, 2).unbind(1)
+        loss_B = -logsigmoid(chosen_B - rejected_B) + self.center * (chosen_B + rejected_B) ** 2
+        return loss_B.mean(), _pair_metrics(chosen_B, rejected_B)
+
+
+@dataclass(frozen=True)
+class KahnemanTversky:
+    """KTO over B answers, which are the first B sequences; the others are mismatched, and are not trained."""
+
+    config: DPOModelConfig
+    desirable_B: tuple[bool, ...]
+    """Whether each answer is desirable."""
+
+    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        config, n = self.config, len(self.desirable_B)
+        is_desirable_B = torch.tensor(self.desirable_B)
+        score_B, point = scores_N[:n], scores_N[n:].detach().mean().clamp(min=0)
+        distance_B = config.beta * (score_B - point)
+        # The sign turns the formula of desirable answers into that of undesirable ones.
+        better_B = torch.where(is_desirable_B, distance_B, -distance_B)
+        weight_B = torch.where(is_desirable_B, config.desirable_weight, config.undesirable_weight)
+        loss = (weight_B * (1 - torch.sigmoid(better_B))).mean()
+        rewards_B = config.beta * score_B.detach()
+        metrics = {
+            "accuracy": _share_above_0(better_B),
+            "kl": point.item(),
+            "reward/desirable": _mean(rewards_B[is_desirable_B]),
+            "reward/undesirable": _mean(rewards_B[~is_desirable_B]),
+        }
+        return loss, {name: value for name, value in metrics.items() if value is not None}
+
+
+def _pair_metrics(chosen_B: torch.Tensor, rejected_B: torch.Tensor) -> dict[str, float]:
+    margin_B = chosen_B - rejected_B
+    return {
+        "accuracy": _share_above_0(margin_B),
+        "margin": margin_B.mean().item(),
+        "reward/chosen": chosen_B.mean().item(),
+        "reward/rejected": rejected_B.mean().item(),
+    }
+
+
+def _share_above_0(values_B: torch.Tensor) -> float:
+    """Return the share of values above 0. Those that are 0 count half: before training, policy and reference agree."""
+    return (0.5 * (values_B.detach().sign() + 1)).mean().item()
+
+
+def _mean(values: torch.Tensor) -> float | None:
+    """Return the mean; None if there are no values."""
+    return values.mean().item() if len(values) else None

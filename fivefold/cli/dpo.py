@@ -1,0 +1,23 @@
+"""`fivefold dpo`."""
+
+from __future__ import annotations
+
+from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_errors
+
+
+def dpo(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
+    """Train a model on preferred and rejected answers (DPO, IPO, KTO).
+
+    \b
+    Example:
+      fivefold dpo recipes/quickstart-dpo.yaml actor.loss_type=ipo trial_name=seed-2 seed=2
+    """
+    with reporting_errors() as command:
+        from fivefold.config.load import load_recipe
+        from fivefold.config.schema import DPORecipe
+
+        command.recipe = loaded = load_recipe(recipe, overrides or [], DPORecipe)
+        # The recipe is checked before anything heavy, such as torch and Ray, is imported.
+        from fivefold.dpo import dpo
+
+        dpo(loaded, overwrite=overwrite)

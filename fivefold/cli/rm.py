@@ -1,0 +1,23 @@
+"""`fivefold rm`."""
+
+from __future__ import annotations
+
+from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_errors
+
+
+def rm(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
+    """Train a reward model on preferred and rejected answers (Bradley-Terry).
+
+    \b
+    Example:
+      fivefold rm recipes/quickstart-rm.yaml trial_name=seed-2 seed=2
+    """
+    with reporting_errors() as command:
+        from fivefold.config.load import load_recipe
+        from fivefold.config.schema import RMRecipe
+
+        command.recipe = loaded = load_recipe(recipe, overrides or [], RMRecipe)
+        # The recipe is checked before anything heavy, such as torch and Ray, is imported.
+        from fivefold.rm import rm
+
+        rm(loaded, overwrite=overwrite)

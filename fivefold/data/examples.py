@@ -1,0 +1,81 @@
+"""Tokenized examples of a data set, whatever is learnt from them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from fivefold.config.schema import BatchesConfig
+from fivefold.data.rows import usage
+from fivefold.data.sampler import EpochSampler
+
+
+class Example(Protocol):
+    """What is learnt from one row: one sequence of tokens, or several."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of its longest sequence."""
+
+    def parts(self) -> Iterator[tuple[int, ...]]:
+        """Yield whole numbers that together identify the example."""
+
+
+Item = TypeVar("Item", bound=Example)
+
+
+@dataclass(frozen=True)
+class Examples(Generic[Item]):
+    """The examples that are short enough, and the number of those that are not."""
+
+    examples: tuple[Item, ...]
+    n_rows: int
+    """Number of rows that were read."""
+    n_too_long: int
+    """Number of rows that were dropped because an example of theirs has more than `max_length` tokens."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def usage(self) -> str:
+        """The number of rows used, read and too long, as a text for the user."""
+        return usage(self.n_rows - self.n_too_long, self.n_rows, self.n_too_long)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(example.n_tokens for example in self.examples)
+
+    def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[Item]:
+        """Return a sampler of lists of `config.batch_size` examples."""
+        return EpochSampler(
+            self.examples,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=seed,
+            fingerprint=self.fingerprint(),
+        )
+
+    def fingerprint(self) -> str:
+        """Return a hash of all examples in their order, by which a resumed run recognises the data set."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            for ids in example.parts():
+                digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
+        return digest.hexdigest()[:16]
+
+
+def require_examples(examples: list[Item], n_rows: int, path: str, max_length: int) -> None:
+    """Check that some example was short enough.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not examples:
+        raise ValueError(
+            f"all {n_rows} examples of {path!r} have more than max_length={max_length} tokens: raise max_length"
+        )

@@ -1,0 +1,225 @@
+"""Reads answers that people, or a rule, preferred to others: from rows to tokenized pairs, and to columns.
+
+A row has a prompt and two answers, each a text or a list of chat messages,
+
+    {"prompt": "17 + 25 =", "chosen": " 42", "rejected": " 43"}
+    {"prompt": [{"role": "user", ...}], "chosen": [{"role": "assistant", ...}], "rejected": [...]}
+
+or two whole conversations, which begin with the same messages, the prompt:
+
+    {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}
+
+or, for KTO, one answer with a label:
+
+    {"prompt": "17 + 25 =", "response": " 42", "label": true}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fivefold.config.schema import DPORowsConfig, PreferenceRowsConfig
+from fivefold.data.examples import Examples, require_examples
+from fivefold.data.files import Row
+from fivefold.data.prompts import render, render_chat
+from fivefold.data.rows import load_rows, require_column
+from fivefold.data.sft import SFTExample, end_token
+from fivefold.data.tokens import tokenize
+from fivefold.types import Columns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt."""
+
+    chosen: SFTExample
+    """The preferred answer."""
+    rejected: SFTExample
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the longer one of the two sequences."""
+        return max(self.chosen.n_tokens, self.rejected.n_tokens)
+
+    def parts(self) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of both."""
+        yield from self.chosen.parts()
+        yield from self.rejected.parts()
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """One answer to a prompt, which is desirable or not."""
+
+    answer: SFTExample
+    is_desirable: bool
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.answer.n_tokens
+
+    def parts(self) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens, and the label."""
+        yield from self.answer.parts()
+        yield (int(self.is_desirable),)
+
+
+def load_pairs(config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Pair]:
+    """Read and tokenize pairs; those with an answer that is too long are dropped and counted.
+
+    Raises:
+        ValueError: no data, a missing column, answers of another form, a tokenizer without an end-of-sequence token, or
+            no pair that is short enough.
+    """
+    _refuse_answers(config)
+    rows = load_rows(config)
+    for key in ("chosen_key", "rejected_key"):
+        require_column(rows, getattr(config, key), key, config.path)
+    pairs: list[Pair] = []
+    for number, row in enumerate(rows, start=1):
+        pair = _pair(row, config, tokenizer, f"row {number} of {config.path!r}")
+        if pair.n_tokens <= config.max_length:
+            pairs.append(pair)
+    require_examples(pairs, len(rows), config.path, config.max_length)
+    return Examples(tuple(pairs), n_rows=len(rows), n_too_long=len(rows) - len(pairs))
+
+
+def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Labelled]:
+    """Read and tokenize single answers with labels; or pairs, as a desirable and an undesirable answer each.
+
+    Raises:
+        ValueError: as `load_pairs`, or a label that is not true or false.
+    """
+    if config.label_key is None:
+        pairs = load_pairs(config, tokenizer)
+        answers = [Labelled(answer, is_chosen) for pair in pairs.examples
+                   for answer, is_chosen in ((pair.chosen, True), (pair.rejected, False))]  # fmt: skip
+        return Examples(tuple(answers), pairs.n_rows, pairs.n_too_long)
+    _refuse_answers(config)
+    rows = load_rows(config)
+    for key in ("prompt_key", "response_key", "label_key"):
+        require_column(rows, getattr(config, key), key, config.path)
+    labelled: list[Labelled] = []
+    for number, row in enumerate(rows, start=1):
+        where = f"row {number} of {config.path!r}"
+        label = row[config.label_key]
+        if label not in (0, 1):
+            raise ValueError(f"{where}: {config.label_key!r} must be true or false, not {label!r:.200}")
+        prompt, answer = row[config.prompt_key], row[config.response_key]
+        example = _Answers(prompt, config, tokenizer, where, as_chat=_is_chat(answer)).tokenized(
+            answer, config.response_key
+        )
+        if example.n_tokens <= config.max_length:
+            labelled.append(Labelled(example, bool(label)))
+    require_examples(labelled, len(rows), config.path, config.max_length)
+    return Examples(tuple(labelled), n_rows=len(rows), n_too_long=len(rows) - len(labelled))
+
+
+def score_columns(examples: Sequence[SFTExample]) -> Columns:
+    """Lay examples end to end, each with one more token, which alone has the mask: the state before it gets the score.
+
+    A value belongs to the state before a token. The model's score is that of the state behind the last token, which is
+    the state before a token that is appended; whichever it is, nothing depends on it.
+    """
+    lengths_N = np.array([example.n_tokens + 1 for example in examples], dtype=np.int32)
+    tokens = [token for each in examples for token in (*each.prompt_ids, *each.response_ids, each.response_ids[-1])]
+    mask_T = np.zeros(len(tokens), dtype=np.bool_)
+    mask_T[np.cumsum(lengths_N) - 1] = True
+    return Columns(lengths_N, {"tokens": np.array(tokens, dtype=np.int32), "mask": mask_T})
+
+
+def _refuse_answers(config: PreferenceRowsConfig) -> None:
+    if config.answer_key is not None:
+        raise ValueError(
+            f"answer_key={config.answer_key!r} has no use in training on preferences: set chosen_key and rejected_key"
+        )
+
+
+def _is_chat(answer: Any) -> bool:
+    return isinstance(answer, list)
+
+
+def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> Pair:
+    chosen, rejected = row[config.chosen_key], row[config.rejected_key]
+    if _is_chat(chosen) != _is_chat(rejected):
+        raise ValueError(
+            f"{where}: {config.chosen_key!r} and {config.rejected_key!r} must both be texts, or both lists of messages"
+        )
+    prompt = row.get(config.prompt_key)
+    if _is_chat(chosen) and _is_conversation(chosen) and _is_conversation(rejected):
+        n = _n_common(chosen, rejected)
+        prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
+        if not prompt or not chosen or not rejected:
+            raise ValueError(
+                f"{where}: the conversations {config.chosen_key!r} and {config.rejected_key!r} must begin with the "
+                "same messages, the prompt, and each must go on with another answer: change them, or drop the row"
+            )
+    elif prompt is None:
+        raise ValueError(
+            f"{where} has no column {config.prompt_key!r}, which prompt_key asks for unless {config.chosen_key!r} and "
+            f"{config.rejected_key!r} are whole conversations; its columns are {sorted(row)}: set prompt_key"
+        )
+    answers = _Answers(prompt, config, tokenizer, where, as_chat=_is_chat(chosen))
+    return Pair(answers.tokenized(chosen, config.chosen_key), answers.tokenized(rejected, config.rejected_key))
+
+
+def _is_conversation(messages: list[Any]) -> bool:
+    """Return whether messages begin with those of a prompt, and not with an answer."""
+    return bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") != "assistant"
+
+
+def _n_common(one: list[Any], other: list[Any]) -> int:
+    """Return the number of messages that both conversations begin with, of which an answer is none."""
+    n = 0
+    while n < min(len(one), len(other)) - 1 and one[n] == other[n]:
+        n += 1
+    return n
+
+
+class _Answers:
+    """Tokenizes the answers to one prompt."""
+
+    def __init__(
+        self,
+        prompt: Any,
+        config: PreferenceRowsConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        where: str,
+        *,
+        as_chat: bool,
+    ) -> None:
+        """Tokenize the prompt; a text that chat messages answer is the message of a user."""
+        self._messages = [{"role": "user", "content": prompt}] if as_chat and isinstance(prompt, str) else prompt
+        self._config, self._tokenizer, self._where = config, tokenizer, where
+        self._end = end_token(tokenizer)
+        self._text, self._ids = render(self._messages, config, tokenizer, where, config.max_length)
+
+    def tokenized(self, answer: Any, key: str) -> SFTExample:
+        """Return the prompt with an answer, which the end-of-sequence token ends."""
+        text = self._rendered(answer, key) if _is_chat(answer) else answer
+        if not isinstance(text, str):
+            raise ValueError(f"{self._where}: {key!r} must be a text or a list of chat messages, not {answer!r:.200}")
+        learned = tokenize(
+            text, self._tokenizer, add_special_tokens=False, at_most=self._config.max_length, where=self._where
+        )
+        return SFTExample(self._ids, (*learned, self._end))
+
+    def _rendered(self, answer: list[Any], key: str) -> str:
+        """Return the text that an answer's messages add to the prompt's, without the end token behind it."""
+        whole = render_chat([*self._messages, *answer], self._tokenizer, self._where, is_prompt=False)
+        if not whole.startswith(self._text):
+            raise ValueError(
+                f"{self._where}: with {key!r} the chat template of {self._tokenizer.name_or_path!r} writes the "
+                "prompt's messages in another way than without, so nothing tells the answer from the prompt: give texts"
+            )
+        text = whole.removeprefix(self._text)
+        end = str(self._tokenizer.eos_token)
+        return text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text

@@ -1,0 +1,64 @@
+"""An optimizer step on an objective over the scores of whole sequences (`fivefold/algorithms/preferences.py`).
+
+sequences ──scores, without gradient──> objective ──> loss, metrics
+                                            └──> a coefficient for each sequence ──> linear loss ──> optimizer step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
+from fivefold.algorithms.preferences import Numbers, Objective, derivatives
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.actor import Actor
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.trainer import UpdateResult
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sequences whose scores an objective compares."""
+
+    batch: RemoteBatch
+    objective: Objective
+    n_trained: int
+    """Number of the first sequences, which are trained on; the objective has no derivative by the scores of others."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How sequences are scored."""
+
+    prediction: Literal["logprobs", "values"]
+    """`logprobs`: by the log of the ratio of the actor's probability to the reference's. `values`: by the actor's
+    value head."""
+
+    def scores(self, actor: Actor, batch: RemoteBatch, timers: PhaseTimers) -> Numbers:
+        """Return the score of each sequence under the current weights: float64 [N]."""
+        if self.prediction == "values":
+            with timers.phase("scores"):
+                return actor.sum_values(batch)
+        with timers.phase("reference"):
+            reference_N = actor.sum_logprobs(batch, "reference")
+        with timers.phase("scores"):
+            return actor.sum_logprobs(batch) - reference_N
+
+    def measure(self, actor: Actor, comparison: Comparison) -> dict[str, float]:
+        """Return the objective's metrics, its value as `loss` among them."""
+        # Timers of their own, because the caller counts all of an evaluation as one phase.
+        scores_N = self.scores(actor, comparison.batch, PhaseTimers())
+        _, metrics = derivatives(comparison.objective, scores_N, comparison.batch.trained_N)
+        return metrics
+
+    def update(self, actor: Actor, comparison: Comparison, timers: PhaseTimers) -> UpdateResult:
+        """Make one optimizer step on the objective. Its metrics are of the weights before the step."""
+        batch = comparison.batch
+        coefficients_N, metrics = derivatives(comparison.objective, self.scores(actor, batch, timers), batch.trained_N)
+        trained = batch.with_scalars(**{COEFFICIENT: coefficients_N})
+        if comparison.n_trained < len(batch):
+            trained = trained.select(range(comparison.n_trained))
+        with timers.phase("train"):
+            result = actor.update(trained, LinearLoss(self.prediction))
+        return replace(result, metrics=result.metrics | metrics)

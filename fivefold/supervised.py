@@ -1,0 +1,225 @@
+"""The loop of supervised training, which `fivefold sft`, `fivefold dpo` and `fivefold rm` share.
+
+examples of a step ──Method.update──> one optimizer step ──> metrics, checkpoint, next step
+held-out examples  ──Method.measure──> before the first step, and after the last one
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from fivefold.checkpoints.recovery import find_start
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.schedule import Schedule
+from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.store import TRAINER
+from fivefold.checkpoints.weights import WeightSaver
+from fivefold.config.load import resolved_yaml
+from fivefold.config.schema import DPORecipe, PeriodicConfig, RMRecipe, SFTRecipe
+from fivefold.data.examples import Example, Examples
+from fivefold.data.sampler import EpochSampler
+from fivefold.families.check import describe
+from fivefold.families.shape import ModelShape
+from fivefold.observe.table import Column
+from fivefold.observe.timers import PhaseTimers
+from fivefold.observe.versions import versions
+from fivefold.roles.actor import Actor
+from fivefold.roles.keeping import keep
+from fivefold.roles.launch import launch_actor
+from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
+from fivefold.roles.resuming import load_state, start_facts, state_at_start
+from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.updates import SkipGuard, average_updates
+
+Item = TypeVar("Item", bound=Example)
+SupervisedRecipe = SFTRecipe | DPORecipe | RMRecipe
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a step came to."""
+
+    result: UpdateResult
+    n_tokens: int
+    """Tokens that were trained on, prompts included."""
+
+
+class Method(Protocol[Item]):
+    """What one kind of supervised training has of its own: data, loss and evaluation."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Columns of the table of steps."""
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of what `measure` returns and the summary has."""
+
+    @property
+    def n_appended(self) -> int:
+        """Tokens that are appended to every example."""
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Item], Examples[Item] | None]:
+        """Read the examples to train on, and the held-out ones if there are any.
+
+        Raises:
+            ValueError: a data set that cannot be used.
+        """
+
+    def update(self, actor: Actor, examples: Sequence[Item], timers: PhaseTimers) -> Learnt:
+        """Make one optimizer step on the examples of a batch, in the phase `train`."""
+
+    def measure(self, actor: Actor, examples: Sequence[Item]) -> dict[str, float]:
+        """Evaluate the current weights on held-out examples."""
+
+    def told(self, measures: Mapping[str, float]) -> str:
+        """Return what `measure` returned as a text for the user."""
+
+
+@dataclass(frozen=True)
+class Setup(Generic[Item]):
+    """A run as it is known before a process is started."""
+
+    recipe: SupervisedRecipe
+    method: Method[Item]
+    ground: Groundwork
+    data: Examples[Item]
+    valid: Examples[Item] | None
+    sampler: EpochSampler[Item]
+    """Reads the training examples, step by step."""
+    total_steps: int
+
+    def schedule(self, section: PeriodicConfig) -> Schedule:
+        """Return when an action of the recipe is due; its time is measured from now on."""
+        return Schedule(section, total_steps=self.total_steps, steps_per_epoch=self.sampler.batches_per_epoch)
+
+
+def set_up(recipe: SupervisedRecipe, method: Method[Item]) -> Setup[Item]:
+    """Check and load everything that needs no worker.
+
+    Raises:
+        ValueError: a recipe, a model or a data set that cannot work.
+    """
+    ground = lay_groundwork(recipe)
+    data, valid = method.load(ground.tokenizer)
+    _check_lengths(ground.shape, "train_dataset", data.longest, method.n_appended)
+    if valid is not None:
+        _check_lengths(ground.shape, "valid_dataset", valid.longest, method.n_appended)
+    sampler = data.sampler(recipe.train_dataset, recipe.seed)
+    return Setup(recipe, method, ground, data, valid, sampler, recipe.n_steps(sampler.batches_per_epoch))
+
+
+def _check_lengths(shape: ModelShape, section: str, longest: int, n_appended: int) -> None:
+    if longest + n_appended > shape.max_positions:
+        most = shape.max_positions - n_appended
+        last = " and one behind each example" if n_appended else ""
+        raise ValueError(
+            f"the longest example of {section} has {longest} tokens, but the model has {shape.max_positions} "
+            f"positions{last}: set {section}.max_length={most} to leave such examples out"
+        )
+
+
+def run_supervised(recipe: SupervisedRecipe, method: Method[Item], *, overwrite: bool) -> dict[str, Any]:
+    """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
+
+    Raises:
+        ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
+        RunFailed: a worker failed, died or hung, or a checkpoint could not be written.
+        RunStopped: the run was asked to end, and ended after a step.
+    """
+    began = time.perf_counter()
+    start = find_start(recipe, overwrite=overwrite)
+    if isinstance(start, Finished):
+        print(start.reason)
+        return start.summary
+    setup = set_up(recipe, method)
+    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
+    with open_run(recipe, start, method.columns, _banner(setup, start, note)) as run:
+        actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
+        load_state(start, TRAINER, actor)
+        run.folder.started()
+        state = run_loop(setup, actor, run, state, began)
+        summary = {
+            **_measured(method, state),
+            "steps": setup.total_steps,
+            "seconds": round(state.seconds, 1),
+            "versions": versions(),
+            "recipe": resolved_yaml(recipe),
+        }
+        run.folder.write_summary(summary)
+        run.screen.end(f"finished in {summary['seconds']:.0f} s", run.folder.saved())
+    return summary
+
+
+def _banner(setup: Setup[Item], start: Anew | Resume, note: str | None) -> dict[str, object]:
+    recipe = setup.recipe
+    return {
+        "model": setup.ground.describe_model(recipe),
+        "actor": describe(setup.ground.placement["actor"].layout),
+        "examples": setup.data.usage,
+        **({"held out": setup.valid.usage} if setup.valid else {}),
+        "steps": f"{setup.total_steps} of {recipe.train_dataset.batch_size} examples",
+        **start_facts(start, note),
+        **setup.ground.warnings(recipe),
+    }
+
+
+def _measured(method: Method[Item], state: RunState) -> dict[str, float | None]:
+    """Return the evaluations before and after training, for the summary."""
+    evaluations = {"before": state.evaluation_before, "after": state.evaluation_last}
+    return {
+        f"{name}_{when}": values[name] if values else None
+        for name in method.measured
+        for when, values in evaluations.items()
+    }
+
+
+def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, began: float) -> RunState:
+    """Run the training loop from `state` on. Returns the state after its last step."""
+    recipe, method, timers = setup.recipe, setup.method, run.timers
+    saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
+    guard = SkipGuard()
+    guard.in_a_row = state.skips_in_a_row
+    with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
+        run.screen.start(setup.total_steps, state.step)
+        if state.step == 0:
+            state = replace(state, evaluation_before=_held_out(setup, actor, run, "before training"))
+        timers.take()
+        for step in range(state.step + 1, setup.total_steps + 1):
+            learnt = method.update(actor, setup.sampler.next_batch(), timers)
+            guard.check(learnt.result, step)
+            seconds = timers.take()
+            metrics = average_updates([learnt.result]) | {"tokens_per_second": learnt.n_tokens / seconds["train"]}
+            state = replace(
+                state, step=step, sampler=setup.sampler.state_dict(), weight_version=step, skips_in_a_row=guard.in_a_row
+            )
+            try:
+                if saver.is_due(step):
+                    with timers.phase("save"):
+                        weights.save(step)
+                    saver.done()
+                if step == setup.total_steps:
+                    state = replace(state, evaluation_last=_held_out(setup, actor, run, "after training"))
+                state = keeper.after_step(state, metrics)
+            finally:
+                seconds |= timers.take()
+                keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
+            run.screen.step(step, metrics, seconds)
+            keeper.step_logged(state)
+    return state
+
+
+def _held_out(setup: Setup[Item], actor: Actor, run: OpenRun, when: str) -> dict[str, float] | None:
+    """Evaluate the held-out examples; None if there are none."""
+    if setup.valid is None:
+        return None
+    with run.timers.phase("evaluation"):
+        measures = setup.method.measure(actor, setup.valid.examples)
+    n = len(setup.valid)
+    run.screen.note(f"held-out {setup.method.told(measures)} {when}, on {n:,} examples", style="cyan")
+    return measures
