@@ -37,7 +37,7 @@ def logprobs_and_entropies(folder: Path, batch: Batch, temperature: float) -> tu
     """Return log-probs and entropies, float32 [T] each, 0 on every sequence's first token."""
     model = load_model(folder)
     with torch.no_grad():
-        rows = [_predict(model, tokens, temperature) for tokens in batch.split(batch.tokens_T)]
+        rows = [predict(model, tokens, temperature) for tokens in batch.split(batch.tokens_T)]
     logprobs, entropies = zip(*rows, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -111,7 +111,7 @@ def _accumulate(model: Any, batch: Batch, loss: PolicyLoss | SFTLoss) -> float:
     total = 0.0
     for index in range(len(batch)):
         sequence = batch.select([index])
-        logprobs, entropy = _predict(model, sequence.tokens_T, loss.temperature)
+        logprobs, entropy = predict(model, sequence.tokens_T, loss.temperature)
         cost = (
             sft_cost(logprobs, sequence)
             if isinstance(loss, SFTLoss)
@@ -123,7 +123,7 @@ def _accumulate(model: Any, batch: Batch, loss: PolicyLoss | SFTLoss) -> float:
     return total
 
 
-def _predict(model: Any, tokens_L: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def predict(model: Any, tokens_L: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     logits_LV = model(tokens_L[None]).logits[0] / temperature
     log_p_LV = torch.log_softmax(logits_LV[:-1], dim=-1)
     logprobs = log_p_LV.gather(1, tokens_L[1:, None]).squeeze(1)

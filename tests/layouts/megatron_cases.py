@@ -111,6 +111,7 @@ class Case:
         seed: int = 1,
         *,
         value_head: bool = False,
+        value_bias: bool = True,
     ) -> OpenEngine:
         config = EngineConfig(
             path=str(folder),
@@ -129,6 +130,7 @@ class Case:
             total_steps=total_steps,
             timeout_s=self.timeout_s,
             value_head=value_head,
+            value_bias=value_bias,
         )
 
 

@@ -1,4 +1,7 @@
-"""A critic has the values and the gradients of Hugging Face's model for token classification, on every layout."""
+"""Critics and reward models have the values and the gradients of Hugging Face's models, on every layout.
+
+So has a policy that is trained on pairs: the gradient of DPO's coupled loss.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_reference
+import numpy as np
 import pytest
 import torch
 from compare import assert_close
@@ -17,11 +21,15 @@ from ragged import uneven_batch
 from test_checkpoint import commit
 from worker_pool import Workers
 
+from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
+from fivefold.algorithms.preferences import BradleyTerry, DirectPreference, Objective, derivatives
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.bridge.audit import check_weights
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema import DPOModelConfig, OptimizerConfig
+from fivefold.data.preferences import score_columns
+from fivefold.data.sft import SFTExample
 from fivefold.families.read import load_shape
-from fivefold.types import Batch
+from fivefold.types import Batch, Columns
 
 LAYOUTS = {
     "qwen3_moe": (
@@ -160,3 +168,143 @@ def test_a_language_model_becomes_a_critic_whose_values_begin_at_zero(
     assert all(not values_T.any() for values_T, _ in results)
     assert results[0][1]["score.weight"].any()
     assert "lm_head.weight" not in results[0][1]
+
+
+PAIRED = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:p2t2c2|ffn:e4)")
+ANSWERS = (7, 12, 22, 5, 31, 9, 17, 3)
+"""Tokens of the sequences of four pairs."""
+BETA, CENTER = 0.3, 0.05
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a pass over pairs gives."""
+
+    scores_N: torch.Tensor
+    loss: float
+    gradients: Tensors
+    scores_after_N: torch.Tensor | None = None
+    """Scores after an optimizer step."""
+
+
+def reference_scores() -> torch.Tensor:
+    """Return log-probs of whole answers under a reference, float64 [N]."""
+    return -4 * torch.rand(len(ANSWERS), generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def scored_batch() -> Batch:
+    """Return the sequences of the pairs as a reward model gets them."""
+    batch = uneven_batch(lengths=ANSWERS)
+    rows = [tuple(tokens.tolist()) for tokens in batch.split(batch.tokens_T)]
+    columns: Columns = score_columns([SFTExample(row[:1], row[1:]) for row in rows])
+    tokens_T, mask_T = (torch.from_numpy(columns.values[name]) for name in ("tokens", "mask"))
+    return Batch(tuple(columns.lengths_N.tolist()), tokens_T.long(), mask_T.float())
+
+
+def hugging_face_dpo(folder: Path, scratch: Path) -> Compared:
+    """In a worker: return the loss of DPO and its gradient as its paper writes them, with both answers in one graph."""
+    batch, reference_N = uneven_batch(lengths=ANSWERS), reference_scores()
+    model = hf_reference.load_model(folder)
+    sums = [
+        (hf_reference.predict(model, sequence.tokens_T, 1.0)[0] * sequence.mask_T).sum().double()
+        for sequence in (batch.select([i]) for i in range(len(batch)))
+    ]
+    ratios_N = torch.stack(sums) - reference_N
+    loss = -torch.log(1 / (1 + torch.exp(-BETA * (ratios_N[0::2] - ratios_N[1::2])))).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Compared(ratios_N.detach(), float(loss), hf_reference.gradients_as_in_files(model, scratch))
+
+
+def scores_of_reward_model(model: Any) -> torch.Tensor:
+    batch = uneven_batch(lengths=ANSWERS)
+    return torch.stack([model(tokens_L[None]).logits[0, 0] for tokens_L in batch.split(batch.tokens_T)])
+
+
+def hugging_face_reward_model(folder: Path, scratch: Path) -> Compared:
+    """In a worker: return scores, loss and gradient of Hugging Face's model for sequence classification."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.num_labels == 1
+    scores_N = scores_of_reward_model(model)
+    chosen, rejected = scores_N[0::2], scores_N[1::2]
+    pairs = torch.log(1 + torch.exp(rejected - chosen)) + CENTER * (chosen + rejected) ** 2
+    pairs.mean().backward()  # type: ignore[no-untyped-call]
+    gradients = hf_reference.gradients_as_in_files(model, scratch)
+    return Compared(scores_N.detach(), float(pairs.mean()), gradients)
+
+
+def make_reward_model(folder: Path, target: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model.score.weight.data.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
+    model.save_pretrained(target)
+
+
+def sums_of(batch: Batch, values_T: torch.Tensor) -> torch.Tensor:
+    return torch.stack([values.double().sum() for values in batch.split(values_T)])
+
+
+def weighted(batch: Batch, objective: Objective, scores_N: torch.Tensor) -> tuple[Batch, float]:
+    """Return the batch with the coefficient of each sequence, and the value of the objective."""
+    trained_N = sums_of(batch, batch.mask_T).numpy().astype(np.int64)
+    coefficients_N, metrics = derivatives(objective, scores_N.numpy(), trained_N)
+    spread_T = torch.from_numpy(np.repeat(coefficients_N, batch.lengths))
+    return batch.with_fields(**{COEFFICIENT: spread_T}), metrics["loss"]
+
+
+def engine_dpo(case: Case, folder: Path) -> Compared:
+    """In a worker: compute loss and gradient of DPO in two passes."""
+    engine = case.engine(folder, OPTIMIZER)
+    batch = uneven_batch(lengths=ANSWERS)
+    ratios_N = sums_of(batch, engine.logprobs_of(batch, temperature=1.0)[0]) - reference_scores()
+    objective = DirectPreference(DPOModelConfig(path="m", beta=BETA))
+    batch, loss = weighted(batch, objective, ratios_N)
+    engine.forward_backward_of(batch, LinearLoss("logprobs"))
+    return Compared(ratios_N, loss, whole(engine.gradients()))
+
+
+def engine_reward_model(case: Case, folder: Path, out: Path) -> Compared:
+    """In a worker: compute scores, loss and gradient of a reward model in two passes, make a step and save the model."""
+    engine = case.engine(folder, OPTIMIZER, value_head=True, value_bias=False)
+    batch = scored_batch()
+    scores_N = sums_of(batch, engine.values_of(batch))
+    weighted_batch, loss = weighted(batch, BradleyTerry(CENTER), scores_N)
+    engine.forward_backward_of(weighted_batch, LinearLoss("values"))
+    gradients = whole(engine.gradients())
+    engine.optim_step()
+    engine.save_hf(out)
+    return Compared(scores_N, loss, gradients, sums_of(batch, engine.values_of(batch)))
+
+
+@pytest.mark.parametrize("layout", PAIRED)
+def test_dpo_in_two_passes_has_the_gradient_of_the_coupled_loss(
+    workers: Workers, models: Path, tmp_path: Path, layout: str
+) -> None:
+    case, folder = Case(layout), models / "qwen3_moe"
+    (want,) = workers(1).run(hugging_face_dpo, folder, tmp_path)
+    results = workers(case.world_size).run(engine_dpo, case, folder)
+    for result in results:
+        torch.testing.assert_close(result.scores_N, want.scores_N, rtol=1e-4, atol=1e-4)
+        assert result.loss == pytest.approx(want.loss, rel=1e-4)
+    assert_close(results[0].gradients, want.gradients, 3e-4)
+
+
+@pytest.mark.parametrize("layout", PAIRED)
+def test_a_reward_model_is_one_of_transformers_for_sequence_classification(
+    workers: Workers, models: Path, tmp_path: Path, layout: str
+) -> None:
+    case, folder, saved = Case(layout), tmp_path / "model", tmp_path / "saved"
+    workers(1).run(make_reward_model, models / "qwen3_moe", folder)
+    check_weights(folder, load_shape(folder).as_reward_model())
+    (want,) = workers(1).run(hugging_face_reward_model, folder, tmp_path / "gradients")
+    results = workers(case.world_size).run(engine_reward_model, case, folder, saved)
+    for result in results:
+        torch.testing.assert_close(result.scores_N.float(), want.scores_N, rtol=1e-4, atol=1e-5)
+        assert result.loss == pytest.approx(want.loss, rel=1e-4)
+    assert_close(results[0].gradients, want.gradients, 3e-4)
+    (reloaded,) = workers(1).run(hugging_face_reward_model, saved, tmp_path / "again")
+    after_N = results[0].scores_after_N
+    torch.testing.assert_close(after_N.float(), reloaded.scores_N, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(after_N, results[0].scores_N)
