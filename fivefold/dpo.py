@@ -89,9 +89,11 @@ class LabelledAnswers:
     def _comparison(self, examples: Sequence[Labelled]) -> Comparison:
         answers = [example.answer for example in examples]
         longest = max(answer.n_tokens for answer in answers)
+        # Half the batch away, because answers to one prompt often stand beside one another.
+        half = len(answers) // 2
         others = [
             _answered(prompt, answer, longest)
-            for prompt, answer in zip(answers, answers[1:] + answers[:1], strict=True)
+            for prompt, answer in zip(answers, answers[half:] + answers[:half], strict=True)
         ]
         objective = KahnemanTversky(self.recipe.actor, tuple(example.is_desirable for example in examples))
         return Comparison(RemoteBatch.of(sft_columns([*answers, *others])), objective, n_trained=len(answers))

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fivefold.config.limits import LARGEST
-from fivefold.config.problems import section_of
-from fivefold.config.schema import Duration, RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.problems import COMMANDS, section_of
+from fivefold.config.schema import Duration, RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 INTRODUCTION = f"""\
@@ -34,7 +34,8 @@ all else is text, such as `yes`, `1_000` and `12:30:45`.
 
 def page() -> str:
     """Return the text of the whole page."""
-    return "\n".join([INTRODUCTION, *_recipe("`fivefold train`", TrainRecipe), *_recipe("`fivefold sft`", SFTRecipe)])
+    recipes = (line for schema, command in COMMANDS.items() for line in _recipe(f"`{command}`", schema))
+    return "\n".join([INTRODUCTION, *recipes])
 
 
 def _recipe(title: str, schema: type[RunConfig]) -> Iterator[str]:

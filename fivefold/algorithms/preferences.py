@@ -24,7 +24,7 @@ KTO (arXiv 2402.01306) has single answers y, each desirable or not, instead of p
     desirable      w_d (1 - sigmoid(beta (score(y) - z)))
     undesirable    w_u (1 - sigmoid(beta (z - score(y))))               z = max(0, mean score of mismatched answers)
 
-where a mismatched answer is that of the next example of the mini-batch, behind this example's prompt.
+where a mismatched answer is that of another example of the mini-batch, behind this example's prompt.
 """
 
 from __future__ import annotations

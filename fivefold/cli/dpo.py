@@ -6,7 +6,7 @@ from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_
 
 
 def dpo(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
-    """Train a model on preferred and rejected answers (DPO, IPO, KTO).
+    """Train a model on preferences (DPO, IPO, KTO).
 
     \b
     Example:

@@ -6,7 +6,7 @@ from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_
 
 
 def rm(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
-    """Train a reward model on preferred and rejected answers (Bradley-Terry).
+    """Train a reward model on preferences.
 
     \b
     Example:

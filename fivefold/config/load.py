@@ -50,10 +50,15 @@ def kind_of(values: dict[str, Any]) -> type[Recipe]:
     others = set().union(*(known[kind] for kind in kinds))
     written = list(_keys(values))
     unknown = [key for key in written if key not in known[TrainRecipe] and key not in others][:MOST_PROBLEMS]
-    meant = {kind: {near for key in unknown for near in nearest_keys(key, kind)} for kind in known}
-    if {*written, *meant[TrainRecipe]} & (known[TrainRecipe] - others):
+    if {*written, *_meant(unknown, TrainRecipe)} & (known[TrainRecipe] - others):
         return TrainRecipe
-    return max(kinds, key=lambda kind: len({*written, *meant[kind]} & known[kind]))
+    return max(kinds, key=lambda kind: len({*written, *_meant(unknown, kind, in_section=True)} & known[kind]))
+
+
+def _meant(keys: Sequence[str], kind: type[Recipe], *, in_section: bool = False) -> set[str]:
+    """Return the known keys that unknown ones most likely stand for; `in_section`: only those in the same section."""
+    near = ((key, nearest) for key in keys for nearest in nearest_keys(key, kind))
+    return {one for key, one in near if not in_section or one.rpartition(".")[0] == key.rpartition(".")[0]}
 
 
 def _keys(value: Any, prefix: str = "") -> Iterator[str]:

@@ -266,7 +266,7 @@ def engine_dpo(case: Case, folder: Path) -> Compared:
 
 
 def engine_reward_model(case: Case, folder: Path, out: Path) -> Compared:
-    """In a worker: compute scores, loss and gradient of a reward model in two passes, make a step and save the model."""
+    """In a worker: compute scores, loss and gradient of a reward model in two passes; make a step, save the model."""
     engine = case.engine(folder, OPTIMIZER, value_head=True, value_bias=False)
     batch = scored_batch()
     scores_N = sums_of(batch, engine.values_of(batch))

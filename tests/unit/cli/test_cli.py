@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from fivefold import __version__
 from fivefold.cli.main import app
 from fivefold.cluster.errors import Member, WorkerError
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema import DPORecipe, RMRecipe, SFTRecipe, TrainRecipe
 from fivefold.observe.run_dir import RunDir
 
 RECIPE = """
@@ -63,11 +63,12 @@ def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Calla
     assert seen["overwrite"] is True
 
 
-def test_sft_and_eval_hand_over_their_recipes(recipe: str, loop: Callable[[str, Loop], None]) -> None:
+def test_the_other_commands_hand_over_their_recipes(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     seen: list[object] = []
-    loop("sft", lambda recipe, *, overwrite: seen.append((type(recipe), overwrite)))
-    assert invoke("sft", recipe).exit_code == 0
-    assert seen == [(SFTRecipe, False)]
+    for name, kind in (("sft", SFTRecipe), ("dpo", DPORecipe), ("rm", RMRecipe)):
+        loop(name, lambda recipe, *, overwrite: seen.append((type(recipe), overwrite)))
+        assert invoke(name, recipe).exit_code == 0
+        assert seen.pop() == (kind, False)
 
     loop("evaluate", lambda recipe, *, model: {"accuracy": 0.5, "model": model})
     result = invoke("eval", recipe, "--model", "elsewhere")

@@ -14,9 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fivefold.config.load import load_any_recipe, load_recipe, resolved_yaml
-from fivefold.config.problems import RecipeError, known_keys, nearest_keys
-from fivefold.config.schema import ONE_LINE, SFTRecipe, TrainRecipe
+from fivefold.config.load import kind_of, load_any_recipe, load_recipe, resolved_yaml
+from fivefold.config.problems import COMMANDS, RecipeError, known_keys, nearest_keys
+from fivefold.config.schema import ONE_LINE, DPORecipe, RMRecipe, SFTRecipe, TrainRecipe
+from fivefold.config.source import apply_overrides, read_mapping
 
 MINIMAL = """\
 experiment_name: first
@@ -283,7 +284,7 @@ def unbounded(schema: Any, path: str = "") -> Iterator[str]:
         yield from unbounded(inner, f"{path}/{key}")
 
 
-@pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe])
+@pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe, DPORecipe, RMRecipe])
 def test_every_whole_number_has_an_upper_bound(recipe: type[BaseModel]) -> None:
     paths = list(unbounded(recipe.model_json_schema()))
     assert all("server_args" in path for path in paths), paths
@@ -336,7 +337,7 @@ def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-@pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe])
+@pytest.mark.parametrize("recipe", [TrainRecipe, SFTRecipe, DPORecipe, RMRecipe])
 def test_every_key_is_described(recipe: type[BaseModel]) -> None:
     assert list(undescribed(recipe)) == []
 
@@ -369,10 +370,17 @@ def test_a_list_may_replace_a_mapping_if_both_are_allowed(write: Any) -> None:
         ("rollout.backend=vllm:d1", TrainRecipe),
         ("actor.eps_clip=0.1", TrainRecipe),
         ("allocation_mode=vllm:d1+megatron:d1", TrainRecipe),
+        ("actor.beta=0.2", DPORecipe),
+        ("actor.los_type=ipo", DPORecipe),
+        ("train_dataset.label_key=label", DPORecipe),
+        ("ref.path=m", DPORecipe),
+        ("train_dataset.chosen_key=better", RMRecipe),
+        ("actor.center_rewards_coefficient=0.1", RMRecipe),
     ],
 )
 def test_the_keys_decide_the_kind_of_a_recipe(write: Any, override: str | None, kind: type[BaseModel]) -> None:
-    assert type(load_any_recipe(write(MINIMAL), [override] if override else [])) is kind
+    written, _ = apply_overrides(read_mapping(Path(write(MINIMAL))), [override] if override else [])
+    assert kind_of(written) is kind
 
 
 @pytest.mark.parametrize(
@@ -397,9 +405,9 @@ def test_shipped_recipes_load_as_the_kind_of_their_command() -> None:
     recipes = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
     assert recipes
     for recipe in recipes:
-        command = re.search(r"fivefold (train|sft) recipes/" + recipe.name, recipe.read_text())
+        command = re.search(r"(fivefold (?:train|sft|dpo|rm)) recipes/" + recipe.name, recipe.read_text())
         assert command is not None, recipe
-        assert type(load_any_recipe(recipe, [])) is {"train": TrainRecipe, "sft": SFTRecipe}[command[1]]
+        assert COMMANDS[type(load_any_recipe(recipe, []))] == command[1]
 
 
 def test_all_problems_are_listed_at_once(write: Any) -> None:
@@ -500,3 +508,27 @@ def test_any_value_survives_the_resolved_recipe(
     )
     file.write_text(resolved_yaml(recipe), encoding="utf-8")
     assert load_recipe(file, [], TrainRecipe) == recipe
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["actor.label_smoothing=0.1", "actor.loss_type=ipo"], "label_smoothing=0.1 has no effect with loss_type=ipo"),
+        (["actor.desirable_weight=2.0"], "no effect with loss_type=sigmoid"),
+        (
+            ["actor.loss_type=kto", "actor.average_log_prob=true"],
+            "average_log_prob=true has no effect with loss_type=kto",
+        ),
+        (["train_dataset.label_key=good"], "train_dataset.label_key=good is for single answers"),
+        (["actor.loss_type=kto", "train_dataset.batch_size=1"], "train_dataset.batch_size=1 has none: raise it"),
+    ],
+)
+def test_keys_that_a_loss_of_preferences_does_not_read_are_refused(write: Any, keys: list[str], message: str) -> None:
+    (problem,) = problems(write(MINIMAL), *keys, schema=DPORecipe)
+    assert message in problem
+
+
+def test_a_resolved_recipe_tells_its_kind(write: Any) -> None:
+    for kind in COMMANDS:
+        recipe = load_recipe(write(MINIMAL), [], kind)
+        assert kind_of(read_mapping(write(resolved_yaml(recipe)))) is kind

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.data.arithmetic import LARGEST, Problem, problems, rl_rows, sft_rows, write_arithmetic
+from fivefold.data.arithmetic import LARGEST, Problem, pair_rows, problems, rl_rows, sft_rows, write_arithmetic
 
 
 def value(expression: str) -> int:
@@ -55,6 +55,25 @@ def test_no_held_out_problem_occurs_in_training_data_not_even_as_a_step() -> Non
     assert not held_out & (demonstrations | prompts)
 
 
+def test_chosen_answers_are_right_and_rejected_ones_wrong_in_one_operation() -> None:
+    for row in pair_rows("train", 300):
+        chosen, rejected = (row["prompt"].split("=")[:1] + row[name].split("=") for name in ("chosen", "rejected"))
+        assert len(chosen) == len(rejected), "both have their working, or neither has"
+        assert len({value(part) for part in chosen}) == 1
+        mistakes = [value(one) != value(next_one) for one, next_one in itertools.pairwise(rejected)]
+        assert sum(mistakes) == 1
+        assert all(0 <= int(number) <= LARGEST for part in rejected for number in re.findall(r"\d+", part))
+        assert "=-" not in row["rejected"]
+
+
+def test_pairs_keep_the_splits_apart() -> None:
+    held_out = {row["prompt"].removesuffix("=") for row in pair_rows("test", 500)}
+    trained = {
+        part for row in pair_rows("train", 2000) for name in row for part in row[name].removesuffix("=").split("=")
+    }
+    assert not held_out & trained
+
+
 def test_a_problem_with_a_held_out_step_is_not_in_the_training_data() -> None:
     rng = random.Random(1)
     inner = next(problems("test", rng, (3,)))
@@ -79,7 +98,7 @@ def test_held_out_problems_of_two_operands_are_refused() -> None:
 
 def test_written_files_are_the_shipped_ones(tmp_path: Path) -> None:
     written = write_arithmetic(tmp_path, n_worked=5, n_mixed=5)
-    for stem in ("train", "test"):
+    for stem in ("train", "test", "pairs_train", "pairs_test"):
         shipped = files("fivefold.data") / "packaged" / "arithmetic" / f"{stem}.jsonl"
         assert written[stem].read_bytes() == shipped.read_bytes()
     assert len(written["sft"].read_text().splitlines()) == 10

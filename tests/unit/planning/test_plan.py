@@ -153,8 +153,26 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
     assert planned.blueprint is not None
     roles = [placed.role for placed in planned.blueprint.placement.roles]
-    expected = {"tiny-moe-sft": ["actor"], "quickstart-ppo": ["rollout", "actor", "critic"]}
+    alone = dict.fromkeys(("tiny-moe-sft", "quickstart-dpo", "quickstart-rm"), ["actor"])
+    expected = {**alone, "quickstart-ppo": ["rollout", "actor", "critic"]}
     assert roles == expected.get(recipe.stem, ["rollout", "actor"])
+
+
+def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:
+    def plan(recipe: str) -> TrainerPlan:
+        keys = ["cluster.n_gpus_per_node=8", "actor.backend=megatron:d8", "actor.path=Qwen3-8B"]
+        blueprint = plan_recipe(RECIPES / recipe, keys).blueprint
+        assert blueprint is not None
+        assert blueprint.question.work.sequences == 2 * 32
+        (trainer,) = blueprint.trainers
+        return trainer
+
+    shape = find_shape("Qwen3-8B")
+    dpo, reward = plan("quickstart-dpo.yaml").binding, plan("quickstart-rm.yaml").binding
+    assert dpo.weights == dpo.reference == 4 * shape.n_parameters
+    assert reward.reference == 0
+    assert reward.weights == 4 * shape.as_reward_model().n_parameters
+    assert shape.n_parameters - shape.as_reward_model().n_parameters == (shape.vocab - 1) * shape.hidden
 
 
 def test_a_critic_is_planned_with_its_own_layout_and_memory() -> None:
