@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,15 +51,16 @@ def kind_of(values: dict[str, Any]) -> type[Recipe]:
     others = set().union(*(known[kind] for kind in kinds))
     written = list(_keys(values))
     unknown = [key for key in written if key not in known[TrainRecipe] and key not in others][:MOST_PROBLEMS]
-    if {*written, *_meant(unknown, TrainRecipe)} & (known[TrainRecipe] - others):
+    meant = {near for key in unknown for near in nearest_keys(key, TrainRecipe)}
+    if {*written, *meant} & (known[TrainRecipe] - others):
         return TrainRecipe
-    return max(kinds, key=lambda kind: len({*written, *_meant(unknown, kind, in_section=True)} & known[kind]))
+    return max(kinds, key=lambda kind: len(known[kind].intersection(written)) + _likeness(unknown, kind))
 
 
-def _meant(keys: Sequence[str], kind: type[Recipe], *, in_section: bool = False) -> set[str]:
-    """Return the known keys that unknown ones most likely stand for; `in_section`: only those in the same section."""
-    near = ((key, nearest) for key in keys for nearest in nearest_keys(key, kind))
-    return {one for key, one in near if not in_section or one.rpartition(".")[0] == key.rpartition(".")[0]}
+def _likeness(keys: Sequence[str], kind: type[Recipe]) -> float:
+    """Return how much misspelled keys are like keys of `kind`: for each, from 0 to 1."""
+    near = ((key, nearest_keys(key, kind)) for key in keys)
+    return sum(max((SequenceMatcher(None, key, one).ratio() for one in ones), default=0.0) for key, ones in near)
 
 
 def _keys(value: Any, prefix: str = "") -> Iterator[str]:

@@ -153,9 +153,9 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
     assert planned.blueprint is not None
     roles = [placed.role for placed in planned.blueprint.placement.roles]
-    alone = dict.fromkeys(("tiny-moe-sft", "quickstart-dpo", "quickstart-rm"), ["actor"])
-    expected = {**alone, "quickstart-ppo": ["rollout", "actor", "critic"]}
-    assert roles == expected.get(recipe.stem, ["rollout", "actor"])
+    alone = ("tiny-moe-sft", "quickstart-dpo", "quickstart-rm")
+    with_others = ["rollout", "actor", "critic"] if recipe.stem == "quickstart-ppo" else ["rollout", "actor"]
+    assert roles == (["actor"] if recipe.stem in alone else with_others)
 
 
 def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:
