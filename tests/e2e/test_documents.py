@@ -25,7 +25,6 @@ import yaml
 from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
-from fivefold import sft
 from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.loss import LossInputs
@@ -34,14 +33,14 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import Anew
 from fivefold.cli.main import app
-from fivefold.config.load import load_recipe
-from fivefold.config.schema import RewardConfig, SFTRecipe, TrainRecipe
+from fivefold.config.load import load_any_recipe, load_recipe
+from fivefold.config.schema import DPORecipe, Recipe, RewardConfig, RMRecipe, SFTRecipe, TrainRecipe
 from fivefold.evaluate import Evaluation
 from fivefold.families import registry
 from fivefold.families.read import load_shape
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
-from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS
+from fivefold.observe.table import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.preflight import check_recipe
 from fivefold.rewards.compute import compute_rewards
@@ -53,6 +52,8 @@ from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import state_at_start
 from fivefold.roles.trainer import UpdateResult
+from fivefold.sft import FineTuning
+from fivefold.supervised import run_loop, set_up
 from fivefold.types import Batch, Prompt
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import DOCS, README, blocks, indented_commands, listed_metrics, shell_commands
@@ -72,8 +73,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads_and_fits_its_model(path: Path) -> None:
-    keys = yaml.safe_load(path.read_text())
-    recipe = load_recipe(path, [], SFTRecipe if "reward" not in keys else TrainRecipe)
+    recipe = load_any_recipe(path, [])
     if recipe.actor.path.startswith("package:"):
         check_recipe(recipe, load_shape(ROOT / "fivefold" / "models" / recipe.actor.path.removeprefix("package:")))
 
@@ -127,11 +127,12 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(
     checkpoint = tmp_path / "models" / "Qwen3-30B-A3B-mcore"  # of docs/converting.md
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    shown = [words for page in PAGES for _, words in indented_commands(page) if words[0] in ("train", "eval")]
+    kinds = {"train": TrainRecipe, "eval": TrainRecipe, "sft": SFTRecipe, "dpo": DPORecipe, "rm": RMRecipe}
+    shown = [words for page in PAGES for _, words in indented_commands(page) if words[0] in kinds]
     assert shown
-    for _, path, *overrides in shown:
+    for command, path, *overrides in shown:
         file = tmp_path / path if path == "recipe.yaml" else ROOT / path
-        recipe = load_recipe(file, ["cluster.n_nodes=4", *overrides], TrainRecipe)
+        recipe: Recipe = load_recipe(file, ["cluster.n_nodes=4", *overrides], kinds[command])
         check_recipe(recipe, load_shape(ROOT / "fivefold/models/tiny-moe"))
 
 
@@ -204,7 +205,7 @@ def test_the_files_that_the_page_of_metrics_names_know_each_metric() -> None:
 def test_the_page_of_metrics_lists_the_columns_of_the_screen() -> None:
     page = (DOCS / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| ([\w/]+) \| (.*) \|$", page, flags=re.MULTILINE))
-    for column in (*TRAIN_COLUMNS, *SFT_COLUMNS):
+    for column in (*TRAIN_COLUMNS, *SFT_COLUMNS, *PAIR_COLUMNS, *KTO_COLUMNS):
         assert set(column.keys) <= set(re.findall(r"`([^`]+)`", rows[column.label])), column.label
 
 
@@ -237,12 +238,13 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
         f"cluster.fileroot={tmp_path}",
         "recover.mode=disabled",
     ]
-    setup = sft.set_up(load_recipe(ROOT / "recipes/tiny-moe-sft.yaml", short, SFTRecipe))
-    monkeypatch.setattr(sft, "_remote", lambda examples: SimpleNamespace(n_tokens=2))
+    recipe = load_recipe(ROOT / "recipes/tiny-moe-sft.yaml", short, SFTRecipe)
+    setup = set_up(recipe, FineTuning(recipe))
+    monkeypatch.setattr(RemoteBatch, "of", lambda columns: SimpleNamespace(n_tokens=2))
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
-    sft._loop(setup, FixedTrainer(), run, state, began=0.0)
+    run_loop(setup, FixedTrainer(), run, state, began=0.0)
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
     elsewhere = {"peak_memory_gb/max", "seconds/checkpoint", "seconds/checkpoint write"}

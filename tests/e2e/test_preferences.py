@@ -1,0 +1,116 @@
+"""DPO, KTO and reward models from the command line: evaluation, metrics, saved models, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.documents import listed_metrics
+
+N_STEPS = 4
+SHORT = (
+    f"total_train_steps={N_STEPS}", "train_dataset.batch_size=8", "valid_dataset.limit=16", "recover.freq_steps=1",
+    f"recover.max_to_keep={N_STEPS}",
+)  # fmt: skip
+RUNS = {
+    "dpo": ("dpo", "quickstart-dpo.yaml", "actor.backend='megatron:(attn:d1t2|ffn:e2)'"),
+    "kto": ("dpo", "quickstart-dpo.yaml", "experiment_name=quickstart-kto", "actor.loss_type=kto"),
+    "rm": ("rm", "quickstart-rm.yaml", "actor.backend=megatron:d2", "actor.center_rewards_coefficient=0.01"),
+}
+"""Command, recipe and further keys of each run."""
+
+
+class Runs:
+    """Runs that start when a test first asks for them."""
+
+    def __init__(self, fivefold: Fivefold, root: Path) -> None:
+        self._fivefold, self._root = fivefold, root
+        self._done: set[str] = set()
+
+    def run(self, name: str) -> str:
+        """Run the command of `name`; return its output."""
+        command, recipe, *keys = RUNS[name]
+        path = str(ROOT / "recipes" / recipe)
+        result = self._fivefold(command, path, *SHORT, *keys, f"cluster.fileroot={self._root}")
+        assert result.returncode == 0, result.stderr + result.stdout
+        self._done.add(name)
+        return result.stdout
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a run that has ended."""
+        if name not in self._done:
+            self.run(name)
+        return self._root / f"quickstart-{name}" / "trial-0"
+
+
+@pytest.fixture(scope="module")
+def runs(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(fivefold, tmp_path_factory.mktemp("runs"))
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of all steps, without those that measure time."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_starts_undecided_and_is_evaluated_at_its_end(runs: Runs, name: str) -> None:
+    run = runs.folder(name)
+    summary, first = json.loads((run / "summary.json").read_text()), rows(run)[0]
+    chance = 0.5 if name == "kto" else torch.log(torch.tensor(2.0)).item()
+    assert summary["accuracy_before"] == 0.5
+    assert summary["loss_before"] == pytest.approx(chance, abs=1e-6)
+    assert (first["accuracy"], first["loss"]) == (0.5, pytest.approx(chance, abs=1e-6))
+    assert summary["loss_after"] < summary["loss_before"]
+    assert len(rows(run)) == N_STEPS
+
+
+def test_the_page_of_metrics_lists_those_of_preferences(runs: Runs) -> None:
+    written = {name for run in RUNS for row in rows(runs.folder(run)) for name in row} - {"step"}
+    assert written <= listed_metrics().keys()
+    assert {"kl", "margin", "reward/chosen", "reward/desirable"} <= written
+
+
+def test_a_reward_model_scores_as_transformers_does(runs: Runs) -> None:
+    weights = runs.folder("rm") / "weights"
+    model = AutoModelForSequenceClassification.from_pretrained(weights, dtype=torch.float32).eval()
+    assert model.config.num_labels == 1
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    lines = (ROOT / "fivefold/data/packaged/arithmetic/pairs_test.jsonl").read_text().splitlines()[:16]
+    pairs = [json.loads(line) for line in lines]
+    with torch.no_grad():
+        chosen, rejected = (
+            model(**tokenizer([f"{pair['prompt']}{pair[key]}{tokenizer.eos_token}" for pair in pairs],
+                              padding=True, return_tensors="pt")).logits[:, 0]
+            for key in ("chosen", "rejected")
+        )  # fmt: skip
+    summary = json.loads((runs.folder("rm") / "summary.json").read_text())
+    assert (chosen - rejected).mean().item() == pytest.approx(summary["margin_after"], abs=1e-5)
+    assert summary["margin_after"] > 0
+
+
+def test_a_run_goes_on_with_the_same_bits(runs: Runs) -> None:
+    run = runs.folder("dpo")
+    whole = Path(shutil.copytree(run, run.with_name("copy")))
+    # What is left of the run is its second checkpoint.
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "weights")
+    for step in range(3, N_STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    assert "goes on" in runs.run("dpo")
+    assert rows(run) == rows(whole)
+    mine, other = (load_file(path / "weights" / "model.safetensors") for path in (run, whole))
+    assert mine.keys() == other.keys()
+    assert [key for key, tensor in other.items() if not torch.equal(mine[key], tensor)] == []
+    before, after = (json.loads((path / "summary.json").read_text()) for path in (whole, run))
+    measures = ("accuracy_before", "accuracy_after", "loss_after", "margin_after")
+    assert [before[key] for key in measures] == [after[key] for key in measures]
