@@ -42,6 +42,7 @@ def save_hf(
     tensors: Mapping[str, TensorSpec] | None = None,
     tokenizer_source: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    scores: Classified | None = None,
 ) -> None:
     """Write `weights` as safetensors shards, with a config and a tokenizer.
 
@@ -57,6 +58,7 @@ def save_hf(
             model that the config describes, in the dtype of the first tensor.
         tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
         max_shard_bytes: most bytes of a file, unless a single tensor is larger.
+        scores: what a model with a value head gives a number; None: it is a language model.
 
     Raises:
         ValueError: weights that are not those of `tensors`, a source that is no model folder, or a `folder` that is a
@@ -66,7 +68,7 @@ def save_hf(
     source = resolve_model_folder(config_source)
     if tensors is None:
         tensors, weights = _described(source, weights)
-    new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), source, tokenizer_source)
+    new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), source, tokenizer_source, scores=scores)
     partial = new.begin()
     try:
         with ShardFiles(partial, new.plan) as files:

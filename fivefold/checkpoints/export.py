@@ -17,6 +17,8 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.checkpoints.fingerprints import config_fingerprint
 from fivefold.checkpoints.store import RECIPE, TRAINER, Checkpoint
+from fivefold.config.load import kind_of
+from fivefold.config.schema import RMRecipe
 from fivefold.config.source import read_mapping
 from fivefold.engine.stored_state import StoredState
 from fivefold.families.read import load_shape
@@ -49,7 +51,8 @@ def export_model(
     """
     recipe = read_mapping(checkpoint.path / RECIPE)
     source = _source(checkpoint, recipe["actor"]["path"], model)
-    shape = load_shape(source)
+    is_reward_model = kind_of(recipe) is RMRecipe
+    shape = load_shape(source).as_reward_model() if is_reward_model else load_shape(source)
     expected = expected_tensors(shape)
     state = StoredState(checkpoint.path / TRAINER)
     state.check(expected)
@@ -69,6 +72,7 @@ def export_model(
         source,
         tensors={name: TensorSpec(to, sizes) for name, sizes in expected.items()},
         tokenizer_source=recipe["tokenizer_path"] if model is None else None,
+        scores="Sequence" if is_reward_model else None,
     )
     return shape
 

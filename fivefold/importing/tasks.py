@@ -16,6 +16,8 @@ EVALUATION = "evaluation or generation without training"
 
 INSTEAD: Mapping[str, str] = {
     SFT: "`fivefold sft` does that, but its recipes are not imported yet: write one, with the keys of docs/recipe.md",
+    PREFERENCES: "`fivefold dpo` does that, but its recipes are not imported yet: write one (docs/preferences.md)",
+    REWARD_MODEL: "`fivefold rm` does that, but its recipes are not imported yet: write one (docs/preferences.md)",
     EVALUATION: "`fivefold eval` and `fivefold generate` do that with a recipe of `fivefold train`",
 }
 """What Fivefold has for another task; it has nothing for the tasks that are left out."""

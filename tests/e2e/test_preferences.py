@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
+from fivefold.cli.main import app
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import listed_metrics
 
@@ -96,6 +98,14 @@ def test_a_reward_model_scores_as_transformers_does(runs: Runs) -> None:
     summary = json.loads((runs.folder("rm") / "summary.json").read_text())
     assert (chosen - rejected).mean().item() == pytest.approx(summary["margin_after"], abs=1e-5)
     assert summary["margin_after"] > 0
+
+
+def test_a_checkpoint_of_a_reward_model_is_exported_as_the_run_saves_it(runs: Runs, tmp_path: Path) -> None:
+    run, out = runs.folder("rm"), tmp_path / "model"
+    result = CliRunner().invoke(app, ["checkpoints", str(run), "--export", str(N_STEPS), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (run / "weights" / name).read_bytes()
 
 
 def test_a_run_goes_on_with_the_same_bits(runs: Runs) -> None:
