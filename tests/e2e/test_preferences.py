@@ -108,6 +108,21 @@ def test_a_checkpoint_of_a_reward_model_is_exported_as_the_run_saves_it(runs: Ru
         assert (out / name).read_bytes() == (run / "weights" / name).read_bytes()
 
 
+def test_an_example_leaves_room_for_the_token_that_follows_it(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1" * 510, "chosen": "2", "rejected": "3"}))
+    keys = [
+        f"train_dataset.path={tmp_path / 'pairs.jsonl'}",
+        "train_dataset.max_length=600",
+        "train_dataset.batch_size=1",
+    ]
+    result = CliRunner().invoke(
+        app, ["rm", str(ROOT / "recipes/quickstart-rm.yaml"), *keys, f"cluster.fileroot={tmp_path}"]
+    )
+    assert result.exit_code == 2
+    assert "the longest example of train_dataset has 512 tokens" in result.stderr
+    assert "set train_dataset.max_length=511" in result.stderr
+
+
 def test_a_run_goes_on_with_the_same_bits(runs: Runs) -> None:
     run = runs.folder("dpo")
     whole = Path(shutil.copytree(run, run.with_name("copy")))

@@ -17,7 +17,7 @@ from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
 from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
 from fivefold.config.load import load_recipe, resolved_yaml
-from fivefold.config.schema import Recipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema import DPORecipe, Recipe, RMRecipe, SFTRecipe, TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
 from fivefold.roles.resuming import load_state
@@ -228,8 +228,11 @@ def test_a_recipe_of_another_version_is_compared_by_its_keys(recipe_file: Path, 
 
 def test_a_checkpoint_of_the_other_command_is_refused(recipe_file: Path) -> None:
     run(recipe(recipe_file), 4)
-    with pytest.raises(ValueError, match="checkpoint of `fivefold train`, from which `fivefold sft` cannot go on"):
-        find_start(load_recipe(recipe_file, [], SFTRecipe), overwrite=False)
+    kinds: dict[str, type[SFTRecipe | DPORecipe | RMRecipe]] = {"sft": SFTRecipe, "dpo": DPORecipe, "rm": RMRecipe}
+    for command, kind in kinds.items():
+        words = f"checkpoint of `fivefold train`, from which `fivefold {command}` cannot go on"
+        with pytest.raises(ValueError, match=words):
+            find_start(load_recipe(recipe_file, [], kind), overwrite=False)
 
 
 def test_a_model_or_a_tokenizer_of_other_content_is_refused_unless_it_is_accepted(recipe_file: Path) -> None:
