@@ -11,50 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from fivefold.algorithms.preferences import DirectPreference, KahnemanTversky
 from fivefold.config.schema import DPORecipe
 from fivefold.data.examples import Examples
-from fivefold.data.preferences import Labelled, Pair, load_labelled, load_pairs
+from fivefold.data.preferences import Labelled, load_labelled
 from fivefold.data.sft import SFTExample, sft_columns
-from fivefold.observe.table import KTO_COLUMNS, PAIR_COLUMNS
+from fivefold.observe.table import KTO_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.supervised import Learnt, run_supervised
+from fivefold.supervised import Learnt, PairMethod, run_supervised
 
 SCORING = Scoring("logprobs")
-
-
-@dataclass(frozen=True)
-class PairPreferences:
-    """The method of `fivefold dpo` on pairs."""
-
-    recipe: DPORecipe
-
-    columns = PAIR_COLUMNS
-    measured = ("accuracy", "loss", "margin")
-    n_appended = 0
-
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Pair], Examples[Pair] | None]:
-        """Read pairs."""
-        valid = self.recipe.valid_dataset
-        return load_pairs(self.recipe.train_dataset, tokenizer), None if valid is None else load_pairs(valid, tokenizer)
-
-    def update(self, actor: Actor, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
-        """Make one optimizer step on pairs."""
-        comparison = self._comparison(examples)
-        return Learnt(SCORING.update(actor, comparison, timers), comparison.batch.n_tokens)
-
-    def measure(self, actor: Actor, examples: Sequence[Pair]) -> dict[str, float]:
-        """Return the metrics of the loss."""
-        return SCORING.measure(actor, self._comparison(examples))
-
-    def told(self, measures: Mapping[str, float]) -> str:
-        """Return the accuracy and the margin as a text."""
-        return f"accuracy {measures['accuracy']:.3f}, margin {measures['margin']:.3f}"
-
-    def _comparison(self, pairs: Sequence[Pair]) -> Comparison:
-        answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
-        batch = RemoteBatch.of(sft_columns(answers))
-        return Comparison(batch, DirectPreference(self.recipe.actor), n_trained=len(batch))
 
 
 @dataclass(frozen=True)
@@ -108,4 +74,5 @@ def dpo(recipe: DPORecipe, *, overwrite: bool = False) -> dict[str, Any]:
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
     if recipe.actor.loss_type == "kto":
         return run_supervised(recipe, LabelledAnswers(recipe), overwrite=overwrite)
-    return run_supervised(recipe, PairPreferences(recipe), overwrite=overwrite)
+    method = PairMethod(recipe, SCORING, DirectPreference(recipe.actor), sft_columns)
+    return run_supervised(recipe, method, overwrite=overwrite)

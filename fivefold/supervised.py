@@ -7,12 +7,13 @@ held-out examples  ──Method.measure──> before the first step, and after 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
@@ -22,19 +23,24 @@ from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema import DPORecipe, PeriodicConfig, RMRecipe, SFTRecipe
 from fivefold.data.examples import Example, Examples
+from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.sampler import EpochSampler
+from fivefold.data.sft import SFTExample
 from fivefold.families.check import describe
 from fivefold.families.shape import ModelShape
-from fivefold.observe.table import Column
+from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
 from fivefold.roles.actor import Actor
 from fivefold.roles.keeping import keep
 from fivefold.roles.launch import launch_actor
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
+from fivefold.roles.preference_update import Comparison, Scoring
+from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.trainer import UpdateResult
 from fivefold.roles.updates import SkipGuard, average_updates
+from fivefold.types import Columns
 
 Item = TypeVar("Item", bound=Example)
 SupervisedRecipe = SFTRecipe | DPORecipe | RMRecipe
@@ -79,6 +85,43 @@ class Method(Protocol[Item]):
 
     def told(self, measures: Mapping[str, float]) -> str:
         """Return what `measure` returned as a text for the user."""
+
+
+@dataclass(frozen=True)
+class PairMethod:
+    """The method on pairs of a chosen and a rejected answer, whose scores an objective compares."""
+
+    recipe: DPORecipe | RMRecipe
+    scoring: Scoring
+    objective: Objective
+    lay_out: Callable[[Sequence[SFTExample]], Columns]
+    """Lays answers end to end."""
+    n_appended: int = 0
+
+    columns = PAIR_COLUMNS
+    measured = ("accuracy", "loss", "margin")
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Pair], Examples[Pair] | None]:
+        """Read pairs."""
+        valid = self.recipe.valid_dataset
+        return load_pairs(self.recipe.train_dataset, tokenizer), None if valid is None else load_pairs(valid, tokenizer)
+
+    def update(self, actor: Actor, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
+        """Make one optimizer step on pairs."""
+        comparison = self._comparison(examples)
+        return Learnt(self.scoring.update(actor, comparison, timers), comparison.batch.n_tokens)
+
+    def measure(self, actor: Actor, examples: Sequence[Pair]) -> dict[str, float]:
+        """Return the metrics of the loss."""
+        return self.scoring.measure(actor, self._comparison(examples))
+
+    def told(self, measures: Mapping[str, float]) -> str:
+        """Return the accuracy and the margin as a text."""
+        return f"accuracy {measures['accuracy']:.3f}, margin {measures['margin']:.3f}"
+
+    def _comparison(self, pairs: Sequence[Pair]) -> Comparison:
+        batch = RemoteBatch.of(self.lay_out([answer for pair in pairs for answer in (pair.chosen, pair.rejected)]))
+        return Comparison(batch, self.objective, n_trained=len(batch))
 
 
 @dataclass(frozen=True)
