@@ -12,13 +12,11 @@ from fivefold.algorithms.gae import GAE, Whitening, explained_variance
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.config.schema import CriticConfig, TrainRecipe
-from fivefold.data.batches import minibatches
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.critic import Critic
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.trainer import UpdateResult
-from fivefold.roles.updates import SkipGuard, average_updates
+from fivefold.roles.updates import SkipGuard, make_updates
 
 
 class CriticUpdate:
@@ -76,14 +74,16 @@ class CriticUpdate:
         Raises:
             RunFailed: several updates in a row had no finite gradient.
         """
-        results: list[UpdateResult] = []
         with self._timers.phase("critic train"), self._critic.working(*OFFLOADABLE):
-            for epoch in range(self._config.ppo_epochs):
-                seed = f"{self._seed}-{step}-{epoch}-critic"
-                for indices in minibatches(groups, self._config.ppo_n_minibatches, seed):
-                    results.append(self._critic.update(batch.select(indices), self._loss))
-                    self.guard.check(results[-1], step)
-        return {f"critic/{name}": value for name, value in average_updates(results).items()}
+            averages = make_updates(
+                self._config,
+                groups,
+                lambda epoch: f"{self._seed}-{step}-{epoch}-critic",
+                lambda indices: self._critic.update(batch.select(indices), self._loss),
+                self.guard,
+                step,
+            )
+        return {f"critic/{name}": value for name, value in averages.items()}
 
 
 def critic_update(

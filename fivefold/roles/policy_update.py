@@ -18,14 +18,13 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema import TrainRecipe
-from fivefold.data.batches import minibatches
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic_update import CriticUpdate
 from fivefold.roles.reference import Reference
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.trainer import BatchChange, UpdateResult
-from fivefold.roles.updates import SkipGuard, average_updates
+from fivefold.roles.trainer import BatchChange
+from fivefold.roles.updates import SkipGuard, make_updates
 from fivefold.types import Sample
 
 
@@ -144,14 +143,15 @@ class PolicyUpdate:
             metrics = self._critic.run(batch, groups, step)
             if self._critic.is_warming_up(step):
                 return metrics
-        results: list[UpdateResult] = []
-        loss = self.loss
-        for epoch in range(self._config.ppo_epochs):
-            seed = f"{self._seed}-{step}-{epoch}"
-            for indices in minibatches(groups, self._config.ppo_n_minibatches, seed):
-                results.append(self._actor.update(batch.select(indices), loss, self._change))
-                self.guard.check(results[-1], step)
-        averages = average_updates(results)
+        loss, change = self.loss, self._change
+        averages = make_updates(
+            self._config,
+            groups,
+            lambda epoch: f"{self._seed}-{step}-{epoch}",
+            lambda indices: self._actor.update(batch.select(indices), loss, change),
+            self.guard,
+            step,
+        )
         if self._config.kl_ctl > 0:
             averages["kl_ctl"] = self.state.kl_ctl
         corrected = self.state.corrects_rollout

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from fivefold.config.schema import ActorConfig, CriticConfig
+from fivefold.data.batches import minibatches
 from fivefold.observe.errors import RunFailed
 from fivefold.roles.trainer import UpdateResult
 
@@ -34,6 +36,35 @@ class SkipGuard:
                 f"{_where(result)}. The {self._role}'s weights are those before them. "
                 f"Lower {self._role}.optimizer.lr, or look at what these steps trained on"
             )
+
+
+def make_updates(
+    config: ActorConfig | CriticConfig,
+    groups: Sequence[int],
+    seed: Callable[[int], str],
+    update: Callable[[list[int]], UpdateResult],
+    guard: SkipGuard,
+    step: int,
+) -> dict[str, float]:
+    """Make the updates of all epochs and mini-batches of a step. Returns the averages of their metrics.
+
+    Args:
+        config: numbers of epochs and of mini-batches.
+        groups: the group of each of the step's sequences; a mini-batch has whole groups.
+        seed: returns the seed of an epoch's random split into mini-batches.
+        update: makes the update on the sequences with these indices.
+        guard: counts the updates that are skipped.
+        step: the training step.
+
+    Raises:
+        RunFailed: several updates in a row had no finite gradient.
+    """
+    results: list[UpdateResult] = []
+    for epoch in range(config.ppo_epochs):
+        for indices in minibatches(groups, config.ppo_n_minibatches, seed(epoch)):
+            results.append(update(indices))
+            guard.check(results[-1], step)
+    return average_updates(results)
 
 
 def _where(result: UpdateResult) -> str:
