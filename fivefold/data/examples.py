@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from fivefold.config.schema import BatchesConfig
 from fivefold.data.rows import usage
-from fivefold.data.sampler import EpochSampler
+from fivefold.data.sampler import EpochSampler, fingerprint
 
 
 class Example(Protocol):
@@ -62,11 +60,7 @@ class Examples(Generic[Item]):
 
     def fingerprint(self) -> str:
         """Return a hash of all examples in their order, by which a resumed run recognises the data set."""
-        digest = hashlib.sha256()
-        for example in self.examples:
-            for ids in example.parts():
-                digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
-        return digest.hexdigest()[:16]
+        return fingerprint(ids for example in self.examples for ids in example.parts())
 
 
 def require_examples(examples: list[Item], n_rows: int, path: str, max_length: int) -> None:

@@ -12,9 +12,7 @@ and plain columns, which `prompt_key` and `answer_key` name:
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.config.schema import BatchesConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import load_rows, require_column, usage
-from fivefold.data.sampler import EpochSampler
+from fivefold.data.sampler import EpochSampler, fingerprint
 from fivefold.data.tokens import tokenize
 from fivefold.types import Prompt
 
@@ -66,10 +64,7 @@ class PromptDataset:
 
     def fingerprint(self) -> str:
         """Return a hash of all prompt tokens in their order, by which a resumed run recognises the data set."""
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            digest.update(struct.pack(f"<{len(prompt.token_ids) + 1}q", len(prompt.token_ids), *prompt.token_ids))
-        return digest.hexdigest()[:16]
+        return fingerprint(prompt.token_ids for prompt in self.prompts)
 
 
 def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:

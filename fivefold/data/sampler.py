@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypedDict, TypeVar
 
 Item = TypeVar("Item")
@@ -19,6 +21,14 @@ class SamplerState(TypedDict):
     fingerprint: str
     epoch: int
     position: int
+
+
+def fingerprint(sequences: Iterable[Sequence[int]]) -> str:
+    """Return a hash of token sequences in their order, by which a resumed run recognises the data set."""
+    digest = hashlib.sha256()
+    for ids in sequences:
+        digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
+    return digest.hexdigest()[:16]
 
 
 class EpochSampler(Generic[Item]):
