@@ -30,12 +30,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hf_export import joined, timed
+from random_model import write_config
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.sharing import Share
 from fivefold.engine.state_store import HostSnapshot, WrittenPart, finish
-from fivefold.families.read import SHAPES
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
@@ -67,10 +67,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def build(args: argparse.Namespace, folder: Path) -> MegatronEngine:
     if dist.get_rank() == 0:
-        config = json.loads((SHAPES / f"{args.model}.json").read_text()) | {"num_hidden_layers": args.layers}
-        if args.vocab:
-            config["vocab_size"] = args.vocab
-        (folder / "config.json").write_text(json.dumps(config))
+        vocabulary = {"vocab_size": args.vocab} if args.vocab else {}
+        write_config(folder, args.model, num_hidden_layers=args.layers, **vocabulary)
     dist.barrier()
     config = EngineConfig(
         path=str(folder),

@@ -23,9 +23,9 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from random_model import write_config
 
 from fivefold.config.schema import EngineConfig
-from fivefold.families.read import SHAPES
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 
@@ -79,8 +79,7 @@ def joined(parent: str | None) -> Iterator[Path]:
 
 def build(args: argparse.Namespace, folder: Path) -> MegatronEngine:
     if dist.get_rank() == 0:
-        config = json.loads((SHAPES / f"{args.model}.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": args.layers}))
+        write_config(folder, args.model, num_hidden_layers=args.layers)
     dist.barrier()
     config = EngineConfig(path=str(folder), backend=args.backend, init_from_scratch=True)
     return MegatronEngine(config, parse_backend(args.backend), seed=1)

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from random_model import write_config
 
 from fivefold.config.schema import EngineConfig, MegatronConfig, OptimizerConfig
 from fivefold.engine.contract import OFFLOADABLE
-from fivefold.families.read import SHAPES
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 
@@ -148,8 +148,7 @@ def offloading(engine: MegatronEngine) -> dict[str, Any]:
 def build(args: argparse.Namespace, name: str) -> MegatronEngine:
     megatron = MegatronConfig(optimizer=FORMATS[name], ddp={"grad_reduce_in_fp32": not args.bf16_gradients})
     with tempfile.TemporaryDirectory() as folder:
-        config = json.loads((SHAPES / f"{args.model}.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": args.layers}))
+        write_config(Path(folder), args.model, num_hidden_layers=args.layers)
         engine = EngineConfig(path=folder, backend=args.backend, init_from_scratch=True, megatron=megatron)
         return MegatronEngine(engine, parse_backend(args.backend), seed=1, optimizer=OptimizerConfig(lr=1e-5))
 
