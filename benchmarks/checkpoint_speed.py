@@ -33,7 +33,7 @@ from hf_export import joined, timed
 from random_model import write_config
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.sharing import Share
 from fivefold.engine.state_store import HostSnapshot, WrittenPart, finish
 from fivefold.layout.parser import parse_backend

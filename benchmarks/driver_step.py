@@ -22,7 +22,9 @@ from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
 from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
-from fivefold.config.schema import ActorConfig, GenerationConfig, MicroBatchConfig
+from fivefold.config.schema.engine import MicroBatchConfig
+from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.batches import minibatches
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.experience.samples import sample_metrics

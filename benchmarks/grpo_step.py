@@ -33,7 +33,7 @@ from typing import Any
 from random_model import write_config, write_tokenizer
 
 from fivefold.config.load import load_recipe, resolved_yaml
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.parser import parse_backend
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from random_model import write_config
 
-from fivefold.config.schema import EngineConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 

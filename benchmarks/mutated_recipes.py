@@ -23,7 +23,8 @@ from typing import Any
 
 from fivefold.config.load import load_any_recipe, resolved_yaml
 from fivefold.config.problems import known_keys
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import read_yaml, write_yaml
 from fivefold.importing.recipe import import_recipe
 from fivefold.planning.plan import plan_recipe

@@ -29,7 +29,7 @@ from random_model import write_config
 from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.schema import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.hf_model import build_model
 from fivefold.rollout.hf_weights import file_tensors

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fivefold.algorithms.preferences import DirectPreference, KahnemanTversky
-from fivefold.config.schema import DPORecipe
+from fivefold.config.schema.preferences import DPORecipe
 from fivefold.data.examples import Examples
 from fivefold.data.preferences import Labelled, load_labelled
 from fivefold.data.sft import SFTExample, sft_columns

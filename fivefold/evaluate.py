@@ -15,7 +15,7 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.experience.samples import accuracy, judge, sample_metrics
 from fivefold.families.check import layout_problems, replica_problems, sampling_problems, server_problems

@@ -11,7 +11,8 @@ import torch
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import DatasetConfig, GenerationConfig
+from fivefold.config.schema.data import DatasetConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
 from fivefold.rollout.hf_model import load_tokenizer

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import (
     critic_problems,
     layout_problems,

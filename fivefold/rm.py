@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.algorithms.preferences import BradleyTerry
-from fivefold.config.schema import RMRecipe
+from fivefold.config.schema.preferences import RMRecipe
 from fivefold.data.preferences import score_columns
 from fivefold.roles.preference_update import Scoring
 from fivefold.supervised import PairMethod, run_supervised

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import SFTRecipe
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from fivefold.observe.table import SFT_COLUMNS

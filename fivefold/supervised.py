@@ -21,7 +21,9 @@ from fivefold.checkpoints.start import Anew, Finished, Resume
 from fivefold.checkpoints.store import TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
-from fivefold.config.schema import DPORecipe, PeriodicConfig, RMRecipe, SFTRecipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.run import PeriodicConfig
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.sampler import EpochSampler

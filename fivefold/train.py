@@ -19,7 +19,8 @@ from fivefold.checkpoints.store import CRITIC, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
 from fivefold.config.presets import deviations
-from fivefold.config.schema import PeriodicConfig, TrainRecipe
+from fivefold.config.schema.run import PeriodicConfig
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sampler import EpochSampler
 from fivefold.engine.contract import OFFLOADABLE

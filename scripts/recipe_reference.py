@@ -12,13 +12,14 @@ from pydantic.fields import FieldInfo
 
 from fivefold.config.limits import LARGEST
 from fivefold.config.problems import COMMANDS, section_of
-from fivefold.config.schema import Duration, RunConfig
+from fivefold.config.schema.fields import Duration
+from fivefold.config.schema.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 INTRODUCTION = f"""\
 # The recipe: every key
 
-`python scripts/recipe_reference.py` generates this page from `fivefold/config/schema.py`. A key without a default is
+`python scripts/recipe_reference.py` generates this page from `fivefold/config/schema/`. A key without a default is
 required. An unknown key is an error, and so is a value that breaks a key's rule. A whole number is at most {LARGEST:,}
 where no other bound is given. A run writes its resolved recipe, with every key, to `recipe.yaml` in its folder.
 

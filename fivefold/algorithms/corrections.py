@@ -31,7 +31,7 @@ from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Metrics, count, largest
 from fivefold.algorithms.ragged import Sequences
 from fivefold.config.presets import CORRECTIONS
-from fivefold.config.schema import RolloutCorrectionConfig
+from fivefold.config.schema.roles import RolloutCorrectionConfig
 
 
 class Corrected(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.problems import show
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema.roles import ActorConfig
 
 Method = TypeVar("Method")
 

@@ -14,7 +14,8 @@ from fivefold.algorithms.loss import LossInputs, Metrics, largest, zero_unless
 from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
 from fivefold.algorithms.ragged import Sequences
-from fivefold.config.schema import ActorConfig, GenerationConfig
+from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Totals
 
 _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"})

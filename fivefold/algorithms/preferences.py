@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
-from fivefold.config.schema import DPOModelConfig
+from fivefold.config.schema.preferences import DPOModelConfig
 
 Numbers = npt.NDArray[np.float64]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.config.schema import ActorConfig, GenerationConfig
+from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.rollout import GenerationConfig
 
 
 @dataclass(frozen=True)

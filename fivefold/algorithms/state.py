@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema.roles import ActorConfig
 
 STEEPEST = 0.2
 """Largest relative distance from its target that a step's KL divergence counts with."""

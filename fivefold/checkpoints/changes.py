@@ -13,7 +13,7 @@ from typing import Any
 
 from fivefold.config.load import resolved_yaml
 from fivefold.config.problems import show
-from fivefold.config.schema import RunConfig
+from fivefold.config.schema.run import RunConfig
 from fivefold.config.source import defaults, read_mapping
 from fivefold.config.yaml_reader import read_yaml
 

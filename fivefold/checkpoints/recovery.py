@@ -23,7 +23,7 @@ from fivefold.checkpoints.store import RECIPE, Checkpoint, CheckpointStore, chec
 from fivefold.config.load import kind_of
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS
-from fivefold.config.schema import Recipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.config.source import read_mapping
 from fivefold.observe.run_dir import RunDir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fivefold.config.schema import PeriodicConfig
+from fivefold.config.schema.run import PeriodicConfig
 
 
 class Schedule:

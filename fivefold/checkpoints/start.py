@@ -10,7 +10,7 @@ from fivefold.checkpoints.changes import Change, is_below
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.store import Checkpoint
-from fivefold.config.schema import RunConfig
+from fivefold.config.schema.run import RunConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
 

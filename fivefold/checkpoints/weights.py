@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from fivefold.config.schema import SaverConfig
+from fivefold.config.schema.run import SaverConfig
 
 _NAME = re.compile(r"step-\d{6,}")
 

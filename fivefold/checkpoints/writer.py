@@ -24,7 +24,7 @@ from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import RECIPE, CheckpointStore
 from fivefold.config.load import resolved_yaml
-from fivefold.config.schema import RunConfig
+from fivefold.config.schema.run import RunConfig
 from fivefold.engine.state_store import WrittenFile, WrittenPart, finish
 from fivefold.observe.durable import write_file
 from fivefold.observe.errors import RunFailed

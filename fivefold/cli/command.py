@@ -16,7 +16,7 @@ from fivefold.cluster.interrupt import INTERRUPTED, interruptible
 from fivefold.observe.errors import RunFailed, RunStopped
 
 if TYPE_CHECKING:
-    from fivefold.config.schema import RunConfig
+    from fivefold.config.schema.run import RunConfig
 
 FAILED = 1
 WRONG_INPUT = 2

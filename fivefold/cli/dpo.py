@@ -14,7 +14,7 @@ def dpo(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun
     """
     with reporting_errors() as command:
         from fivefold.config.load import load_recipe
-        from fivefold.config.schema import DPORecipe
+        from fivefold.config.schema.preferences import DPORecipe
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], DPORecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.

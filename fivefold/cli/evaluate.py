@@ -27,7 +27,7 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None, model: ModelPath =
     """
     with reporting_errors():
         from fivefold.config.load import load_recipe
-        from fivefold.config.schema import TrainRecipe
+        from fivefold.config.schema.train import TrainRecipe
 
         loaded = load_recipe(recipe, overrides or [], TrainRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.

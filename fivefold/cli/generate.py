@@ -13,7 +13,7 @@ from fivefold.cli.command import reporting_errors
 from fivefold.config.limits import LARGEST_SEED
 
 if TYPE_CHECKING:
-    from fivefold.config.schema import GenerationConfig
+    from fivefold.config.schema.rollout import GenerationConfig
 
 ModelPath = Annotated[str, typer.Option(help="Hugging Face folder, hub name or package:NAME.", show_default=False)]
 Prompts = Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.", show_default=False)]
@@ -116,7 +116,7 @@ def _generation_config(**values: Any) -> GenerationConfig:
     from pydantic import ValidationError
 
     from fivefold.config.problems import RecipeError, problems_of
-    from fivefold.config.schema import GenerationConfig
+    from fivefold.config.schema.rollout import GenerationConfig
 
     try:
         return GenerationConfig(**values)

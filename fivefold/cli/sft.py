@@ -14,7 +14,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun
     """
     with reporting_errors() as command:
         from fivefold.config.load import load_recipe
-        from fivefold.config.schema import SFTRecipe
+        from fivefold.config.schema.sft import SFTRecipe
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], SFTRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.

@@ -19,7 +19,7 @@ def train(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteR
     """
     with reporting_errors() as command:
         from fivefold.config.load import load_recipe
-        from fivefold.config.schema import TrainRecipe
+        from fivefold.config.schema.train import TrainRecipe
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], TrainRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.

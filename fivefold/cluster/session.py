@@ -31,7 +31,7 @@ from fivefold.cluster.nodes import Node, reserve
 from fivefold.cluster.role import Role
 from fivefold.cluster.shared_folder import check_shared
 from fivefold.cluster.watch import Watch
-from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 

@@ -12,7 +12,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from fivefold.config.problems import MOST_PROBLEMS, RecipeError, known_keys, nearest_keys, problems_of
-from fivefold.config.schema import DPORecipe, Recipe, RMRecipe, RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.run import RunConfig
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.source import apply_overrides, read_mapping, resolve
 from fivefold.config.yaml_reader import write_yaml
 

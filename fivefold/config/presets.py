@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from fivefold.config.schema import TrainRecipe
+    from fivefold.config.schema.train import TrainRecipe
 
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",

@@ -11,7 +11,11 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fivefold.config.schema import NAME, ONE_LINE, DPORecipe, RMRecipe, RunConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema.fields import NAME, ONE_LINE
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.run import RunConfig
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 
 MOST_SUGGESTIONS = 3
 MOST_PROBLEMS = 50

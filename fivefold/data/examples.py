@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from fivefold.config.schema import BatchesConfig
+from fivefold.config.schema.data import BatchesConfig
 from fivefold.data.rows import usage
 from fivefold.data.sampler import EpochSampler, fingerprint
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fivefold.config.schema import DPORowsConfig, PreferenceRowsConfig
+from fivefold.config.schema.data import DPORowsConfig, PreferenceRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
 from fivefold.data.prompts import render, render_chat

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fivefold.config.schema import BatchesConfig, RowsConfig
+from fivefold.config.schema.data import BatchesConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler, fingerprint

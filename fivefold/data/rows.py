@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from fivefold.config.paths import user_path
-from fivefold.config.schema import RowsConfig
+from fivefold.config.schema.data import RowsConfig
 from fivefold.data.files import READERS, Row, read_file
 
 SUFFIXES = tuple(READERS)

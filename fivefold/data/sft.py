@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.config.schema import SFTRowsConfig
+from fivefold.config.schema.data import SFTRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.prompts import render
 from fivefold.data.rows import load_rows, require_column

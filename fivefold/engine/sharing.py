@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fivefold.config.schema import EngineConfig, MicroBatchConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig
 from fivefold.engine.packing import SequenceCost, plan_micro_batches
 from fivefold.engine.sequences import padded_tokens
 from fivefold.families.shape import ModelShape

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.experience.samples import judge
 from fivefold.observe.timers import PhaseTimers

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.config.schema import DPORecipe, EngineConfig, Recipe, RolloutConfig, TrainRecipe
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.schema.preferences import DPORecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.rollout import RolloutConfig
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from fivefold.config.presets import ADVANTAGES, PRESETS
-from fivefold.config.schema import Recipe, TrainRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 
 _WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import replica_problems, server_problems
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from fivefold.config.problems import section_of
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 
 UNKNOWN: Final[Any] = object()
 """Stands in a table for a default that is not known here."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError, known_keys, problems_of
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
 from fivefold.importing.algorithms import settle_clip_range

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import Recipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.devices import device_text
 from fivefold.layout.grid import Axis, rank_groups

@@ -12,7 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import ClusterConfig, EngineConfig, Recipe, Section, TrainRecipe
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.schema.fields import Section
+from fivefold.config.schema.machines import ClusterConfig
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names, example_layout
 from fivefold.layout.devices import parse_devices

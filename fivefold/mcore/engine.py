@@ -27,7 +27,8 @@ from fivefold.bridge.hf_saver import save_shards
 from fivefold.bridge.hf_writer import Classified, HFFolder
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
-from fivefold.config.schema import EngineConfig, OptimizerConfig, SchedulerConfig
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.metrics import reduce_metrics

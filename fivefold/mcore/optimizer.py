@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.mcore.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat, StateKind
 from fivefold.types import StepResult
 

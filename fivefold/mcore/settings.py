@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 

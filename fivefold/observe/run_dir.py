@@ -35,7 +35,7 @@ import psutil
 
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import user_path
-from fivefold.config.schema import RunConfig
+from fivefold.config.schema.run import RunConfig
 from fivefold.observe import heartbeat
 from fivefold.observe.durable import PART, write_file
 from fivefold.observe.errors import RunFailed

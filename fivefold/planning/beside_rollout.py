@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.planning.blueprint import draw_up
 from fivefold.planning.memory import Kind
 from fivefold.planning.question_sources import Changes, question_of_recipe

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS, RecipeError
-from fivefold.config.schema import CriticConfig, DPORecipe, EngineConfig, Recipe, RMRecipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.roles import CriticConfig
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fivefold.config.schema import OneRewardConfig, RewardConfig
+from fivefold.config.schema.rewards import OneRewardConfig, RewardConfig
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.rewards.static_check import BUILT_IN, built_in_reward, in_rewards, no_such_reward

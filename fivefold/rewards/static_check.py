@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import show
-from fivefold.config.schema import OneRewardConfig, RewardConfig
+from fivefold.config.schema.rewards import OneRewardConfig, RewardConfig
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.judge import Judge

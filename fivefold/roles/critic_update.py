@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from fivefold.algorithms.gae import GAE, Whitening, explained_variance
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.value_loss import ValueLoss
-from fivefold.config.schema import CriticConfig, TrainRecipe
+from fivefold.config.schema.roles import CriticConfig
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.critic import Critic

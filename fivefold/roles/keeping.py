@@ -18,7 +18,7 @@ from fivefold.checkpoints.store import CheckpointStore
 from fivefold.checkpoints.time_limit import TimeLimit
 from fivefold.checkpoints.writer import Checkpointer, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
-from fivefold.config.schema import Recipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunStopped
 from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.metrics import MetricsLog

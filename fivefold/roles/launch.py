@@ -16,16 +16,11 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import (
-    ActorConfig,
-    CriticConfig,
-    DPORecipe,
-    EngineConfig,
-    OffloadConfig,
-    Recipe,
-    RMRecipe,
-    TrainRecipe,
-)
+from fivefold.config.schema.engine import EngineConfig, OffloadConfig
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.roles import ActorConfig, CriticConfig
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape

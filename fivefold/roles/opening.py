@@ -16,7 +16,9 @@ from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.schema import DPORecipe, Recipe, RMRecipe, TrainRecipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys

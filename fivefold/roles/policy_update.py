@@ -17,7 +17,7 @@ from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.state import AlgorithmState
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic_update import CriticUpdate

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Item, Resume
 from fivefold.checkpoints.store import TRAINER
-from fivefold.config.schema import Recipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe
 from fivefold.observe.versions import versions

@@ -24,7 +24,7 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.cluster.group import Remote, WorkerGroup
-from fivefold.config.schema import EngineConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import Offloadable, TrainingEngine
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from fivefold.config.schema import ActorConfig, CriticConfig
+from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
 from fivefold.observe.errors import RunFailed
 from fivefold.roles.trainer import UpdateResult

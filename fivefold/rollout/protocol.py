@@ -15,7 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig
+from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
+from fivefold.config.schema.train import EvaluatorConfig
 from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.types import Completion
 

@@ -13,7 +13,9 @@ import ray
 from fivefold import generate, sft, train
 from fivefold.cluster.session import Session
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import GenerationConfig, SFTRecipe, TrainRecipe
+from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.evaluate import evaluate
 from tests.e2e.conftest import ROOT
 

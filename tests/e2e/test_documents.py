@@ -34,7 +34,11 @@ from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import Anew
 from fivefold.cli.main import app
 from fivefold.config.load import load_any_recipe, load_recipe
-from fivefold.config.schema import DPORecipe, Recipe, RewardConfig, RMRecipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.rewards import RewardConfig
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.evaluate import Evaluation
 from fivefold.families import registry
 from fivefold.families.read import load_shape

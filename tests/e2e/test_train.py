@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.evaluate import evaluate
 from fivefold.rollout.servers import command
 from fivefold.train import set_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.config.schema import MegatronOptimizerFields
+from fivefold.config.schema.engine import MegatronOptimizerFields
 from fivefold.mcore import optimizer_state
 from fivefold.mcore.host_copy import Parkable
 from fivefold.mcore.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat

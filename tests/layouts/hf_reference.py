@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.types import Batch
 
 Tensors = dict[str, torch.Tensor]

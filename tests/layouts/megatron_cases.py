@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from worker_pool import rejoin
 
 from fivefold.algorithms.loss import Loss
-from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.sharing import Share
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.state_store import HostSnapshot, finish
 
 # With a schedule, the step count matters; a large eps keeps Adam from amplifying rounding errors.

@@ -21,7 +21,7 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 

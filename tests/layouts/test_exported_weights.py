@@ -17,7 +17,7 @@ from tiny_models import DENSE, MOE
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
 
 LAYOUTS = {
     DENSE: ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p4t2"),

@@ -25,7 +25,8 @@ from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
 from fivefold.algorithms.preferences import BradleyTerry, DirectPreference, Objective, derivatives
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.bridge.audit import check_weights
-from fivefold.config.schema import DPOModelConfig, OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.preferences import DPOModelConfig
 from fivefold.data.preferences import score_columns
 from fivefold.data.sft import SFTExample
 from fivefold.families.read import load_shape

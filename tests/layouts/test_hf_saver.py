@@ -20,7 +20,7 @@ from fivefold.bridge import hf_saver
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.families.read import load_shape
 
 SHARD_BYTES = 30_000

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
 from fivefold.types import Batch
 
 ONE_SEQUENCE = uneven_batch(lengths=(29,))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.mcore.optimizer import learning_rate
 from fivefold.types import Batch, StepResult
 

@@ -12,7 +12,7 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import LossInputs
-from fivefold.config.schema import MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, sft_columns
 from fivefold.types import Batch, Totals

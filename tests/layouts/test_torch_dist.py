@@ -14,7 +14,7 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema import MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
 
 LAYERS_APART = {"non_homogeneous_layers": True}

@@ -19,7 +19,8 @@ from fivefold.cluster.ray_nodes import ray_nodes
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import ClusterConfig, SchedulerConfig, TrainRecipe
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.grid import rank_groups
 from fivefold.layout.placement import Device, place
 from fivefold.observe.errors import RunFailed

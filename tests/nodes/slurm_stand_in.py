@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from tests.nodes.cluster import ROOT, small
 
 ADDRESSES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from tests.e2e.documents import blocks, shell_commands
 from tests.nodes.cluster import PAGE, ROOT, free_port
 from tests.nodes.slurm_stand_in import PROGRAMS

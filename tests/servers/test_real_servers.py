@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.schema import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fivefold.algorithms.advantages.scores import Scores
-from fivefold.config.schema import NormConfig
+from fivefold.config.schema.roles import NormConfig
 
 
 def grpo(scores: Scores, reward_norm: NormConfig) -> torch.Tensor:

@@ -19,7 +19,7 @@ from fivefold.algorithms.advantages.rloo import rloo
 from fivefold.algorithms.advantages.scores import Advantage, Scores
 from fivefold.algorithms.options import options
 from fivefold.algorithms.user_method import load
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.user_code import user_traceback
 
 

@@ -19,7 +19,7 @@ from fivefold.algorithms.losses.surrogate import Surrogate
 from fivefold.algorithms.losses.topr import TOPR
 from fivefold.algorithms.options import built_in, options
 from fivefold.algorithms.user_method import UserLoss, load
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema.roles import ActorConfig
 
 LOSSES: Mapping[str, type[Surrogate]] = {
     "ppo": PPO,

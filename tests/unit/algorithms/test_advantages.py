@@ -11,7 +11,8 @@ from fivefold.algorithms.advantages.compute import Advantages, Outcomes, compute
 from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.kl_in_reward import subtract_kl_to_go
 from fivefold.algorithms.reward_shaping import RewardShaping
-from fivefold.config.schema import ActorConfig, GenerationConfig, NormConfig
+from fivefold.config.schema.roles import ActorConfig, NormConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Batch
 
 EPS = 1e-6

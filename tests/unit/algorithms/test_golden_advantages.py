@@ -18,7 +18,7 @@ from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config import presets
-from fivefold.config.schema import ActorConfig, NormConfig
+from fivefold.config.schema.roles import ActorConfig, NormConfig
 from fivefold.types import Batch
 
 STEPS = 200

@@ -16,7 +16,7 @@ from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.sapo import SAPO
 from fivefold.algorithms.user_method import UserLoss, _tokens
-from fivefold.config.schema import ActorConfig
+from fivefold.config.schema.roles import ActorConfig
 
 MODULE = """
 import torch

@@ -12,7 +12,8 @@ from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
 from fivefold.algorithms.loss import LossInputs, SFTLoss
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
-from fivefold.config.schema import ActorConfig, GenerationConfig
+from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Batch
 
 LENGTHS = (5, 9, 3, 7, 4)

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.preferences import BradleyTerry, DirectPreference, KahnemanTversky, Objective, derivatives
-from fivefold.config.schema import DPOModelConfig
+from fivefold.config.schema.preferences import DPOModelConfig
 
 BETA = 0.3
 

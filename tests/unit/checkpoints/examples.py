@@ -13,7 +13,7 @@ from fivefold.checkpoints.manifest import FileEntry, Manifest
 from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.checkpoints.store import Checkpoint, CheckpointStore
 from fivefold.config.load import resolved_yaml
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import SamplerState
 
 FINGERPRINTS = Fingerprints(config="c", weights="w", tokenizer="t")

@@ -13,7 +13,7 @@ from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
 from fivefold.checkpoints.writer import Checkpointer
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state_store import WrittenPart
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers

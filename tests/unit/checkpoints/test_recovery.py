@@ -17,7 +17,10 @@ from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
 from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
 from fivefold.config.load import load_recipe, resolved_yaml
-from fivefold.config.schema import DPORecipe, Recipe, RMRecipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
 from fivefold.roles.resuming import load_state

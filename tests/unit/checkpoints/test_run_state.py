@@ -13,7 +13,7 @@ from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.config.schema import PeriodicConfig, RecoverConfig
+from fivefold.config.schema.run import PeriodicConfig, RecoverConfig
 from tests.unit.checkpoints.examples import run_state
 
 

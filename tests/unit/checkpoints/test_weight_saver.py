@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.config.schema import SaverConfig
+from fivefold.config.schema.run import SaverConfig
 
 
 def saver(folder: Path, keep: int | None) -> WeightSaver:

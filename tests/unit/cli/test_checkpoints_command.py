@@ -18,7 +18,7 @@ from fivefold.checkpoints.run_state import MetricHistory
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe, resolved_yaml
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state_store import StateWriter, StoredRange, finish
 from tests.e2e.documents import DOCS, indented_commands
 from tests.unit.checkpoints.examples import manifest_of, run_state, save

@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 from fivefold import __version__
 from fivefold.cli.main import app
 from fivefold.cluster.errors import Member, WorkerError
-from fivefold.config.schema import DPORecipe, RMRecipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.run_dir import RunDir
 
 RECIPE = """
@@ -244,7 +246,7 @@ def imported(names, *args):
 
 heavy = "torch ray transformers megatron"
 for args in (["--version"], ["--help"], ["train", "--help"], ["plan", "--help"], ["import", "--help"]):
-    print(imported(f"{heavy} pydantic omegaconf yaml psutil fivefold.config.schema", *args))
+    print(imported(f"{heavy} pydantic omegaconf yaml psutil fivefold.config.schema.run", *args))
 print(imported(heavy, "train", "no-such.yaml"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 
 CONFIG = """
 trainer: {nnodes: 2, n_gpus_per_node: 8, brand_new: 3}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.cluster.session import Session
-from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.observe.timers import PhaseTimers
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,7 +16,7 @@ import engines
 from fivefold.cli.main import app
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import Device
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import PhaseTimers

@@ -12,7 +12,7 @@ import engines
 
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
-from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
 

@@ -19,7 +19,7 @@ from fivefold.cluster.nodes import Node
 from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
-from fivefold.config.schema import ClusterConfig, SchedulerConfig
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
 

@@ -16,7 +16,10 @@ from pydantic import BaseModel
 
 from fivefold.config.load import kind_of, load_any_recipe, load_recipe, resolved_yaml
 from fivefold.config.problems import COMMANDS, RecipeError, known_keys, nearest_keys
-from fivefold.config.schema import ONE_LINE, DPORecipe, RMRecipe, SFTRecipe, TrainRecipe
+from fivefold.config.schema.fields import ONE_LINE
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.source import apply_overrides, read_mapping
 
 MINIMAL = """\

@@ -10,7 +10,7 @@ import pytest
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.presets import CORRECTIONS, PRESETS, Algorithm, Correction, deviations
 from fivefold.config.problems import RecipeError, known_keys
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 
 TEXT = "experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: d}\n"
 

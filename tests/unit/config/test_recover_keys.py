@@ -10,7 +10,7 @@ import pytest
 from fivefold.config.duration import parse_duration
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 
 MINIMAL = "experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: d}\n"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import EngineConfig
+from fivefold.config.schema.engine import EngineConfig
 
 REMAINDERS = {"optimizer": {"store_param_remainders": True}}
 BF16_GRADIENTS = {"ddp": {"grad_reduce_in_fp32": False}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import DatasetConfig
+from fivefold.config.schema.data import DatasetConfig
 from fivefold.data.additions import TASKS, Addition, additions, rows, write_additions
 from fivefold.data.rows import load_rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import DatasetConfig
+from fivefold.config.schema.data import DatasetConfig
 from fivefold.data.rows import load_rows
 
 ROWS = [{"question": '1 + 1, "twice"\n=', "answer": "4"}, {"question": "é", "answer": ""}]

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fivefold.config.schema import DatasetConfig
+from fivefold.config.schema.data import DatasetConfig
 from fivefold.data.prompts import load_prompts
 from fivefold.experience.samples import as_record
 from fivefold.observe.jsonl import JsonLines

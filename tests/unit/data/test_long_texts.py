@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from fivefold.config.schema import DatasetConfig, SFTDatasetConfig
+from fivefold.config.schema.data import DatasetConfig, SFTDatasetConfig
 from fivefold.data.prompts import load_prompts
 from fivefold.data.sft import load_sft
 from tests.unit.data.conftest import VOCAB, build_tokenizer

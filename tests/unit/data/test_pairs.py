@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fivefold.config.schema import DPODatasetConfig, PreferenceDatasetConfig
+from fivefold.config.schema.data import DPODatasetConfig, PreferenceDatasetConfig
 from fivefold.data.preferences import load_labelled, load_pairs, score_columns
 from fivefold.data.sft import SFTExample
 from tests.unit.data.conftest import VOCAB

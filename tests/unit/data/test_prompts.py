@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fivefold.config.schema import DatasetConfig
+from fivefold.config.schema.data import DatasetConfig
 from fivefold.data.prompts import load_prompts
 from fivefold.data.rows import load_rows
 from tests.unit.data.conftest import VOCAB, build_tokenizer

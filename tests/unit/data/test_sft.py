@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fivefold.config.schema import SFTDatasetConfig
+from fivefold.config.schema.data import SFTDatasetConfig
 from fivefold.data.sft import load_sft, sft_columns
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 

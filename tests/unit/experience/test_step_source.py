@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.experience.step import StepSource
 from fivefold.observe.timers import PhaseTimers

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import check_layout, layout_problems
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parser import parse_backend

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.families.unused_keys import unused_keys
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from dialect_conversion import SOURCES, convert_fixture, convert_text, convert_words
 
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.defaults import UNKNOWN, own_default
 from fivefold.importing.framework import Framework
 from fivefold.importing.rules import Mapped

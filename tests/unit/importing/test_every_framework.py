@@ -20,7 +20,7 @@ from dialect_conversion import (
 
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import known_keys
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.framework import Framework
 from fivefold.importing.recipe import import_recipe
 from fivefold.importing.source import read_document

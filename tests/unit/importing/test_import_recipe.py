@@ -9,7 +9,7 @@ import pytest
 from dialect_conversion import ENVIRONMENT, FIXTURES, convert_text
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.framework import Framework
 from fivefold.importing.recipe import import_recipe, split_arguments
 from fivefold.planning.plan import plan_recipe

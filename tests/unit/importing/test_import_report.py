@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.key_table import wrap
 from fivefold.importing.recipe import import_recipe
 

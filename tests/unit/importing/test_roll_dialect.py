@@ -7,7 +7,7 @@ from pathlib import Path
 from dialect_conversion import FIXTURES, convert_fixture, convert_text, convert_words
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.recipe import import_recipe
 from fivefold.layout.placement import place
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.schema import SFTRecipe, TrainRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.parser import parse, parse_role
 from fivefold.layout.placement import Device, Placement, place, place_allocation, place_by_list

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from fivefold.config.schema import StatsConfig
+from fivefold.config.schema.run import StatsConfig
 from fivefold.experience.samples import extremes
 from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole, clock
 from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS, StepTable, number

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe import heartbeat
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.run_dir import RunDir

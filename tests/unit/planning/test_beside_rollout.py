@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import SHAPES, find_shape
 from fivefold.planning.beside_rollout import beside_rollout
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT

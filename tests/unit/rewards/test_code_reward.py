@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards import code_reward
 from fivefold.rewards.code_reward import program_of
 from fivefold.rewards.code_tests import read_tests

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards.compute import N_AT_ONCE, compute_rewards
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.types import Prompt

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.static_check import reward_problems

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import RewardConfig, TrainRecipe
+from fivefold.config.schema.rewards import RewardConfig
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.experience.samples import accuracy, as_record, judge, reward_metrics
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet

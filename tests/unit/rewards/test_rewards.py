@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.config.schema import RewardConfig
+from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards import math_reward
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.exact_match import ExactMatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import EngineConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import find_shape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fivefold.cluster.role import Role
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import SHAPES
 from fivefold.layout.placement import place_allocation
 from fivefold.layout.recipe import recipe_allocation

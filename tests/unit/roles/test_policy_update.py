@@ -13,7 +13,7 @@ from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.policy_update import PolicyUpdate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.config.schema import MicroBatchConfig
+from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fivefold.config import paths
-from fivefold.config.schema import EvaluatorConfig, GenerationConfig, RolloutConfig, TrainRecipe
+from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
+from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.families.check import server_problems
 from fivefold.rollout.protocol import SamplingParams, group_requests
 

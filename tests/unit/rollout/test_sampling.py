@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.config.schema import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.sampling import choose_tokens, uniform_numbers
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fivefold
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.schema import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.schema import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import sglang_dialect, vllm_dialect

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from fivefold.config.schema import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout import decode, kv_cache
 from fivefold.rollout.hf_model import build_model, load_tokenizer
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, group_requests

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
 from fivefold.sync.transport import Route, choose_route
 

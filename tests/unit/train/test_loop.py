@@ -14,7 +14,7 @@ import pytest
 from fivefold import evaluate, train
 from fivefold.checkpoints.start import Anew
 from fivefold.config.load import load_recipe
-from fivefold.config.schema import TrainRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.console import RunConsole
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.run_dir import RunDir

@@ -1,0 +1,204 @@
+"""The sections that every trained model has: backend, optimizer, micro-batches and the engine's own fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fivefold.config.schema.fields import DeviceList, Dtype, Fraction, PathText, Positive, Section, Sequences
+
+
+class OptimizerConfig(Section):
+    """Hyper-parameters of AdamW and of its learning-rate schedule, whichever engine trains.
+
+    Fields that only Megatron-Core's optimizer has are in `actor.megatron.optimizer`.
+    """
+
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's weight decay; norms and biases are exempt. It is decoupled from the gradient unless
+    `actor.megatron.optimizer.decoupled_weight_decay` is false."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of Adam's first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of Adam's second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of the second moment."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+    warmup_steps_proportion: Fraction = 0.0
+    """Share of all optimizer steps spent on a linear warm-up from 0."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of `lr`. As in torch's schedules, the end is one step after the
+    last one."""
+    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients with a larger global norm are scaled down to it; 0 switches clipping off."""
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> OptimizerConfig:
+        if self.min_lr_ratio > 0 and self.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"min_lr_ratio={self.min_lr_ratio} is the end of a decay, but lr_scheduler_type=constant has none: "
+                "set lr_scheduler_type to linear or cosine, or drop min_lr_ratio"
+            )
+        return self
+
+
+class MicroBatchConfig(Section):
+    """How a mini-batch is split into the micro-batches of one forward and backward pass each."""
+
+    max_tokens_per_mb: Positive = 8192
+    """Most tokens in one micro-batch, summed over its context-parallel shards. A longer sequence has a micro-batch to
+    itself."""
+    n_mbs: Sequences = 1
+    """Fewest micro-batches that a data-parallel rank splits a mini-batch into."""
+
+
+class MegatronTransformerFields(Section):
+    """Fields of Megatron-Core's `TransformerConfig`, handed on under their own names.
+
+    Only fields that the recipe may choose are here; the model's config and the layout decide all others.
+    """
+
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the router's load-balancing loss; at 0, only the policy loss trains the router."""
+    moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
+
+
+class MegatronDDPFields(Section):
+    """Fields of Megatron-Core's `DistributedDataParallelConfig`, handed on under their own names."""
+
+    bucket_size: Positive | None = None
+    """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients during the backward pass; null: on GPUs, if there is data parallelism."""
+    grad_reduce_in_fp32: bool = True
+    """Keep and reduce gradients in float32; false: in the weights' dtype, so that in bfloat16 the sum of the
+    micro-batches is rounded after each of them."""
+
+
+class MegatronOptimizerFields(Section):
+    """Fields of Megatron-Core's `OptimizerConfig` that no other engine has, under their own names, and `state_on`.
+
+    The learning rate, the betas and the other hyper-parameters are in `actor.optimizer`.
+    """
+
+    decoupled_weight_decay: bool = True
+    """true: AdamW; false: `actor.optimizer.weight_decay` is an L2 penalty inside Adam."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Apply weight decay to the query and key norms as well."""
+    exp_avg_dtype: Dtype = "float32"
+    """Dtype in which Adam's first moment is stored; bfloat16 is rounded stochastically, so that its mean is right."""
+    exp_avg_sq_dtype: Dtype = "float32"
+    """Dtype in which Adam's second moment is stored, like `exp_avg_dtype`."""
+    store_param_remainders: bool = False
+    """Store of each float32 master weight only the 16 bits that its bfloat16 weight lacks. It is exact; the weights are
+    then rounded to the nearest with ties away from zero, rather than to even."""
+    state_on: Literal["device", "host"] = "device"
+    """Where master weights and moments are: on the GPU, or in pinned host memory, from which each update streams them
+    through the GPU in buckets. The results are the same bit for bit."""
+
+
+class MegatronConfig(Section):
+    """Settings that only the Megatron-Core engine reads."""
+
+    bridge_type: Literal["fivefold"] = "fivefold"
+    """The weight bridge between Hugging Face and Megatron-Core names."""
+    use_dist_checkpointing: bool = False
+    """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
+    config and a tokenizer."""
+    dist_checkpointing_path: PathText | None = None
+    """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
+    newest is read (docs/converting.md)."""
+    use_deterministic_algorithms: bool = False
+    """Use kernels whose results are the same bit for bit in every run; they are slower."""
+    virtual_pipeline_parallel_size: Positive = 1
+    """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
+    router_dtype: Literal["model", "fp32"] = "fp32"
+    """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Collective that brings tokens to their experts. Neither drops tokens."""
+    logprob_chunk_size: Positive = 1024
+    """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations the backward pass computes again: none, those of MLP and MoE, or those of whole layers."""
+    transformer: MegatronTransformerFields = MegatronTransformerFields()
+    ddp: MegatronDDPFields = MegatronDDPFields()
+    optimizer: MegatronOptimizerFields = MegatronOptimizerFields()
+
+    @model_validator(mode="after")
+    def _check_checkpoint(self) -> MegatronConfig:
+        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
+            raise ValueError(
+                "use_dist_checkpointing=true reads a checkpoint, but dist_checkpointing_path names none: set it to the "
+                "checkpoint's folder, or use_dist_checkpointing to false"
+            )
+        if self.dist_checkpointing_path is not None and not self.use_dist_checkpointing:
+            raise ValueError(
+                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read while use_dist_checkpointing is "
+                "false: set that to true, or drop the path"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    """A model, and how it is laid out over processes."""
+
+    path: PathText
+    """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold."""
+    backend: str = "megatron:d1"
+    """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`
+    (docs/layouts.md)."""
+    device_mapping: DeviceList | None = None
+    """GPUs of the ranks, numbered from 0 over all nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
+    list, or none has; roles whose lists overlap take turns. null: the layouts and `rollout.colocate` decide."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32 unless
+    `actor.megatron` says otherwise."""
+    init_from_scratch: bool = False
+    """Start from random weights, drawn with `seed`, instead of the checkpoint's; `path` then needs only a config and a
+    tokenizer."""
+    mb_spec: MicroBatchConfig = MicroBatchConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> EngineConfig:
+        if self.dtype == "float32" and self.megatron.optimizer.store_param_remainders:
+            raise ValueError(
+                "megatron.optimizer.store_param_remainders=true stores what bfloat16 weights lack, and dtype=float32 "
+                "weights lack nothing: set dtype to bfloat16, or store_param_remainders to false"
+            )
+        if self.dtype == "float32" and not self.megatron.ddp.grad_reduce_in_fp32:
+            raise ValueError(
+                "megatron.ddp.grad_reduce_in_fp32=false keeps gradients in the weights' dtype, and dtype=float32 is no "
+                "other than with true: set dtype to bfloat16, or grad_reduce_in_fp32 to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> EngineConfig:
+        if self.init_from_scratch and self.megatron.use_dist_checkpointing:
+            raise ValueError(
+                "init_from_scratch=true starts from random weights, and megatron.use_dist_checkpointing=true from a "
+                "checkpoint's: set one of them to false"
+            )
+        return self
+
+
+class OffloadConfig(Section):
+    """What leaves the actor's GPUs while a rollout generates on them.
+
+    Each key: true, false, or null to let the plan decide: gradients always leave, the others if the rollout would
+    otherwise not hold `rollout.max_batch_size` sequences.
+    """
+
+    params: bool | None = None
+    """Move the weights, and those of a reference model in the same processes, to pinned host memory."""
+    grads: bool | None = None
+    """Free the gradient buffers, which are empty then."""
+    optimizer: bool | None = None
+    """Move the optimizer's state to pinned host memory, unless it is there anyway
+    (`actor.megatron.optimizer.state_on`)."""

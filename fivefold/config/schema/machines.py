@@ -1,0 +1,55 @@
+"""The machines of a run and how its workers start."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fivefold.config.limits import MOST_DEVICES, MOST_SECONDS
+from fivefold.config.schema.fields import PathText, Section
+
+
+class ClusterConfig(Section):
+    """The machines of the run."""
+
+    n_nodes: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
+    """Number of machines."""
+    n_gpus_per_node: Annotated[int, Field(ge=0, le=256)] = 8
+    """GPUs that are used on each machine; 0 runs every worker as a CPU process (gloo)."""
+    host_memory_gib: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Memory of each machine in GiB (2^30 bytes), which `fivefold plan` then compares with what it counts; null: it
+    does not."""
+    fileroot: PathText = "runs"
+    """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
+
+    @model_validator(mode="after")
+    def _check_size(self) -> ClusterConfig:
+        if (n_gpus := self.n_nodes * self.n_gpus_per_node) > MOST_DEVICES:
+            raise ValueError(
+                f"n_nodes={self.n_nodes} with n_gpus_per_node={self.n_gpus_per_node} are {n_gpus:,} GPUs, and at most "
+                f"{MOST_DEVICES:,} can be laid out: lower one of the two"
+            )
+        return self
+
+
+class SchedulerConfig(Section):
+    """How worker processes are started."""
+
+    type: Literal["local", "ray"] = "local"
+    """`local` starts Ray on this machine for this run alone; `ray` joins the cluster at `address`."""
+    address: str = "auto"
+    """Address of the Ray cluster to join with `type: ray`: `auto`, or host:port."""
+    wait_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 60.0
+    """Seconds to wait, with `type: ray`, for nodes that the cluster lacks and for devices that other jobs hold."""
+    timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
+    """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""
+
+    @model_validator(mode="after")
+    def _check_address(self) -> SchedulerConfig:
+        if self.type == "local" and self.address != "auto":
+            raise ValueError(
+                f"address={self.address} names a cluster to join, but type=local starts Ray for this run alone: "
+                "set type to ray, or drop address"
+            )
+        return self

@@ -1,0 +1,223 @@
+"""The models of reinforcement learning: actor, reference and critic."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from fivefold.config.presets import ADVANTAGES, LOSSES, Correction
+from fivefold.config.schema.engine import EngineConfig, OffloadConfig, OptimizerConfig
+from fivefold.config.schema.fields import (
+    ONE_LINE,
+    DeviceList,
+    Fraction,
+    NonNegative,
+    Passes,
+    PathText,
+    Positive,
+    Section,
+)
+
+
+class NormConfig(Section):
+    """(x - mean) / (std + eps), each over the group of one prompt, over the batch, or not at all."""
+
+    mean_level: Literal["group", "batch", "none"] = "group"
+    """Samples over which the mean is taken; `none` subtracts no mean."""
+    std_level: Literal["group", "batch", "none"] = "group"
+    """Samples over which the standard deviation is taken; `none` does not divide."""
+    eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the standard deviation."""
+
+
+class RolloutCorrectionConfig(Section):
+    """Importance corrections for the difference between the rollout engine, which sampled, and the trainer.
+
+    With w = p_old / q of a token, p_old the trainer's probability before the step and q the rollout's, `weight`
+    multiplies losses by w, and `mask` leaves tokens out by w (docs/algorithms.md).
+    """
+
+    method: Correction = "auto"
+    """`auto`: `tis` from the step on after one with a `rollout_mismatch_kl` above `auto_threshold`. `none`: no
+    correction. `custom`: what the keys below say. Others set the keys below that the recipe does not write."""
+    auto_threshold: Annotated[float, Field(ge=0)] = 1e-3
+    """KL divergence from rollout to trainer, in nats per token, above which `auto` corrects from then on."""
+    weight: Literal["token", "sequence"] | None = None
+    """Weight the losses of tokens by w of the token, or by the product of w over its sequence; null: by 1."""
+    weight_cap: Annotated[float, Field(gt=0)] | None = None
+    """Weights are truncated to this value; null: they are not truncated."""
+    mask: Literal["token", "sequence", "geometric"] | None = None
+    """Leave out tokens whose w is out of bounds, or whole sequences by the product or the geometric mean of w; null:
+    leave out none."""
+    mask_above: Annotated[float, Field(gt=0)] | None = None
+    """Upper bound of `mask`; null: none."""
+    mask_below: Annotated[float, Field(ge=0)] | None = None
+    """Lower bound of `mask`; null: 1 / `mask_above`."""
+    veto_below: Annotated[float, Field(gt=0)] | None = None
+    """Leave out whole sequences that have a token with a smaller w; null: leave out none."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the recipe itself asks for a correction, which then holds from the first step on."""
+        return self.method not in ("auto", "none")
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> RolloutCorrectionConfig:
+        keys = ("weight", "mask", "veto_below")
+        wanted = [name for name in keys if getattr(self, name) is not None]
+        if wanted and not self.is_fixed:
+            raise ValueError(
+                f"{wanted[0]}={getattr(self, wanted[0])} has no effect with method={self.method}: set method to custom"
+            )
+        if self.method == "custom" and not wanted:
+            raise ValueError(f"method=custom corrects nothing: set one of {', '.join(keys)}, or method to none")
+        if self.weight is None and self.weight_cap is not None:
+            raise ValueError(
+                f"weight_cap={self.weight_cap} has no effect without weight: set that to token or "
+                "sequence, or drop weight_cap"
+            )
+        upper, lower = self.mask_above, self.mask_below
+        if self.mask is None and (upper is not None or lower is not None):
+            raise ValueError(
+                "mask_above and mask_below have no effect without mask: set that to token, "
+                "sequence or geometric, or drop the bounds"
+            )
+        if self.mask is not None and upper is None and lower is None:
+            raise ValueError(f"mask={self.mask} has no bounds: set mask_above")
+        if upper is not None and lower is not None and lower > upper:
+            raise ValueError(f"mask_below={lower} is above mask_above={upper}: lower the first")
+        return self
+
+
+class ActorConfig(EngineConfig):
+    """The model that is trained, and the algorithm that trains it."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    offload: OffloadConfig = OffloadConfig()
+    loss: Annotated[str, Field(pattern=ONE_LINE)] = "ppo"
+    """Policy loss: `ppo`, `reinforce`, `gspo`, `gmpo`, `cispo`, `sapo`, `topr`, `clip_cov`, `kl_cov`, `kimi`, `cpgd`,
+    `dppo_tv`, `dppo_kl` (docs/algorithms.md), or your own as `module:Class` or `file.py:Class` (docs/extending.md)."""
+    loss_kwargs: dict[str, Any] = {}
+    """Options of the loss that have no key of their own, by name."""
+    advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
+    """How rewards become advantages: `grpo` (as `reward_norm` says), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
+    `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`, `asymre`, `opmd`, `gae`, or your own as
+    `module:function` or `file.py:function`."""
+    advantage_kwargs: dict[str, Any] = {}
+    """Options of the advantage that have no key of their own, by name."""
+    discount: Fraction = 1.0
+    """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
+    gae_lambda: Fraction = 1.0
+    """`advantage: gae` weights estimates over longer spans by this factor a token: 1 is Monte Carlo, 0 is one step."""
+    whiten_advantages: bool | None = None
+    """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1, after a KL penalty in the
+    reward; null: with `gae`, `reinforce_pp` and `reinforce_pp_baseline`."""
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    ppo_epochs: Passes = 1
+    """Number of times that each sample is trained on in a step."""
+    ppo_n_minibatches: Positive = 1
+    """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
+    eps_clip: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Losses that clip do so to ratios below 1 - `eps_clip`."""
+    eps_clip_higher: Annotated[float, Field(ge=0)] | None = None
+    """Losses that clip do so to ratios above 1 + `eps_clip_higher`; null: the same as `eps_clip`."""
+    c_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip (Ye et al. 2020): largest ratio of tokens with a negative advantage; null: no dual clip."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_fixed"] = "token_mean"
+    """How the losses of tokens become one number: the mean over all tokens (DAPO), the mean over sequences of their
+    token means (GRPO) or token sums, or these sums divided by `loss_length` (Dr. GRPO)."""
+    loss_length: Positive | None = None
+    """Tokens by which `sequence_sum_fixed` divides; null: `gconfig.max_new_tokens`."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_ctl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence, as Schulman names them (http://joschu.net/blog/kl-approx.html)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL term to the loss, or subtract it from each token's reward."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """KL divergence, in nats per token, towards which `kl_ctl` is adapted after each step (Ziegler et al. 2019);
+    null: `kl_ctl` is fixed."""
+    kl_horizon: Positive = 10_000
+    """Number of samples over which the adapted `kl_ctl` follows the divergence."""
+    recompute_logprob: bool | None = None
+    """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more
+    than one update."""
+    reward_norm: NormConfig = NormConfig()
+    """How `advantage: grpo` normalises rewards (GRPO: group, group; Dr. GRPO: group, none)."""
+    reward_scaling: float = 1.0
+    """Before they become advantages, rewards are changed to (reward + `reward_bias`) * `reward_scaling`."""
+    reward_bias: float = 0.0
+    """Added to every reward before `reward_scaling`."""
+    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    """Scaled rewards are clipped to ± this value; null: they are not clipped."""
+    overlong_reward_penalty: bool = False
+    """Lower the rewards of completions that come near `gconfig.max_new_tokens`, before they are scaled: from 0 at
+    `overlong_tokens` before it, linearly, to -`overlong_penalty_factor` at it (DAPO)."""
+    overlong_tokens: Positive | None = None
+    """Tokens before the limit at which the penalty begins; null: a fifth of `gconfig.max_new_tokens`."""
+    overlong_penalty_factor: Annotated[float, Field(ge=0)] = 1.0
+    """Penalty of a completion that reaches the limit, in reward."""
+    length_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Penalty, in reward, that grows in proportion to a completion's length up to this value at
+    `gconfig.max_new_tokens`."""
+    mask_truncated: bool = False
+    """Do not train on completions that reached `gconfig.max_new_tokens` (DAPO's over-long filtering). Their rewards
+    still count in the mean and the standard deviation of their group."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose completions all have the same reward by further prompts of the data set (DAPO)."""
+    dynamic_sampling_max_rounds: Annotated[int, Field(ge=1, le=1000)] = 10
+    """Most batches of prompts that are sampled in one step; prompts without signal then fill what is missing."""
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are brought to mean 0 and standard deviation 1 over the tokens of a step."""
+        if self.whiten_advantages is None:
+            return self.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline")
+        return self.whiten_advantages
+
+    @model_validator(mode="after")
+    def _check_methods(self) -> ActorConfig:
+        for key, name, known in (("loss", self.loss, LOSSES), ("advantage", self.advantage, ADVANTAGES)):
+            if name not in known and not all(name.rpartition(":")):
+                raise ValueError(
+                    f"{key}={name} is none of {', '.join(known)}, and not of the form module:name or file.py:name"
+                )
+        return self
+
+
+class ReferenceConfig(Section):
+    """The frozen model from which `actor.kl_ctl` measures the KL divergence."""
+
+    path: PathText | None = None
+    """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
+    backend: str | None = None
+    """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
+    device_mapping: DeviceList | None = None
+    """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
+
+
+class CriticConfig(EngineConfig):
+    """The model that learns what states are worth, for `actor.advantage: gae` (docs/critic.md).
+
+    It has the layers of `critic.path`, and a value head in place of the output layer, which begins at 0 if the folder
+    has none.
+    """
+
+    colocate: bool = True
+    """Share the actor's devices, in turn; false: have devices of its own."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
+    warmup_steps: NonNegative = 0
+    """Training steps at the beginning in which only the critic is trained, and the actor stays as it is."""
+    ppo_epochs: Passes = 1
+    """Number of times that each sample is trained on in a step."""
+    ppo_n_minibatches: Positive = 1
+    """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
+    eps_clip: Annotated[float, Field(gt=0)] | None = 0.5
+    """Farthest that the updates of a step may move a value; null: as far as they do."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """How the errors of tokens become one number, as in `actor.loss_aggregation`."""

@@ -1,0 +1,78 @@
+"""Generation: the rollout engine and the sampling of completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fivefold.config.schema.fields import DeviceList, Dtype, NonNegative, PathText, Positive, Section, Sequences
+
+
+class GenerationConfig(Section):
+    """How completions are sampled."""
+
+    n_samples: Sequences = 8
+    """Completions of each prompt; together they are the prompt's group."""
+    max_new_tokens: Positive = 1024
+    """Most tokens of a completion."""
+    min_new_tokens: NonNegative = 0
+    """Fewest tokens of a completion: before them, no end token and no stop token is sampled."""
+    greedy: bool = False
+    """Always take the most likely token. It is for `fivefold generate`; training needs samples."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, both in sampling and in every log-prob that training computes."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens that together have this probability; 1: among all."""
+    top_k: NonNegative = 0
+    """Sample among this many of the most likely tokens; 0: among all."""
+    stop_token_ids: list[NonNegative] = []
+    """A completion ends after any of these tokens, as after the model's own end-of-sequence tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """A completion ends after any of these texts."""
+
+    @property
+    def truncates_distribution(self) -> bool:
+        """Whether some tokens cannot be sampled, so that log-probs of the sampling distribution are not the model's."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_new_tokens > 0
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> GenerationConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: "
+                "lower the first or raise the second"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """The engine that generates, and where it runs."""
+
+    backend: str = "transformers:d1"
+    """Engine and layout: `transformers:d2`, or a server such as `vllm:d4t2` (docs/rollout.md)."""
+    device_mapping: DeviceList | None = None
+    """GPUs of the replicas, written like `actor.device_mapping`."""
+    dtype: Dtype | None = None
+    """Dtype of the engine's weights; null: `actor.dtype`."""
+    max_batch_size: Sequences = 256
+    """Most sequences that one replica decodes at one time."""
+    colocate: bool | None = None
+    """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of each GPU's memory that a server takes; null: its usual share, less what other roles keep there."""
+    server_python: PathText | None = None
+    """Python program of the environment in which the server is installed; null: Fivefold's own."""
+    server_args: list[str | int | float] = []
+    """Further arguments of the server's command line, for example `[--enforce-eager]`."""
+    seeded: bool = False
+    """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
+    depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
+    logprob_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost vLLM up to
+    40% of its speed. `rollout_mismatch` is measured over this share."""
+    weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
+    """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
+    GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
+    verify_weights: bool = False
+    """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""

@@ -1,0 +1,132 @@
+"""What the recipes of all commands share: length of the run, saving, resuming and metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+from pydantic import BaseModel, Field, model_validator
+
+from fivefold.config.limits import LARGEST_SEED
+from fivefold.config.schema.fields import NAME, ONE_LINE, Duration, NonNegative, Passes, PathText, Positive, Section
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
+
+
+class PeriodicConfig(Section):
+    """An action that is done now and then, and always after the last step.
+
+    The frequencies do not exclude each other: the action is due as soon as one of them says so.
+    """
+
+    freq_steps: Positive | None = None
+    """Number of steps from one time to the next; null: steps are not counted."""
+    freq_epochs: Passes | None = None
+    """Number of passes over the data set from one time to the next; null: passes are not counted."""
+    freq_secs: Duration | None = None
+    """Time since the start or the last time, in seconds or as `15m`, after which the end of a step is the next time;
+    null: time is not measured."""
+
+
+class SaverConfig(PeriodicConfig):
+    """When the weights are saved as a Hugging Face folder, besides after the last step."""
+
+    max_to_keep: Positive | None = 1
+    """1: each time replaces `weights/`. Otherwise, each time has a folder of its own, such as `weights/step-000010/`,
+    of which this many of the newest are kept; null: all are."""
+
+
+class RecoverConfig(PeriodicConfig):
+    """Checkpoints of the whole run, from which the same command goes on after an interruption (docs/recovery.md).
+
+    A checkpoint is written after the last step too, and when the run is interrupted by Ctrl-C or SIGTERM.
+    """
+
+    mode: PathText = "auto"
+    """`auto`: go on from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
+    and read none. Otherwise: the folder of a checkpoint, or of a run whose newest checkpoint is meant, to start from.
+    """
+    freq_secs: Duration | None = 900.0
+    """Time since the start or the last checkpoint, in seconds or as `15m`, after which the end of a step is the next
+    time; null: time is not measured."""
+    max_to_keep: Positive = 2
+    """Number of the newest checkpoints that are kept; older ones are deleted once a newer one is complete."""
+    keep_best: Annotated[str, Field(pattern=ONE_LINE)] | None = None
+    """Name of a metric, such as `eval/accuracy`: the checkpoint with its largest value is kept as well; null: only the
+    newest are kept."""
+    verify: bool = True
+    """Compare the checksum of every file before a run goes on from a checkpoint; false: compare only the sizes."""
+    write_attempts: Annotated[int, Field(ge=1, le=100)] = 2
+    """Number of attempts at writing a checkpoint, after which a run that cannot write one ends with an error."""
+    save_before: Duration | None = None
+    """Time since the start of the command, such as `3h55m`, before which the run writes a checkpoint and exits with
+    code 130, for queues with a time limit; null: there is no limit."""
+    accept_changes: list[Annotated[str, Field(pattern=ONE_LINE)]] = []
+    """Keys or sections of the recipe that may differ from the checkpoint's although they decide what the run is, such
+    as `[train_dataset, seed]`."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.mode != "disabled"
+
+
+class StatsConfig(Section):
+    """Records of every step, besides its metrics."""
+
+    tensorboard: bool = True
+    """Write every step's metrics as TensorBoard events too."""
+    n_logged_samples: NonNegative = 4
+    """Completions of each step that are written to `samples.jsonl`."""
+    shown_samples_freq_steps: Positive | None = 10
+    """Steps after which the best and the worst completion of a step are shown on the screen, as after the first step.
+    None: none are shown."""
+
+    def shows_samples(self, step: int) -> bool:
+        """Return whether samples of step `step`, counted from 1, are shown."""
+        every = self.shown_samples_freq_steps
+        return every is not None and (step == 1 or step % every == 0)
+
+
+class RunConfig(Section):
+    """The keys of every kind of recipe."""
+
+    experiment_name: Annotated[str, Field(pattern=NAME)]
+    """Name of the experiment: the outer folder of its runs' outputs."""
+    trial_name: Annotated[str, Field(pattern=NAME)] = "trial-0"
+    """Name of this run: the inner folder of its outputs."""
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 1
+    """Seed of all random choices: the order of rows, sampling, random weights."""
+    cluster: ClusterConfig = ClusterConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    tokenizer_path: PathText | None = None
+    """Folder or hub name of the tokenizer; null: `actor.path`."""
+    total_train_epochs: Positive = 1
+    """Number of passes over the data set."""
+    total_train_steps: Positive | None = None
+    """Number of training steps; null: as many as `total_train_epochs` take."""
+    stats: StatsConfig = StatsConfig()
+    saver: SaverConfig = SaverConfig()
+    recover: RecoverConfig = RecoverConfig()
+
+    def n_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of training steps, with so many in a pass over the data set."""
+        return self.total_train_steps or self.total_train_epochs * steps_per_epoch
+
+    @model_validator(mode="after")
+    def _check_accepted_changes(self) -> RunConfig:
+        for key in self.recover.accept_changes:
+            if not _is_key(type(self), key):
+                raise ValueError(
+                    f"recover.accept_changes has {key!r}, which is no key of this recipe: name a key such as "
+                    "train_dataset.path, or a section such as train_dataset"
+                )
+        return self
+
+
+def _is_key(schema: type[BaseModel], key: str) -> bool:
+    """Return whether a dotted key is a section or a value of `schema`."""
+    name, _, inner = key.partition(".")
+    field = schema.model_fields.get(name)
+    if field is None or not inner:
+        return field is not None
+    sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+    return any(issubclass(kind, BaseModel) and _is_key(kind, inner) for kind in sections)
