@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fivefold.algorithms.preferences import DirectPreference, KahnemanTversky
 from fivefold.config.schema.preferences import DPORecipe
@@ -19,6 +17,9 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.supervised import Learnt, PairMethod, run_supervised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SCORING = Scoring("logprobs")
 

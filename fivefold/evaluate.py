@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -31,9 +30,12 @@ from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.launch import replica_spec, rollout_role
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.engines import check_server
-from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from fivefold.config.schema.data import DatasetConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
-from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 
 

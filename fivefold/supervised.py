@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.recovery import find_start
@@ -43,6 +41,9 @@ from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.trainer import UpdateResult
 from fivefold.roles.updates import SkipGuard, average_updates
 from fivefold.types import Columns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item", bound=Example)
 SupervisedRecipe = SFTRecipe | DPORecipe | RMRecipe

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from fivefold.checkpoints.manifest import FileEntry, Manifest
 from fivefold.checkpoints.run_state import MetricHistory, RunState
@@ -25,10 +25,12 @@ from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import RECIPE, CheckpointStore
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema.run import RunConfig
-from fivefold.engine.state_store import WrittenFile, WrittenPart, finish
 from fivefold.observe.durable import write_file
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import WrittenFile, WrittenPart
 
 Result = TypeVar("Result")
 
@@ -176,6 +178,9 @@ class Checkpointer:
 
     def _files(self, begun: _Begun) -> dict[str, FileEntry]:
         """Write all files but the manifest. Returns their entries."""
+        # Imported here: torch.distributed.checkpoint takes half a second, which a driver without checkpoints saves.
+        from fivefold.engine.state_store import finish
+
         files: dict[str, FileEntry] = {}
         for name, owner in self._owners.items():
             written = finish(begun.folder / name, owner.write_snapshot())

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state_store import WrittenPart
 from fivefold.types import StepResult
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import WrittenPart
 
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")

@@ -13,17 +13,11 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
-
-# torch 2.11 lacks this argument and always shares key heads among query heads; later versions require it.
-_flash: Callable[..., Any] = (
-    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
-)
 
 
 @dataclass(frozen=True)
@@ -122,12 +116,24 @@ def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         [T, heads, d].
     """
     if isinstance(plan, FlashPlan):
-        output: torch.Tensor = _flash(
+        output: torch.Tensor = _flash()(
             query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, window_size=(-1, 0)
         )
         return output
     outputs = [_rectangle_attention(query, key, value, rectangle) for rectangle in plan.rectangles]
     return torch.cat(outputs).index_select(0, plan.restore_T)
+
+
+@cache
+def _flash() -> Callable[..., Any]:
+    """Return `varlen_attn`, with key heads shared among query heads."""
+    # Imported here, because it imports torch.compile's packages, which take a second that only CUDA processes need.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 lacks this argument and always shares key heads among query heads; later versions require it.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
 
 
 def _rectangle_attention(

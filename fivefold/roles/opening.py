@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -29,7 +28,10 @@ from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.preflight import check_recipe
 from fivefold.roles.launch import check_engines
-from fivefold.rollout.hf_model import load_tokenizer
+from fivefold.rollout.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

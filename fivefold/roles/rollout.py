@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +28,17 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.engines import build_engine, weights_device
-from fivefold.rollout.hf_model import load_tokenizer
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.buckets import unpack
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
 from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Prompt, Sample, Trajectory
+
+if TYPE_CHECKING:
+    from fivefold.rollout.servers.engine import ServerEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,13 +277,11 @@ class RolloutWorker:
 
     def meeting(self) -> Meeting:
         """Return how the server enters an NCCL group."""
-        assert isinstance(self._engine, ServerEngine)
-        return self._engine.meeting
+        return self._server().meeting
 
     def enter_link(self, invitation: Invitation) -> None:
         """Enter an NCCL group with the trainer; the processes of all replicas follow rank 0 in the replicas' order."""
-        assert isinstance(self._engine, ServerEngine)
-        self._engine.enter(invitation, 1 + int(os.environ["RANK"]) * self._n_devices)
+        self._server().enter(invitation, 1 + int(os.environ["RANK"]) * self._n_devices)
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
@@ -294,3 +294,10 @@ class RolloutWorker:
     def wake(self) -> None:
         """Take the rest of the device memory back."""
         self._engine.wake()
+
+    def _server(self) -> ServerEngine:
+        """Return the engine, which is a server: no other engine enters an NCCL group."""
+        from fivefold.rollout.servers.engine import ServerEngine
+
+        assert isinstance(self._engine, ServerEngine)
+        return self._engine

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def check_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams, config: PreTrainedConfig) -> None:

@@ -11,10 +11,8 @@ from fivefold.rollout.protocol import RolloutEngine
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.command import check_command
 from fivefold.rollout.servers.dialect import Dialect
-from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.vllm_dialect import VLLMDialect
-from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.sync.folder import NodePlace, Save
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
@@ -43,10 +41,15 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
             weights in files.
         RuntimeError: a server that ended at its start, or whose requests another process gets.
     """
+    # Imported here, because the driver, which builds no engine, needs neither them nor transformers' models.
     if spec.backend in DIALECTS:
+        from fivefold.rollout.servers.engine import ServerEngine
+
         return ServerEngine(DIALECTS[spec.backend], spec, place, save)
     if spec.backend != "transformers":
         raise ValueError(f"no engine generates with {spec.backend}: use {backend_names(trains=False)}")
+    from fivefold.rollout.transformers_engine import TransformersEngine
+
     return TransformersEngine.from_path(
         spec.path,
         dtype=spec.dtype,

@@ -1,4 +1,4 @@
-"""Builds a transformers model for generation, and loads tokenizers."""
+"""Builds a transformers model for generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -65,26 +64,6 @@ def build_model(
     if not _fits_grouped_matmul(model):
         model.set_experts_implementation("eager")
     return model.train(False).requires_grad_(False), _generation_config(path)
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer at `path` (folder or hub name).
-
-    Raises:
-        ValueError: there is none. For some families transformers then makes one without a vocabulary, which turns every
-            text into no tokens.
-    """
-    problem = (
-        f"{path!r} has no usable tokenizer: put its files (tokenizer.json, tokenizer_config.json) there, or name the "
-        "folder that has them in the recipe's `tokenizer_path`"
-    )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except ValueError as error:
-        raise ValueError(f"{problem} ({error})") from error
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
-    return tokenizer
 
 
 def end_tokens(

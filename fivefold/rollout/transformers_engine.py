@@ -12,11 +12,12 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.decode import decode_wave
-from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
+from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
+from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import CHECKSUMS, Checksum, DeviceBucket, check_arrived
 from fivefold.types import Completion

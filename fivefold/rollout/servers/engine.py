@@ -17,7 +17,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.layout.backends import BACKENDS
 from fivefold.observe.gpu_memory import least_gpu_memory
 from fivefold.rollout.checks import check_requests
-from fivefold.rollout.hf_model import build_model, end_tokens, load_tokenizer
+from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
@@ -27,6 +27,7 @@ from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.process import ServerProcess
 from fivefold.rollout.servers.room import Room, asks_of
 from fivefold.rollout.state import EngineState
+from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.sync.nccl_link import Invitation, Meeting

@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout import decode, kv_cache
-from fivefold.rollout.hf_model import build_model, load_tokenizer
+from fivefold.rollout.hf_model import build_model
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, group_requests
+from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 
