@@ -144,19 +144,20 @@ def _gather_domain(
         return
     local = torch.cat([_local(item, tensors).flatten() for item in items])
     if domain == "tensor" and groups.tp_size > 1:
-        _all_gather(region, local, groups.tp_group)
+        all_gather(region, local, groups.tp_group)
         return
     if domain == "expert" and groups.etp_size > 1:
         expert_shards = region if groups.ep_size == 1 else local.new_empty(groups.etp_size, local.numel())
-        _all_gather(expert_shards, local, groups.etp_group)
+        all_gather(expert_shards, local, groups.etp_group)
         local = expert_shards
     if domain == "expert" and groups.ep_size > 1:
         if part.ep:
-            _all_gather(region, local, groups.ep_group)
+            all_gather(region, local, groups.ep_group)
     elif local is not region:
         region.copy_(local)
 
 
-def _all_gather(out: Tensor, local: Tensor, group: dist.ProcessGroup | None) -> None:
+def all_gather(out: Tensor, local: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gather contiguous tensors of any dtype, one after the other, into `out`."""
     # As bytes: not every backend takes every dtype, and bytes arrive bit for bit.
     _all_gather_single(out.view(-1).view(torch.uint8), local.view(-1).view(torch.uint8), group=group)

@@ -36,15 +36,19 @@ _REPORTED = 3
 """Most failures of ranks in a message."""
 
 
-def save_shards(new: HFFolder, shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups) -> None:
-    """Write a model folder from the shards of all ranks. The bytes are the same for every layout.
+Block = tuple[Piece, Tensor]
+"""A rectangle of a Hugging Face tensor and its content, [sizes] in the planned dtype, on any device."""
+
+
+def save_blocks(new: HFFolder, own: Iterable[Block]) -> None:
+    """Write a model folder from the blocks of all ranks. The bytes are the same for every layout.
 
     All ranks of the default process group call this together.
 
     Args:
         new: the folder, described alike on every rank.
-        shards: this rank's shard of each parameter that it holds, contiguous, in the planned dtype.
-        groups: where this rank stands.
+        own: the blocks that this rank writes, of at most `BLOCK_BYTES` unless one row is larger. Those of all ranks
+            tile the model's tensors once.
 
     Raises:
         OSError: on every rank, naming the rank and the file, if a disk is full or a rank cannot write; an earlier
@@ -52,10 +56,9 @@ def save_shards(new: HFFolder, shards: Iterable[tuple[WeightMapping, Tensor]], g
         ValueError: on every rank, if the shards are not those of the planned model.
     """
     leads = dist.get_rank() == 0
-    turns = _turns(groups)
     partial, *_ = _together(new.target, lambda: new.begin() if leads else Path())
     try:
-        n_bytes = _together(new.target, lambda: _write_own(partial, new.plan, _own_blocks(shards, groups, turns)))
+        n_bytes = _together(new.target, lambda: _write_own(partial, new.plan, own))
         if sum(n_bytes) != new.plan.data_bytes:
             raise ValueError(
                 f"the ranks hold {sum(n_bytes):,} bytes of weights, and the model has {new.plan.data_bytes:,}: the "
@@ -67,13 +70,13 @@ def save_shards(new: HFFolder, shards: Iterable[tuple[WeightMapping, Tensor]], g
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_own(partial: Path, plan: ShardPlan, blocks: Iterable[tuple[Piece, Tensor]]) -> int:
-    """Write this rank's blocks, each given with its shard, and wait until they are on the disk. Returns their bytes."""
+def _write_own(partial: Path, plan: ShardPlan, own: Iterable[Block]) -> int:
+    """Write this rank's blocks, and wait until they are on the disk. Returns their bytes."""
     n_bytes = 0
     try:
         with ShardFiles(partial, plan) as files:
-            for block, shard in blocks:
-                n_bytes += files.write(block.name, block.view(shard), *block.offsets)
+            for block, content in own:
+                n_bytes += files.write(block.name, content, *block.offsets)
             files.sync()
     except FileNotFoundError as error:
         raise FileNotFoundError(
@@ -107,21 +110,32 @@ def _turns(groups: ShardGroups) -> dict[Domain, _Turn]:
     return turns
 
 
+def shared_blocks(shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups) -> Iterator[Block]:
+    """Return the blocks that this rank writes of shards that several ranks may hold, which take turns.
+
+    All ranks of the default process group call this together.
+
+    Args:
+        shards: this rank's shard of each parameter that it holds, contiguous, in the planned dtype.
+        groups: where this rank stands.
+    """
+    return _own_blocks(shards, groups, _turns(groups))
+
+
 def _own_blocks(
     shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups, turns: Mapping[Domain, _Turn]
-) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield the blocks that this rank writes, each with the shard in which it lies."""
+) -> Iterator[Block]:
     counts: Counter[Domain] = Counter()
     for mapping, shard in shards:
         turn = turns[mapping.domain]
         for piece in mapping.stored_pieces(groups):
-            for block in _blocks(piece, shard.element_size()):
+            for block in blocks(piece, shard.element_size()):
                 if counts[mapping.domain] % turn.n_ranks == turn.own:
-                    yield block, shard.detach()
+                    yield block, block.view(shard.detach())
                 counts[mapping.domain] += 1
 
 
-def _blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
+def blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
     """Yield a piece in parts of whole rows, of at most `BLOCK_BYTES` unless one row is larger."""
     row = prod(piece.sizes[1:])
     step = max(1, BLOCK_BYTES // (row * itemsize)) * row

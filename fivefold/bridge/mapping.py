@@ -193,6 +193,29 @@ class Row(WeightMapping):
 
 
 @dataclass(frozen=True)
+class Column(WeightMapping):
+    """A weight [out, in] or a bias [out] whose output features are cut over tensor parallelism."""
+
+    domain = "tensor"
+
+    hf: str
+    shape: Shape
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.hf: self.shape}
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        return (_share(self.shape[0], groups.tp_size, self.megatron), *self.shape[1:])
+
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        rows, *_ = self.local_shape(groups)
+        yield _rows(self.hf, self.shape, groups.tp_rank * rows, rows)
+
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        yield self.hf, shards.flatten(0, 1)
+
+
+@dataclass(frozen=True)
 class VocabParallel(WeightMapping):
     """Vocabulary rows [vocab, hidden] cut over tensor parallelism, padded with zero rows to a multiple of tp."""
 

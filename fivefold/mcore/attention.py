@@ -11,9 +11,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
+from fivefold.engine.context_parallel import packed_attention
 from fivefold.engine.kernels import split_heads
 from fivefold.engine.sequences import PackedAttention
-from fivefold.engine.varlen import varlen_attention
 
 
 @dataclass(kw_only=True)
@@ -62,38 +62,4 @@ class PackedCoreAttention(nn.Module):
         Returns:
             [T, heads, d].
         """
-        if self.cp_group.size() > 1:
-            pair = _GatherKeys.apply(
-                torch.stack((key, value), dim=1), packed.first_keys_K, packed.second_keys_K, self.cp_group
-            )
-            key, value = pair.unbind(1)
-        return varlen_attention(query, key, value, packed.plan)
-
-
-class _GatherKeys(torch.autograd.Function):
-    """All-gather over the context-parallel group, then take the rows that the two local chunks attend to.
-
-    A row may serve both chunks, but each chunk has it only once. The backward pass therefore adds two plain index
-    writes: it needs no atomics and gives the same bits every time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, first_rows: torch.Tensor, second_rows: torch.Tensor, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(first_rows, second_rows)
-        ctx.group, ctx.local_shape = group, local.shape
-        gathered = local.new_empty(local.shape[0] * group.size(), *local.shape[1:])
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return torch.cat((gathered[first_rows], gathered[second_rows]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        first_rows, second_rows = ctx.saved_tensors
-        first, second = grad.split((first_rows.numel(), second_rows.numel()))
-        gathered = grad.new_zeros(ctx.local_shape[0] * ctx.group.size(), *ctx.local_shape[1:])
-        gathered[second_rows] = second
-        gathered[first_rows] += first
-        local = grad.new_empty(ctx.local_shape)
-        dist.reduce_scatter_tensor(local, gathered, group=ctx.group)
-        return local, None, None, None
+        return packed_attention(query, key, value, packed, self.cp_group)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,42 +18,49 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from fivefold.algorithms.loss import Loss, LossInputs
+from fivefold.algorithms.loss import Loss
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_saver import save_shards
+from fivefold.bridge.hf_saver import save_blocks, shared_blocks
 from fivefold.bridge.hf_writer import Classified, HFFolder
 from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.bridge.random_weights import RandomWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
+from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
+from fivefold.engine.optimizer_state import StateFormat
+from fivefold.engine.passes import (
+    LossStep,
+    Scoring,
+    apply_loss,
+    assemble_predictions,
+    check_head,
+    keep_predictions,
+    no_optimizer,
+    whole_sequences,
+)
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state_store import HostSnapshot
+from fivefold.engine.training_state import TrainingState
 from fivefold.families.check import check_layout
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.checkpoint import TrainingState
-from fivefold.mcore.host_copy import Parkable
+from fivefold.mcore.generators import MegatronGenerators
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
-from fivefold.mcore.optimizer_state import StateFormat
-from fivefold.mcore.parallel import SumOverGroup, initialize_parallel, shard_groups
-from fivefold.mcore.random_weights import RandomWeights
+from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.types import StepResult
-
-LossStep = Callable[[MicroBatch, dict[str, torch.Tensor]], tuple[torch.Tensor, Any]]
-"""(micro-batch, predictions [T] by name) on the last stage -> (scalar to differentiate, what `_run` returns)."""
-
 
 BRIDGES = {"fivefold": Bridge}
 """The weight bridge of each `actor.megatron.bridge_type`."""
@@ -126,7 +132,10 @@ class MegatronEngine:
             megatron_optimizer = settings.optimizer_config(config, optimizer)
             form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
             self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
-            self._state = TrainingState(self.optimizer, self.parameters, self._bridge, self._shards, layout)
+            mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.parameters)}
+            self._state = TrainingState(
+                self.optimizer, mappings, self._bridge.expected_names(), self._shards, layout, MegatronGenerators()
+            )
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._parkable = self._find_parkable()
@@ -171,7 +180,7 @@ class MegatronEngine:
         # a mean, and `step` divides the loss by it.
         scale = 1.0 / max(1, totals.n_tokens)
         self._megatron_config.grad_scale_func = lambda value: value * scale
-        step = partial(_apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
+        step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
         with self._earlier_gradients():
             kept = self._run(share, step, loss, backward=True)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
@@ -209,18 +218,12 @@ class MegatronEngine:
     @torch.no_grad()
     def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
         """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
-        if self.head.names != names:
-            raise ValueError(
-                f"this model's head predicts {', '.join(self.head.names)}, and {', '.join(names)} were asked for: "
-                "a model that is built with value_head=True predicts values, any other log-probs"
-            )
+        check_head(self.head, names)
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
-        kept = self._run(share, _keep_predictions, _Forward(temperature), backward=False)
-        total_PT = torch.zeros(len(names), share.batch.n_tokens, device=self._device)
-        for rows_T, predictions_PT in kept:
-            total_PT[:, rows_T.to(self._device)] = predictions_PT
+        kept = self._run(share, keep_predictions, Scoring(temperature), backward=False)
+        total_PT = assemble_predictions(kept, len(names), share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
@@ -259,7 +262,7 @@ class MegatronEngine:
         if self.shape.value_head:
             scores = "Token" if self.shape.value_bias else "Sequence"
         new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=scores)
-        save_shards(new, self._bridge.mapped(self.parameters), self._shards)
+        save_blocks(new, shared_blocks(self._bridge.mapped(self.parameters), self._shards))
 
     def snapshot(self, folder: Path) -> HostSnapshot:
         """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
@@ -354,12 +357,12 @@ class MegatronEngine:
 
     def _trained(self, verb: str) -> Optimizer:
         if self.optimizer is None:
-            raise _no_optimizer(verb)
+            raise no_optimizer(verb)
         return self.optimizer
 
     def _trained_state(self, verb: str) -> TrainingState:
         if self._state is None:
-            raise _no_optimizer(verb)
+            raise no_optimizer(verb)
         return self._state
 
     def _run(self, share: Share, step: LossStep, options: HeadOptions, *, backward: bool) -> list[Any]:
@@ -406,15 +409,7 @@ class MegatronEngine:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
         own = self.head.predict(hidden[local.rows_N], decoder.output(), local.targets_N, options)
-        whole_PT = hidden.new_zeros(len(own), micro_batch.batch.n_tokens, dtype=torch.float32)
-        whole_PT = whole_PT.index_copy(1, local.places_N, torch.stack(list(own.values())))
-        if self.layout.cp > 1 and whole_PT.numel() > 0:
-            whole_PT = SumOverGroup.apply(whole_PT, self.groups.cp)
-        # Stacking makes all of them require a gradient, also those for which the head computes none.
-        return {
-            name: whole_T if own[name].requires_grad else whole_T.detach()
-            for name, whole_T in zip(own, whole_PT, strict=True)
-        }
+        return whole_sequences(micro_batch, own, self.groups.cp)
 
     @contextmanager
     def _gradient_functions(self) -> Iterator[None]:
@@ -436,35 +431,8 @@ class MegatronEngine:
         finalize_model_grads(chunks, None, **options)
 
 
-def _no_optimizer(verb: str) -> ValueError:
-    return ValueError(f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig")
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """The head's options if nothing is trained."""
-
-    temperature: float
-    entropy_gradient: bool = False
-
-
 def _free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Give the memory of weights that have no values yet back, because Megatron's DDP allocates all of them again."""
     for parameter in parameters:
         # One element that looks like a whole tensor, from which DDP can copy.
         parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
-
-
-def _apply_loss(
-    loss: Loss, scale: float, micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    batch = micro_batch.batch
-    total, metrics = loss(LossInputs(predictions, batch.mask_T, batch.lengths, batch.fields))
-    return total * scale, {**metrics, "loss/sum": total.detach()}
-
-
-def _keep_predictions(
-    micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    predictions_PT = torch.stack(list(predictions.values()))
-    return predictions_PT.sum(), (micro_batch.rows_T, predictions_PT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,51 +12,9 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, g
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.mcore.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat, StateKind
+from fivefold.engine.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat, StateSlice
+from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.types import StepResult
-
-
-@dataclass(frozen=True)
-class StateSlice:
-    """This rank's part of one parameter's optimizer state: elements `start` to `end` of the flattened parameter."""
-
-    name: str
-    """Name of the parameter, as in `MegatronEngine.parameters`."""
-    parameter: torch.nn.Parameter
-    """The whole parameter of this rank."""
-    start: int
-    """First element of the slice, in the flattened parameter."""
-    end: int
-    """Element behind the slice."""
-    _shard: Shard
-    _state: OptimizerState
-
-    def get(self, kind: StateKind) -> torch.Tensor:
-        """Return the state as float32 [end - start] on the parameter's device; it must not be changed in place."""
-        return self._state.get(self._shard, kind)
-
-    def set(self, kind: StateKind, values: torch.Tensor) -> None:
-        """Replace the state by `values`, floating [end - start], on any device."""
-        self._state.set(self._shard, kind, values)
-
-
-def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Return the rate of step `step` (from 0) of `total_steps`: linear warm-up, then constant, linear or cosine.
-
-    No step has rate 0: the first of a warm-up of n steps has rate lr / n, and a decay reaches `min_lr_ratio` one step
-    after the last, as the schedules of torch and transformers do.
-    """
-    # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
-    warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    decay = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[config.lr_scheduler_type]
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)
 
 
 class Optimizer:
@@ -127,7 +84,7 @@ class Optimizer:
             self.zero_grad()
             return StepResult(norm, rate, skipped=True, non_finite=names)
         self.updates += 1
-        self.state.update(AdamStep(self.updates, self._clip_factor(norm), self._decoupled))
+        self.state.update(AdamStep(self.updates, clip_factor(norm, self._config.gradient_clipping), self._decoupled))
         self._share_weights()
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
@@ -137,9 +94,7 @@ class Optimizer:
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
-        for shard in self._shards:
-            end = shard.start + shard.weight_N.numel()
-            yield StateSlice(shard.name, shard.parameter, shard.start, end, shard, self.state)
+        return self.state.slices()
 
     def finish_loading(self) -> None:
         """Bring the weights of all ranks in line with the slices that were set. All ranks call it together."""
@@ -168,11 +123,6 @@ class Optimizer:
         square = torch.linalg.vector_norm(torch.stack(norms)) ** 2 if norms else torch.zeros((), device=device)
         dist.all_reduce(square, group=self.megatron.get_grad_stats_parallel_group())
         return math.sqrt(float(square))
-
-    def _clip_factor(self, norm: float) -> float:
-        """Return the factor of gradients of this norm; Megatron-Core, too, adds 1e-6 to the norm."""
-        limit = self._config.gradient_clipping
-        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
     def _non_finite(self, limit: int = 8) -> tuple[str, ...]:
         local = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,17 +71,3 @@ def shard_groups(groups: ProcessGroupCollection) -> ShardGroups:
         pp_size=groups.pp.size(),
         pp_group=groups.pp,
     )
-
-
-class SumOverGroup(torch.autograd.Function):
-    """All-reduce whose result enters the same loss on every rank, so that each addend has the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: object, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fivefold.config.schema.engine import MegatronOptimizerFields
-from fivefold.mcore import optimizer_state
-from fivefold.mcore.host_copy import Parkable
-from fivefold.mcore.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat
-from fivefold.mcore.precision import join_master, noise, round_stochastically, split_master
+from fivefold.engine import optimizer_state
+from fivefold.engine.host_copy import Parkable
+from fivefold.engine.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.engine.precision import join_master, noise, round_stochastically, split_master
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

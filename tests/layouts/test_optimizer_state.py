@@ -16,7 +16,7 @@ from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
-from fivefold.mcore import optimizer_state
+from fivefold.engine import optimizer_state
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
 SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}

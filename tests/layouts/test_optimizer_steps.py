@@ -16,7 +16,7 @@ from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.mcore.optimizer import learning_rate
+from fivefold.engine.schedule import learning_rate
 from fivefold.types import Batch, StepResult
 
 LAYOUTS = ("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")

@@ -21,8 +21,8 @@ import torch
 
 from fivefold.config.schema.engine import MegatronOptimizerFields
 from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
-from fivefold.mcore.host_copy import Parkable
-from fivefold.mcore.precision import join_master, noise, round_stochastically, split_master
+from fivefold.engine.host_copy import Parkable
+from fivefold.engine.precision import join_master, noise, round_stochastically, split_master
 
 StateKind = Literal["param", "exp_avg", "exp_avg_sq"]
 STATE_KINDS: tuple[StateKind, ...] = ("param", "exp_avg", "exp_avg_sq")
@@ -63,9 +63,9 @@ class Shard:
     start: int
     """First element of the shard, in the flattened parameter."""
     weight_N: torch.Tensor
-    """View of the parameter's elements. Megatron-Core hangs the gradient on it, as `decoupled_grad`."""
+    """View of the parameter's elements. Before an update, the gradient hangs on it as `decoupled_grad`."""
     options: Mapping[str, Any]
-    """Megatron-Core's parameter group: rate, betas, eps and weight decay."""
+    """The parameter group in torch's form: rate, betas, eps and weight decay."""
 
     @property
     def noise_name(self) -> str:
@@ -91,7 +91,7 @@ class Piece:
 
     @property
     def grad_N(self) -> torch.Tensor:
-        """The gradient, a view of Megatron DDP's buffer."""
+        """The gradient, a view of what the engine has hung on the weights."""
         grad: torch.Tensor = vars(self.shard.weight_N)["decoupled_grad"]
         return grad[self.start : self.start + self.size]
 
@@ -221,6 +221,12 @@ class OptimizerState:
             if kind in bucket.stored:
                 piece.of(bucket.stored[kind]).copy_(part_N)
 
+    def slices(self) -> Iterator[StateSlice]:
+        """Yield this rank's slice of every parameter of which it holds state."""
+        for shard in self._shards:
+            end = shard.start + shard.weight_N.numel()
+            yield StateSlice(shard.name, shard.parameter, shard.start, end, shard, self)
+
     def park(self) -> int:
         """Move state on the device to pinned host memory. Returns the bytes that were freed."""
         self._is_parked = not self._form.on_host
@@ -230,6 +236,30 @@ class OptimizerState:
         """Bring back what `park` moved. Returns the bytes that were allocated."""
         self._is_parked = False
         return sum(tensor.fetch(keep_values=True) for bucket in self._buckets for tensor in bucket.parkable)
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """This rank's part of one parameter's optimizer state: elements `start` to `end` of the flattened parameter."""
+
+    name: str
+    """Name of the parameter, as the engine names it."""
+    parameter: torch.nn.Parameter
+    """The whole parameter of this rank."""
+    start: int
+    """First element of the slice, in the flattened parameter."""
+    end: int
+    """Element behind the slice."""
+    _shard: Shard
+    _state: OptimizerState
+
+    def get(self, kind: StateKind) -> torch.Tensor:
+        """Return the state as float32 [end - start] on the parameter's device; it must not be changed in place."""
+        return self._state.get(self._shard, kind)
+
+    def set(self, kind: StateKind, values: torch.Tensor) -> None:
+        """Replace the state by `values`, floating [end - start], on any device."""
+        self._state.set(self._shard, kind, values)
 
 
 def fill_buckets(shards: Iterable[Shard], bucket_size: int) -> Iterator[list[Piece]]:

@@ -27,7 +27,8 @@ class Parkable:
         if keep_values:
             for start, chunk in self._host_chunks():
                 chunk.copy_(self._bytes[start : start + chunk.numel()], non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            if self._bytes.is_cuda:
+                torch.cuda.current_stream().synchronize()
         self._bytes.untyped_storage().resize_(0)
         self._is_parked = True
         return self._size
@@ -51,7 +52,9 @@ class Parkable:
         starts = range(0, total, _CHUNK_BYTES)
         if not self._chunks:
             self._chunks = [
-                torch.empty(min(_CHUNK_BYTES, total - start), dtype=torch.uint8, device="cpu", pin_memory=True)
+                torch.empty(
+                    min(_CHUNK_BYTES, total - start), dtype=torch.uint8, device="cpu", pin_memory=self._bytes.is_cuda
+                )
                 for start in starts
             ]
         return list(zip(starts, self._chunks, strict=True))

@@ -1,9 +1,9 @@
-"""Training state of Megatron's distributed optimizer, on disk and free of any layout.
+"""Training state of an optimizer whose state is split over ranks, on disk and free of any layout.
 
     slice of a parameter on this rank ──pieces of its mapping──> rectangles of Hugging Face tensors ──> state_store
 
-The distributed optimizer holds a flat slice of each parameter's master weight and moments on every data-parallel rank.
-Each rank copies, writes and reads its slices only: nothing is gathered or reduced, and gradients stay as they are.
+The optimizer holds a flat slice of each parameter's master weight and moments on every rank that it is split over. Each
+rank copies, writes and reads its slices only: nothing is gathered or reduced, and gradients stay as they are.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.mapping import Shape, WeightMapping
 from fivefold.bridge.pieces import Piece
+from fivefold.engine.optimizer_state import STATE_KINDS, StateKind, StateSlice
 from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange
 from fivefold.engine.stored_state import StoredState
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.mcore.optimizer import Optimizer, StateSlice
-from fivefold.mcore.optimizer_state import STATE_KINDS, StateKind
 
 _COUNTS = "counts"
 """Key of the optimizer's steps and updates, int64 [2], which rank 0 stores."""
@@ -33,29 +32,80 @@ _LAYOUT = "layout"
 """Key of the degrees of parallelism, int64 [8], which rank 0 stores."""
 
 
+class SavedOptimizer(Protocol):
+    """What the training state needs of an optimizer."""
+
+    steps: int
+    """Steps made, skipped ones included: the place in the schedule."""
+    updates: int
+    """Steps that changed the weights: Adam's own count, for its bias correction."""
+
+    def slices(self) -> Iterator[StateSlice]:
+        """Yield this rank's slice of every parameter of which it holds optimizer state.
+
+        After all slices were set, set `updates` and `steps`, then call `finish_loading`.
+        """
+
+    def finish_loading(self) -> None:
+        """Bring the weights of all ranks in line with the slices that were set. All ranks call it together."""
+
+    def zero_grad(self) -> None:
+        """Clear all accumulated gradients."""
+
+
+class Generators(Protocol):
+    """The random-number generators of a rank."""
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the state of each generator by name, uint8 on the CPU."""
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Set the generators to states that `states` has returned."""
+
+
+class TorchGenerators:
+    """The generators that torch has on every rank: the CPU's, and that of its GPU."""
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the state of each generator by name, uint8 on the CPU."""
+        states = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state()
+        return states
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Set the generators to states that `states` has returned."""
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+
+
 class TrainingState:
     """Saves and loads the state of an optimizer and this rank's random-number generators.
 
     Args:
         optimizer: the optimizer.
-        parameters: this rank's parameters by Megatron name.
-        bridge: knows the mapping of each parameter.
+        mappings: the mapping of each of this rank's parameters, by the parameter's name.
+        shapes: names and full shapes of the model's Hugging Face tensors.
         groups: where this rank stands.
         layout: the layout of all ranks.
+        generators: this rank's random-number generators.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        parameters: Mapping[str, torch.nn.Parameter],
-        bridge: Bridge,
+        optimizer: SavedOptimizer,
+        mappings: Mapping[str, WeightMapping],
+        shapes: Mapping[str, Shape],
         groups: ShardGroups,
         layout: ParallelLayout,
+        generators: Generators,
     ) -> None:
         self._optimizer = optimizer
-        self._mappings = {mapping.megatron: mapping for mapping, _ in bridge.mapped(parameters)}
-        self._shapes = bridge.expected_names()
+        self._mappings = mappings
+        self._shapes = shapes
         self._groups = groups
+        self._generators = generators
         self._layout = torch.tensor([value for value in astuple(layout) if isinstance(value, int)])
         self._stored: set[str] = set()
         self._writer: StateWriter | None = None
@@ -68,7 +118,7 @@ class TrainingState:
         """
         if self._writer is None:
             self._writer = self._plan()
-        small = _generators()
+        small = self._generator_states()
         if dist.get_rank() == 0:
             small[_COUNTS] = torch.tensor([self._optimizer.steps, self._optimizer.updates])
             small[_LAYOUT] = self._layout
@@ -94,7 +144,7 @@ class TrainingState:
             self._optimizer.finish_loading()
             self._optimizer.zero_grad()
             if files.read(_LAYOUT, slice(0, len(self._layout))).equal(self._layout):
-                _set_generators(files)
+                self._set_generators(files)
 
     def _plan(self) -> StateWriter:
         """Work out what this rank stores; it stays the same as long as the layout does."""
@@ -131,27 +181,16 @@ class TrainingState:
         for piece in self._mappings[part.name].pieces(self._groups):
             yield from piece.within(part.start, part.end)
 
+    def _generator_states(self) -> dict[str, Tensor]:
+        """Return the states of this rank's random-number generators by key."""
+        return {f"{_prefix()}{name}": state.clone() for name, state in self._generators.states().items()}
 
-def _generators() -> dict[str, Tensor]:
-    """Return the states of this rank's random-number generators by key: torch's, and those that Megatron tracks."""
-    states = {"torch": torch.get_rng_state()}
-    states |= {f"megatron/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {f"{_prefix()}{name}": state.clone() for name, state in states.items()}
-
-
-def _set_generators(files: DCPFolder) -> None:
-    """Set this rank's generators to the stored states, unless there are others than on this kind of device."""
-    stored = {key for key in files.names if key.startswith(_prefix())}
-    if stored != _generators().keys():
-        return
-    states = {key.removeprefix(_prefix()): files.read(key, slice(0, files.shape(key)[0])) for key in stored}
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    tracked = {name: state for name, state in states.items() if name.startswith("megatron/")}
-    get_cuda_rng_tracker().set_states({name.removeprefix("megatron/"): state for name, state in tracked.items()})
+    def _set_generators(self, files: DCPFolder) -> None:
+        """Set this rank's generators to the stored states, unless there are others than on this engine and device."""
+        stored = {key for key in files.names if key.startswith(_prefix())}
+        if stored == self._generator_states().keys():
+            states = {key.removeprefix(_prefix()): files.read(key, slice(0, files.shape(key)[0])) for key in stored}
+            self._generators.set_states(states)
 
 
 def _prefix() -> str:

@@ -1,0 +1,34 @@
+"""What every engine's optimizer does with the numbers of a step: its learning rate, and the clipping of gradients."""
+
+from __future__ import annotations
+
+import math
+
+from fivefold.config.schema.engine import OptimizerConfig
+
+
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Return the rate of step `step` (from 0) of `total_steps`: linear warm-up, then constant, linear or cosine.
+
+    No step has rate 0: the first of a warm-up of n steps has rate lr / n, and a decay reaches `min_lr_ratio` one step
+    after the last, as the schedules of torch and transformers do.
+    """
+    # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
+    warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.lr_scheduler_type]
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return the factor of gradients of this global norm, whose limit is `limit`; 0: they are not clipped.
+
+    Megatron-Core and torch, too, add 1e-6 to the norm.
+    """
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
