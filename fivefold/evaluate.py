@@ -16,6 +16,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
+from fivefold.data.sft import end_token
 from fivefold.experience.samples import accuracy, judge, sample_metrics
 from fivefold.families.check import layout_problems, replica_problems, sampling_problems, server_problems
 from fivefold.families.read import load_shape
@@ -28,6 +29,8 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.launch import replica_spec, rollout_role
+from fivefold.roles.launch_frozen import check_frozen, launch_frozen
+from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
@@ -75,11 +78,16 @@ class Evaluator:
         rewards.check_prompts(data.prompts)
         return cls(recipe, data, rewards)
 
-    def run(self, rollout: Rollout) -> Evaluation:
-        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation."""
+    def run(self, rollout: Rollout, reward_model: RewardModel | None = None) -> Evaluation:
+        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation.
+
+        Args:
+            rollout: generates the completions.
+            reward_model: the model of which one of the rewards is the score, if there is one.
+        """
         prompts = self.data.prompts
         generated = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
-        samples = judge(generated.samples, self._rewards)
+        samples = judge(generated, self._rewards, reward_model)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),
@@ -89,24 +97,33 @@ class Evaluator:
         )
 
 
-def check_requests(shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-    """Refuse requests that the model cannot answer.
+def check_requests(
+    shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams, *, model: str = "model", n_appended: int = 0
+) -> None:
+    """Refuse requests that the model cannot answer, or whose answers it cannot read.
+
+    Args:
+        shape: the model.
+        prompts: the prompts.
+        sampling: options of the completions.
+        model: what errors call the model.
+        n_appended: most tokens that are appended to a completion.
 
     Raises:
         ValueError: completions that could exceed the model's positions.
     """
-    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
+    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens + n_appended
     if longest > shape.max_positions:
         raise ValueError(
             f"the longest prompt and gconfig.max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the "
-            f"model has {shape.max_positions} positions: lower gconfig.max_new_tokens or the data set's max_length"
+            f"{model} has {shape.max_positions} positions: lower gconfig.max_new_tokens or the data set's max_length"
         )
 
 
 def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, float | int | str]:
     """Measure the accuracy of `model` (None: the recipe's actor) on the recipe's held-out prompts.
 
-    Only the rollout engine is started.
+    Only the rollout engine is started, and the reward model if there is one.
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, its actor starts from a
@@ -121,8 +138,9 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     path = resolve_model_path(model or recipe.actor.path)
     folder = resolve_model_folder(path)
     shape = load_shape(folder)
-    placement = _place_rollout(recipe, shape)
+    placement = _place(recipe, shape)
     check_weights(folder, shape)
+    check_frozen(recipe, shape, placement)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
@@ -134,11 +152,13 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     # A failure leaves the folder, because its message names a log file in it.
     logs = Path(tempfile.mkdtemp(prefix="fivefold-evaluation-"))
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
-        role = rollout_role(placement, spec)
+        frozen = launch_frozen(session, recipe, placement)
         is_server = placement["rollout"].layout.is_server
-        rollout = Rollout(session.launch(role)["rollout"], shares_devices=False, is_server=is_server)
+        group = session.launch(rollout_role(placement, spec))["rollout"]
+        rollout = Rollout(group, shares_devices=False, is_server=is_server)
+        reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
         with timers.phase("evaluation"):
-            result = _run(evaluator, rollout)
+            result = _run(evaluator, rollout, reward_model)
     shutil.rmtree(logs)
     return {
         "model": path,
@@ -150,21 +170,25 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     }
 
 
-def _run(evaluator: Evaluator, rollout: Rollout) -> Evaluation:
+def _run(evaluator: Evaluator, rollout: Rollout, reward_model: RewardModel | None) -> Evaluation:
     try:
-        return evaluator.run(rollout)
+        return evaluator.run(rollout, reward_model)
     except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its set-up
         raise RunFailed(str(error)) from error
 
 
-def _place_rollout(recipe: TrainRecipe, shape: ModelShape) -> Placement:
-    """Place the rollout's replicas as if they had the cluster alone, which may be too small for the actor.
+def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
+    """Place the rollout's replicas, and a reward model, as if they had the cluster alone.
+
+    The cluster may be too small for the actor.
 
     Raises:
         RecipeError: replicas that the model, the cluster or a server does not allow.
     """
-    roles = [role for group in recipe_allocation(recipe).groups for role in group if role.role == "rollout"]
-    placement = place_allocation(Allocation((tuple(roles),)), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
+    allocation = recipe_allocation(recipe)
+    kept = (tuple(role for role in group if role.role in ("rollout", "reward")) for group in allocation.groups)
+    groups = Allocation(tuple(group for group in kept if group))
+    placement = place_allocation(groups, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
     rollout = placement["rollout"]
     problems = [f"rollout: {line}" for line in layout_problems(rollout.layout, shape)]
     problems += [*replica_problems(rollout), *server_problems(recipe), *sampling_problems(recipe, shape)]

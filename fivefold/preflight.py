@@ -7,63 +7,59 @@ for something that could have been told at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import (
+    RoleShapes,
     critic_problems,
     layout_problems,
-    reference_problems,
     replica_problems,
     router_problems,
     sampling_problems,
     server_problems,
+    vocabulary_problems,
 )
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.placement import place
 from fivefold.rewards.static_check import reward_problems
 
+NO_SHAPES: RoleShapes = MappingProxyType({})
 
-def check_recipe(
-    recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None = None, critic_shape: ModelShape | None = None
-) -> None:
+
+def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAPES) -> None:
     """Refuse a recipe that asks for what the models cannot do, or whose layouts do not fit the cluster or the models.
 
     Args:
         recipe: the recipe.
         shape: shape of the model at `actor.path`.
-        ref_shape: shape of the model at `ref.path`; None: the reference is the actor's model.
-        critic_shape: shape of the model at `critic.path`; None: there is no critic, or it is the actor's model.
+        others: shapes of the models that other roles have; a role that is missing has the actor's model.
 
     Raises:
         RecipeError: a line for each problem.
     """
     placement = place(recipe)
     layouts = {placed.role: placed.layout for placed in placement.roles}
-    shapes = dict.fromkeys(layouts, shape)
-    if ref_shape is not None:
+    if "ref" in others:
         layouts.setdefault("ref", layouts["actor"])
-        shapes["ref"] = ref_shape
-    if critic_shape is not None:
-        shapes["critic"] = critic_shape
+    shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
     problems += [line for placed in placement.roles for line in replica_problems(placed)]
-    problems += recipe_problems(recipe, shape, ref_shape, critic_shape)
+    problems += recipe_problems(recipe, shape, others)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
 
-def recipe_problems(
-    recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None, critic_shape: ModelShape | None = None
-) -> Iterator[str]:
+def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each problem that has nothing to do with layouts, which a plan may still choose."""
     yield from router_problems("actor", recipe.actor, shape)
-    yield from critic_problems(recipe, shape, critic_shape)
+    yield from critic_problems(recipe, others)
     yield from server_problems(recipe)
-    yield from reference_problems(recipe, shape, ref_shape)
+    yield from vocabulary_problems(recipe, shape, others)
     yield from sampling_problems(recipe, shape)
     if recipe.tokenizer_path is not None:
         try:

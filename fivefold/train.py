@@ -23,7 +23,9 @@ from fivefold.config.schema.run import PeriodicConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sampler import EpochSampler
+from fivefold.data.sft import end_token
 from fivefold.engine.contract import OFFLOADABLE
+from fivefold.engine.scoring import N_APPENDED
 from fivefold.evaluate import Evaluator, check_requests
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
 from fivefold.experience.step import StepSource
@@ -40,6 +42,7 @@ from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate, check_methods
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
+from fivefold.roles.reward_model import RewardModel
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.sync.transport import TITLES, Route, choose_route
@@ -66,6 +69,11 @@ class TrainSetup:
         """Return when an action of the recipe is due; its time is measured from now on."""
         return Schedule(section, total_steps=self.total_steps, steps_per_epoch=self.sampler.batches_per_epoch)
 
+    def reward_model(self, roles: Roles) -> RewardModel | None:
+        """Return the reward model among the roles; None if there is none."""
+        model = roles.frozen.get("reward")
+        return None if model is None else RewardModel(model, end_token(self.ground.tokenizer))
+
 
 def set_up(recipe: TrainRecipe) -> TrainSetup:
     """Check and load everything that needs no worker.
@@ -80,9 +88,13 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     rewards.check_prompts(data.prompts)
     evaluator = Evaluator.of(recipe, ground.tokenizer, rewards)
-    rewards.check_sources([*data.prompts, *(evaluator.data.prompts if evaluator else ())])
     sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
-    check_requests(ground.shape, [*data.prompts, *(evaluator.data.prompts if evaluator else ())], sampling)
+    prompts = [*data.prompts, *(evaluator.data.prompts if evaluator else ())]
+    rewards.check_sources(prompts)
+    check_requests(ground.shape, prompts, sampling)
+    if recipe.reward.model is not None:
+        end_token(ground.tokenizer)
+        check_requests(ground.others["reward"], prompts, sampling, model="reward model", n_appended=N_APPENDED)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     check_methods(recipe)
     return TrainSetup(
@@ -132,7 +144,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
 def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float) -> RunState:
     """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, timers = setup.recipe, run.timers
-    source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
+    reward_model = setup.reward_model(roles)
+    source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers, reward_model)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
     update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic)
     update.guard.in_a_row = state.skips_in_a_row
@@ -201,7 +214,7 @@ def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> dict[
     if setup.evaluator is None:
         return None
     with run.timers.phase("evaluation"):
-        evaluation = setup.evaluator.run(roles.rollout)
+        evaluation = setup.evaluator.run(roles.rollout, setup.reward_model(roles))
     when = f"after step {step}" if step else "before training"
     result = f"{evaluation.accuracy:.3f} on {evaluation.n_prompts} prompts"
     run.screen.note(f"held-out accuracy {when}: {result}", style="cyan")

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fivefold.bridge.decoder import VALUE_ALIASES, VALUE_BIAS, VALUE_WEIGHT
 from fivefold.bridge.mapping import TensorReader
+from fivefold.bridge.weight_files import survey
+from fivefold.families.shape import ModelShape
 
 
 class WithValueHead:
@@ -60,3 +62,20 @@ class WithValueHead:
 
     def _is_new(self, name: str) -> bool:
         return name in self._new and name not in self._stored
+
+
+def with_stored_head(shape: ModelShape, folder: Path) -> ModelShape:
+    """Return the shape of a reward model: `shape` with the value head in the weight files of `folder`.
+
+    Raises:
+        ValueError: the files have no value head.
+    """
+    names = survey(folder).names
+    stored = names | {VALUE_ALIASES[name] for name in names & VALUE_ALIASES.keys()}
+    if VALUE_WEIGHT not in stored:
+        raise ValueError(
+            f"{folder} holds no reward model: it has neither {VALUE_WEIGHT}, as a model for sequence or token "
+            f"classification with one label, nor {next(iter(VALUE_ALIASES))}, as TRL's models with a value head; "
+            "`fivefold rm` trains one"
+        )
+    return shape.as_critic() if VALUE_BIAS in stored else shape.as_reward_model()

@@ -7,20 +7,31 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.rollout import Generated
 from fivefold.types import Sample
 
 FULL_REWARD = 1.0
 """Least reward of a completion that counts as correct."""
 
 
-def judge(samples: Sequence[Sample], rewards: RewardSet) -> list[Sample]:
+def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
     """Compute the rewards of each sample; return the samples with them, by name.
+
+    Args:
+        generated: samples without rewards.
+        rewards: the recipe's rewards.
+        model: the reward model, if one of them is its score.
 
     Raises:
         ValueError: the reward function failed, or returned anything but a finite number; see `compute_rewards`.
     """
+    samples = generated.samples
     prompts = [sample.prompt for sample in samples]
-    judged = rewards.judge(prompts, [sample.response_text for sample in samples])
+    scores: dict[int, float] = {}
+    if model is not None and (scored := rewards.scored_by_model(prompts)):
+        scores = dict(zip(scored, model.scores(generated.batch.select(scored)).tolist(), strict=True))
+    judged = rewards.judge(prompts, [sample.response_text for sample in samples], scores)
     return [
         sample.rewarded(values, rewards.weights, rewards.scored_by(sample.prompt))
         for sample, values in zip(samples, judged, strict=True)

@@ -17,6 +17,7 @@ from fivefold.experience.samples import judge
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
@@ -51,6 +52,8 @@ class StepSource:
     sampling: SamplingParams
     rewards: RewardSet
     timers: PhaseTimers
+    reward_model: RewardModel | None = None
+    """The model of which one of the rewards is the score."""
 
     def take(self, step: int) -> Experience:
         """Return the experience of training step `step`, counted from 1."""
@@ -66,7 +69,7 @@ class StepSource:
             key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
             generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
         with self.timers.phase("rewards"):
-            samples = judge(generated.samples, self.rewards)
+            samples = judge(generated, self.rewards, self.reward_model)
         return Experience(samples, generated.batch, generated.metrics)
 
     def _dynamic(self, step: int) -> Experience:
@@ -113,4 +116,4 @@ class StepSource:
         with self.timers.phase("rollout"):
             generated = self.rollout.generate(prompts, 1, sampling, (self.recipe.seed, "greedy", step))
         with self.timers.phase("rewards"):
-            return judge(generated.samples, self.rewards)
+            return judge(generated, self.rewards, self.reward_model)

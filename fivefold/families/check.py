@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from fivefold.config.role_sections import ROLE_SECTIONS, role_section
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rollout import RolloutConfig
 from fivefold.config.schema.train import TrainRecipe
@@ -14,6 +14,15 @@ from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.layout.recipe import recipe_allocation
+
+RoleShapes = Mapping[str, ModelShape]
+"""Shapes of the models that roles other than the actor have, by role."""
+_READS = {
+    "ref": "a KL divergence needs the same tokens",
+    "critic": "the critic reads the actor's tokens",
+    "reward": "the reward model reads the actor's tokens",
+}
+"""Why each role must have the actor's vocabulary."""
 
 
 def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
@@ -56,16 +65,21 @@ def router_problems(role: str, config: EngineConfig, shape: ModelShape) -> Itera
             yield f"{role}.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
 
 
-def critic_problems(recipe: Recipe, shape: ModelShape, critic: ModelShape | None) -> Iterator[str]:
-    """Yield a line for each key of the critic's section that its model, None if there is none, cannot take."""
-    if not isinstance(recipe, TrainRecipe) or recipe.critic is None or critic is None:
-        return
-    yield from router_problems("critic", recipe.critic, critic)
-    if critic.vocab != shape.vocab:
-        yield (
-            f"critic.path={recipe.critic.path} has {critic.vocab} tokens in its vocabulary, the actor {shape.vocab}: "
-            "the critic reads the actor's tokens, so name a model with the actor's vocabulary"
-        )
+def critic_problems(recipe: Recipe, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each key of the critic's section that its model cannot take."""
+    if isinstance(recipe, TrainRecipe) and recipe.critic is not None and "critic" in others:
+        yield from router_problems("critic", recipe.critic, others["critic"])
+
+
+def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each role whose model has another vocabulary than the actor's, of which `shape` is."""
+    for role, other in others.items():
+        if other.vocab != shape.vocab:
+            path = vars(role_section(recipe, role))["path"]
+            yield (
+                f"{ROLE_SECTIONS[role]}.path={path} has {other.vocab} tokens in its vocabulary, the actor "
+                f"{shape.vocab}: {_READS[role]}, so name a model with the actor's vocabulary"
+            )
 
 
 def replica_problems(placed: RolePlacement) -> Iterator[str]:
@@ -108,15 +122,6 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                     f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
                     "choose a temperature in this range"
                 )
-
-
-def reference_problems(recipe: Recipe, shape: ModelShape, ref_shape: ModelShape | None) -> Iterator[str]:
-    """Yield a line if the reference is a model of its own (else `ref_shape` is None) with another vocabulary."""
-    if isinstance(recipe, TrainRecipe | DPORecipe) and ref_shape is not None and ref_shape.vocab != shape.vocab:
-        yield (
-            f"ref.path={recipe.ref.path} has {ref_shape.vocab} tokens in its vocabulary, the actor {shape.vocab}: a KL "
-            "divergence needs the same tokens, so name a reference with the actor's vocabulary"
-        )
 
 
 def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
+from fivefold.config.role_sections import model_paths
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import replica_problems, server_problems
 from fivefold.families.read import find_shape
@@ -19,10 +20,9 @@ def problems_of_recipe(recipe: TrainRecipe) -> list[str]:
     """
     try:
         shape = _shape(recipe.actor.path)
-        reference = _shape(recipe.ref.path) if recipe.ref.path is not None else None
-        critic = _shape(recipe.critic.path) if recipe.critic is not None else None
+        others = {role: found for role, path in model_paths(recipe).items() if (found := _shape(path)) is not None}
         if shape is not None:
-            check_recipe(recipe, shape, reference, critic)
+            check_recipe(recipe, shape, others)
             return []
         problems = [line for placed in place(recipe).roles for line in replica_problems(placed)]
         return [*problems, *server_problems(recipe)]

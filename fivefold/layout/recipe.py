@@ -1,9 +1,9 @@
 """Reads the layouts of a recipe's roles into one form, an `Allocation`.
 
-A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `ref.backend`, `critic.backend`,
-`rollout.colocate`, `critic.colocate`) or in one string (`allocation_mode`), and may put each role on a list of devices
+A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `critic.backend`, `rollout.colocate`,
+`critic.colocate` and so on) or in one string (`allocation_mode`), and may put each role on a list of devices
 (`device_mapping`). The reference model lives in the actor's processes unless it has a backend; only then is it a role.
-A critic always has processes of its own.
+A critic, a reward model and a teacher always have processes of their own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
+from fivefold.config.role_sections import FROZEN_ROLES, ROLE_SECTIONS, frozen_models, role_section
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.config.schema.fields import Section
 from fivefold.config.schema.machines import ClusterConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -24,9 +24,6 @@ from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 
 Groups = tuple[tuple[RoleAllocation, ...], ...]
-
-ROLES = ("actor", "rollout", "ref", "critic")
-"""The roles that a recipe can lay out."""
 
 
 def recipe_allocation(recipe: Recipe) -> Allocation:
@@ -55,7 +52,7 @@ def recipe_devices(recipe: Recipe) -> dict[str, tuple[int, ...]] | None:
     Raises:
         RecipeError: lists that cannot be read, that only some roles have, or that other keys contradict.
     """
-    sections: dict[str, Section] = {role: getattr(recipe, role) for role in _placed_roles(recipe)}
+    sections = {role: role_section(recipe, role) for role in _placed_roles(recipe)}
     mappings = {role: vars(section)["device_mapping"] for role, section in sections.items()}
     written = {role: mapping for role, mapping in mappings.items() if mapping is not None}
     if not written:
@@ -66,14 +63,14 @@ def recipe_devices(recipe: Recipe) -> dict[str, tuple[int, ...]] | None:
         try:
             lists[role] = parse_devices(mapping if isinstance(mapping, str) else str(mapping))
         except AllocationError as error:
-            problems.append(f"{role}.device_mapping: {error}")
+            problems.append(f"{ROLE_SECTIONS[role]}.device_mapping: {error}")
     _require(recipe, problems)
     return lists
 
 
 def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[str]) -> Iterable[str]:
-    example = f"{min(listed)}.device_mapping"
-    if missing := ", ".join(sorted(unlisted)):
+    example = f"{ROLE_SECTIONS[min(listed)]}.device_mapping"
+    if missing := ", ".join(sorted(ROLE_SECTIONS[role] for role in unlisted)):
         yield f"{example} is set, but no list for {missing}: give every role a device_mapping, or none"
     if recipe.cluster.n_gpus_per_node == 0:
         yield f"{example} lists GPUs, but cluster.n_gpus_per_node is 0, so that roles are CPU processes: drop it"
@@ -89,7 +86,7 @@ def _placed_roles(recipe: Recipe) -> list[str]:
         return ["actor"]
     has_reference = recipe.ref.backend is not None and recipe.actor.kl_ctl > 0
     optional = {"ref": has_reference, "critic": recipe.critic is not None}
-    return ["rollout", "actor", *(name for name, is_placed in optional.items() if is_placed)]
+    return ["rollout", "actor", *(name for name, is_placed in optional.items() if is_placed), *frozen_models(recipe)]
 
 
 def _from_lists(recipe: Recipe, lists: Mapping[str, tuple[int, ...]]) -> Groups:
@@ -117,13 +114,10 @@ def _wrong_kind(role: RoleAllocation) -> str | None:
 
 def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
     """Return a role with its virtual stages, which its layout, its section `megatron` or both (then equal) may give."""
-    sections: dict[str, EngineConfig | None] = {"actor": recipe.actor}
-    if isinstance(recipe, TrainRecipe):
-        sections["critic"] = recipe.critic
-    section = sections.get(role.role)
-    if section is None or (virtual := section.megatron.virtual_pipeline_parallel_size) == 1:
+    section = role_section(recipe, role.role)
+    if not isinstance(section, EngineConfig) or (virtual := section.megatron.virtual_pipeline_parallel_size) == 1:
         return role
-    key = f"{role.role}.megatron.virtual_pipeline_parallel_size={virtual}"
+    key = f"{ROLE_SECTIONS[role.role]}.megatron.virtual_pipeline_parallel_size={virtual}"
     if role.vpp not in (1, virtual):
         problem = f"{key} contradicts v{role.vpp} in the {role.role}'s layout {role}; keep one"
         raise RecipeError(recipe.experiment_name, [problem])
@@ -138,7 +132,8 @@ def _from_backends(recipe: Recipe) -> Groups:
     roles = _written_roles(recipe)
     if not isinstance(recipe, TrainRecipe):
         return ((roles["actor"],),)
-    apart = ["critic"] if recipe.critic is not None and not recipe.critic.colocate else []
+    beside = {"critic": recipe.critic, **frozen_models(recipe)}
+    apart = [name for name, section in beside.items() if section is not None and not section.colocate]
     trainers = tuple(roles[name] for name in _placed_roles(recipe) if name not in ("rollout", *apart))
     is_shared = recipe.rollout.colocate
     if is_shared is None:
@@ -153,6 +148,7 @@ def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
     if isinstance(recipe, TrainRecipe):
         critic = None if recipe.critic is None else recipe.critic.backend
         texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend, "critic": critic}
+        texts |= {role: section.backend for role, section in frozen_models(recipe).items()}
     roles, problems = {}, []
     for name, text in texts.items():
         if text is None:
@@ -160,7 +156,7 @@ def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
         try:
             roles[name] = replace(parse_role(text), name=name)
         except AllocationError as error:
-            problems.append(f"{name}.backend: {error}")
+            problems.append(f"{ROLE_SECTIONS[name]}.backend: {error}")
     _require(recipe, problems)
     return roles
 
@@ -185,43 +181,48 @@ def _from_allocation_mode(recipe: TrainRecipe, text: str) -> Groups:
     _require(recipe, _wrong_roles(recipe, roles))
     is_shared = any({"actor", "rollout"} <= {role.role for role in group} for group in groups)
     _require(recipe, _contradictions(recipe, roles, is_shared=is_shared))
-    _require(recipe, _critic_contradictions(recipe, groups))
+    _require(recipe, _colocation_contradictions(recipe, groups))
     return groups
 
 
 def _wrong_roles(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation]) -> Iterable[str]:
     for name in roles:
-        if name not in ROLES:
-            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(ROLES)}"
-    for name in ("actor", "rollout", *(["critic"] if recipe.critic is not None else [])):
+        if name not in ROLE_SECTIONS:
+            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(ROLE_SECTIONS)}"
+    for name in ("actor", "rollout", *(["critic"] if recipe.critic is not None else []), *frozen_models(recipe)):
         if name not in roles:
             example = example_layout(trains=name != "rollout")
             yield f"allocation_mode lays out no {name}; add one, such as `{example}`"
     if "ref" in roles and recipe.actor.kl_ctl == 0:
         yield "allocation_mode gives devices to ref, but actor.kl_ctl is 0, so no reference model is loaded; drop it"
-    if "critic" in roles and recipe.critic is None:
-        yield "allocation_mode gives devices to critic, but the recipe has no critic: set critic.path, or drop it"
+    for name in ("critic", *FROZEN_ROLES):
+        if name in roles and role_section(recipe, name) is None:
+            yield (
+                f"allocation_mode gives devices to {name}, but the recipe has no {name}: set "
+                f"{ROLE_SECTIONS[name]}.path, or drop it"
+            )
 
 
 def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *, is_shared: bool) -> Iterable[str]:
     """Yield a line for each key of the recipe that says something else than `allocation_mode`."""
-    sections: dict[str, Section] = {"actor": recipe.actor, "rollout": recipe.rollout, "ref": recipe.ref}
-    if recipe.critic is not None:
-        sections["critic"] = recipe.critic
     for name, role in _written_roles(recipe).items():
-        if "backend" in sections[name].model_fields_set and role != roles.get(name):
+        section = role_section(recipe, name)
+        if section is not None and "backend" in section.model_fields_set and role != roles.get(name):
             said = f"`{roles[name]}`" if name in roles else f"no {name}"
-            yield f"{name}.backend says `{role}`, allocation_mode says {said}; keep one of the two keys"
+            key = ROLE_SECTIONS[name]
+            yield f"{key}.backend says `{role}`, allocation_mode says {said}; keep one of the two keys"
     if recipe.rollout.colocate not in (None, is_shared):
         colocate, sign = str(recipe.rollout.colocate).lower(), "|" if is_shared else "+"
         yield f"rollout.colocate={colocate} contradicts the `{sign}` in allocation_mode; keep one of the two keys"
 
 
-def _critic_contradictions(recipe: TrainRecipe, groups: Groups) -> Iterable[str]:
-    """Yield a line if `critic.colocate` says something else than `allocation_mode`."""
-    if recipe.critic is None or "colocate" not in recipe.critic.model_fields_set:
-        return
-    is_shared = any({"actor", "critic"} <= {role.role for role in group} for group in groups)
-    if recipe.critic.colocate != is_shared:
-        colocate, sign = str(recipe.critic.colocate).lower(), "|" if is_shared else "+"
-        yield f"critic.colocate={colocate} contradicts the `{sign}` in allocation_mode; keep one of the two keys"
+def _colocation_contradictions(recipe: TrainRecipe, groups: Groups) -> Iterable[str]:
+    """Yield a line for each model whose key `colocate` says something else than `allocation_mode`."""
+    for name, section in {"critic": recipe.critic, **frozen_models(recipe)}.items():
+        if section is None or "colocate" not in section.model_fields_set:
+            continue
+        is_shared = any({"actor", name} <= {role.role for role in group} for group in groups)
+        if section.colocate != is_shared:
+            colocate, sign = str(section.colocate).lower(), "|" if is_shared else "+"
+            key = f"{ROLE_SECTIONS[name]}.colocate={colocate}"
+            yield f"{key} contradicts the `{sign}` in allocation_mode; keep one of the two keys"

@@ -74,6 +74,11 @@ def draw_up(question: Question) -> Blueprint:
         waiting = {
             each.placed.role: kept_bytes(each, offloaded if each.placed.role == "actor" else each.offloaded)
             for each in alone
+        } | {
+            # A reward model works while the rollout is awake.
+            each.placed.role: each.binding.total
+            for each in alone
+            if each.placed.role == "reward"
         }
         sending = {
             each.placed.role: max(kept_while_sending(stage, offloaded) for stage in each.memory)
@@ -110,10 +115,11 @@ def draw_up(question: Question) -> Blueprint:
 def _alone(question: Question, placement: Placement, placed: RolePlacement) -> TrainerPlan:
     """Return what a role that trains needs if no role shares its devices."""
     trainer = plan_trainer(question, placed)
-    if placed.role != "critic" or question.critic is None:
+    own = question.critic if placed.role == "critic" else question.frozen.get(placed.role)
+    if own is None:
         return trainer
-    shares = bool(placement.sharers("critic")) and question.gpus_per_node > 0
-    return replace(trainer, offloaded=question.critic.offloaded(shares=shares))
+    shares = bool(placement.sharers(placed.role)) and question.gpus_per_node > 0
+    return replace(trainer, offloaded=own.offloaded(shares=shares))
 
 
 def _offload_steps(
@@ -257,8 +263,10 @@ def _host_notes(blueprint: Blueprint) -> Iterator[str]:
 
 def _turns(blueprint: Blueprint) -> Iterator[str]:
     """Yield one line for each pair of roles that take turns on the same devices."""
+    question = blueprint.question
     for rollout in blueprint.rollouts:
-        if sharers := [name for name in blueprint.placement.sharers(rollout.placed.role) if name != "critic"]:
+        apart = {"critic", *question.frozen}
+        if sharers := [name for name in blueprint.placement.sharers(rollout.placed.role) if name not in apart]:
             role, others = rollout.placed.role, " and ".join(sharers)
             offloaded = blueprint.offloaded if "actor" in sharers else ()
             waiting = [each for each in blueprint.trainers if each.placed.role in sharers]
@@ -271,11 +279,13 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
                 f"it generates, {stay}{go}"
             )
     for trainer in blueprint.trainers:
-        if trainer.placed.role == "critic" and (others := " and ".join(blueprint.placement.sharers("critic"))):
+        role = trainer.placed.role
+        takes_turns = role == "critic" or role in question.frozen
+        if takes_turns and (others := " and ".join(blueprint.placement.sharers(role))):
             moved = [NAMES[kind] for kind in trainer.offloaded]
             go = f"its {' and '.join(moved)} are offloaded" if moved else "nothing of it is offloaded"
-            yield f"critic and {others} take turns on the same devices: {go} while it does not work"
-        if trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
+            yield f"{role} and {others} take turns on the same devices: {go} while it does not work"
+        elif trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
             yield f"{trainer.placed.role} and actor take turns on the same devices; the weights of both stay there"
 
 

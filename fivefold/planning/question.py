@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
@@ -34,6 +34,21 @@ class CriticQuestion:
 
 
 @dataclass(frozen=True)
+class FrozenQuestion:
+    """A model that is not trained, in processes of its own."""
+
+    shape: ModelShape
+    work: Workload
+    """Its longest sequences and its micro-batches."""
+    offload: bool | None
+    """Whether its weights leave its GPUs while it does not work; None: if it shares them."""
+
+    def offloaded(self, *, shares: bool) -> tuple[Kind, ...]:
+        """Return what it moves off its GPUs; `shares`: whether other roles work there."""
+        return ("params",) if (shares if self.offload is None else self.offload) else ()
+
+
+@dataclass(frozen=True)
 class Question:
     """A model, its roles on a cluster, and the work of a step, which together are to be planned."""
 
@@ -58,6 +73,8 @@ class Question:
     """Each role's devices, numbered across nodes; None where the allocation's `+` and `|` decide."""
     critic: CriticQuestion | None = None
     """The critic, if there is one."""
+    frozen: Mapping[str, FrozenQuestion] = field(default_factory=dict)
+    """Models that are not trained, by role; the reference is not among them."""
     offload: OffloadChoice = KEEP_ALL
     """What the actor may move off GPUs that a rollout shares with it."""
     host_memory_gib: int | None = None
@@ -81,10 +98,9 @@ class Question:
         return place_by_list(roles, self.n_nodes, self.gpus_per_node)
 
     def of(self, role: str) -> Question:
-        """Return the question about the model and the work of `role`, which are the actor's unless it is a critic."""
-        if role != "critic" or self.critic is None:
-            return self
-        return replace(self, shape=self.critic.shape, work=self.critic.work, reference=None)
+        """Return the question about the model and the work of `role`, which are the actor's unless it has its own."""
+        own = self.critic if role == "critic" else self.frozen.get(role)
+        return self if own is None else replace(self, shape=own.shape, work=own.work, reference=None)
 
     @property
     def kept_reference(self) -> ModelShape | None:

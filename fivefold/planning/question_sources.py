@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS, RecipeError
-from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.role_sections import ROLE_SECTIONS, frozen_models, model_paths
+from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import CriticConfig
@@ -25,7 +26,7 @@ from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.planning.defaults import DEFAULT_MICRO_TOKENS, DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES
 from fivefold.planning.gpus import find_gpu
 from fivefold.planning.offload_choice import OffloadChoice
-from fivefold.planning.question import CriticQuestion, Question
+from fivefold.planning.question import CriticQuestion, FrozenQuestion, Question
 from fivefold.planning.workload import Recompute, StateBytes, Workload
 from fivefold.preflight import recipe_problems
 
@@ -142,13 +143,13 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
             take.
     """
     shape = _shape_at(recipe, "actor.path", recipe.actor.path)
+    others = {
+        role: _shape_at(recipe, f"{ROLE_SECTIONS[role]}.path", path) for role, path in model_paths(recipe).items()
+    }
     reference = None
     if isinstance(recipe, DPORecipe) or (isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0):
-        reference = shape if recipe.ref.path is None else _shape_at(recipe, "ref.path", recipe.ref.path)
-    critic = None
-    if isinstance(recipe, TrainRecipe) and recipe.critic is not None:
-        critic = _shape_at(recipe, "critic.path", recipe.critic.path)
-    if problems := list(recipe_problems(recipe, shape, reference, critic)):
+        reference = others.get("ref", shape)
+    if problems := list(recipe_problems(recipe, shape, others)):
         raise RecipeError(recipe.experiment_name, problems)
     notes = (*unused_keys(recipe, shape), *_folder_notes(recipe))
     if not isinstance(recipe, TrainRecipe):
@@ -162,7 +163,11 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     question = _question(recipe, shape, gpu, changes, length=length, generated=generated, batch=batch)
     return replace(
         question,
-        critic=_critic(recipe, recipe.critic, critic, changes) if recipe.critic and critic else None,
+        critic=_critic(recipe, recipe.critic, others["critic"], changes) if recipe.critic else None,
+        frozen={
+            role: _frozen(recipe, role, section, others[role], changes)
+            for role, section in frozen_models(recipe).items()
+        },
         offload=OffloadChoice(**recipe.actor.offload.model_dump()),
         reference=reference,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
@@ -263,6 +268,16 @@ def _work(config: EngineConfig, length: int, sequences: int) -> Workload:
             on_host=optimizer.state_on == "host",
         ),
     )
+
+
+def _frozen(
+    recipe: TrainRecipe, role: str, config: FrozenModelConfig, shape: ModelShape, changes: Changes
+) -> FrozenQuestion:
+    """Return the question about a model that is not trained, on every sequence at its longest."""
+    generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
+    length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
+    shape = shape.as_reward_model() if role == "reward" else shape
+    return FrozenQuestion(shape, changes.applied(_work(config, length, generated)), config.offload)
 
 
 def _critic(recipe: TrainRecipe, config: CriticConfig, shape: ModelShape, changes: Changes) -> CriticQuestion:

@@ -25,14 +25,14 @@ class TrainerPlan:
     memory: tuple[RankMemory, ...]
     """Memory of a rank of each pipeline stage."""
     time: StepTime | None
-    """Time of a step; None for a reference model, which takes none of its own."""
+    """Time of a step; None for a model that is not trained, whose time is not counted."""
     spreads: tuple[GroupSpread, ...]
     modes: Mapping[Recompute, RankMemory]
-    """Memory of the stage that needs the most, by recompute mode; empty for a reference model."""
+    """Memory of the stage that needs the most, by recompute mode; empty for a model that is not trained."""
     beside: int
     """Bytes that other roles keep on the same GPUs while this one works."""
     offloaded: tuple[Kind, ...] = ()
-    """What a critic moves off its GPUs while it does not work."""
+    """What a critic or a frozen model moves off its GPUs while it does not work."""
 
     @property
     def binding(self) -> RankMemory:
@@ -69,7 +69,7 @@ def kept_bytes(trainer: TrainerPlan, offloaded: Collection[Kind] = ()) -> int:
 
 
 def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
-    """Return what a role that trains, or a reference model with devices of its own, needs if no role shares them.
+    """Return what a role that trains, or a frozen model with devices of its own, needs if no role shares them.
 
     Raises:
         ValueError: a backend whose memory is not known, or a layout that the model cannot take.
@@ -82,7 +82,9 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
             f"for example megatron:d{layout.dp}t{layout.tp}"
         )
     if placed.role == "ref":
-        return _reference(question, placed)
+        return _frozen(replace(question, shape=question.reference or question.shape), placed)
+    if placed.role in question.frozen:
+        return _frozen(question, placed)
     _require_possible(placed, shape)
     if question.kept_reference is not None:
         _require_possible(replace(placed, role="ref"), question.kept_reference)
@@ -105,12 +107,12 @@ def _require_possible(placed: RolePlacement, shape: ModelShape) -> None:
         raise ValueError("\n".join(f"{placed.role}: {line}" for line in problems))
 
 
-def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
-    """Return what a role that only computes log-probs needs.
+def _frozen(question: Question, placed: RolePlacement) -> TrainerPlan:
+    """Return what a role that only computes predictions needs.
 
     It has neither gradients nor an optimizer, and one layer's activations at a time.
     """
-    shape = question.reference or question.shape
+    shape = question.shape
     _require_possible(placed, shape)
     context = {} if question.gpus_per_node > 0 else {"context": 0}
     gone = dict.fromkeys(("gradients", "optimizer", "host_optimizer", "snapshot", "update", "activations"), 0)

@@ -72,11 +72,16 @@ class BuiltIn(Protocol):
 
 
 @dataclass(frozen=True)
+class ScoredByModel:
+    """The reward is the score of the recipe's reward model, which reads tokens and has processes of its own."""
+
+
+@dataclass(frozen=True)
 class NamedReward:
     """A reward with its name, which errors mention."""
 
     name: str
-    reward: Reward | PromptReward
+    reward: Reward | PromptReward | ScoredByModel
     timeout_s: float | None = None
     """Most seconds that all rewards of a step may take; None: no limit."""
     n_threads: int = 1
@@ -118,6 +123,8 @@ class NamedReward:
         return self._finite(value, prompt, response)
 
     def _call(self, prompt: Prompt, response: str) -> object:
+        if isinstance(self.reward, ScoredByModel):
+            raise TypeError(f"the reward {self.name!r} is the score of a model, which is no function")
         if isinstance(self.reward, PromptReward):
             return self.reward.judge_prompt(prompt, response)
         return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
-from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward import NamedReward, ScoredByModel, describe
 from fivefold.types import Prompt
+
+NO_SCORES: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class WeightedReward:
     def is_for(self, prompt: Prompt) -> bool:
         """Return whether this reward judges the completions of a prompt."""
         return self.data_sources is None or prompt.data_source in self.data_sources
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether this reward is the score of the recipe's reward model."""
+        return isinstance(self.reward.reward, ScoredByModel)
 
 
 @dataclass(frozen=True)
@@ -53,18 +62,33 @@ class RewardSet:
         names = [each.reward.name for each in self.rewards if each.is_for(prompt)]
         return self.accuracy_of if self.accuracy_of in names else names[0]
 
-    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+    def scored_by_model(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Return the indices of the prompts whose responses the reward model scores."""
+        of_model = [each for each in self.rewards if each.is_of_model]
+        return [index for index, prompt in enumerate(prompts) if any(each.is_for(prompt) for each in of_model)]
+
+    def judge(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], scores: Mapping[int, float] = NO_SCORES
+    ) -> list[dict[str, float]]:
         """Return the rewards of each response, by name and in the recipe's order.
 
+        Args:
+            prompts: the prompt of each response.
+            responses: the completions, decoded without special tokens.
+            scores: the reward model's score of each response with an index in `scored_by_model`.
+
         Raises:
-            ValueError: see `compute_rewards`; each reward may take the time limit on its own.
+            ValueError: see `compute_rewards`; each reward may take the time limit on its own. Or a score is not finite.
         """
         results: list[dict[str, float]] = [{} for _ in responses]
         for each in self.rewards:
             own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
             if not own:
                 continue
-            values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own])
+            if each.is_of_model:
+                values = [_finite(scores[i], each.reward.name, prompts[i], responses[i]) for i in own]
+            else:
+                values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own])
             for index, value in zip(own, values, strict=True):
                 results[index][each.reward.name] = value
         return results
@@ -101,3 +125,12 @@ class RewardSet:
 
     def _sources(self) -> str:
         return ", ".join(f"{each.reward.name}: {sorted(each.data_sources or ())}" for each in self.rewards)
+
+
+def _finite(score: float, name: str, prompt: Prompt, response: str) -> float:
+    if not math.isfinite(score):
+        raise ValueError(
+            f"the reward model of the reward {name!r} gave {score} to {describe(prompt, response)}: its weights or its "
+            "dtype do not hold; try reward.model.dtype=float32"
+        )
+    return score

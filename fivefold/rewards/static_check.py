@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import show
-from fivefold.config.schema.rewards import OneRewardConfig, RewardConfig
+from fivefold.config.schema.rewards import OF_MODEL, OneRewardConfig, RewardConfig
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.judge import Judge
@@ -60,7 +60,8 @@ def built_in_reward(config: OneRewardConfig) -> BuiltInReward:
 def no_such_reward(name: str) -> ValueError:
     """Return the error for a name that is no reward's."""
     return ValueError(
-        f"reward.fn={name!r} is neither one of {sorted(BUILT_IN)} nor of the form module:function or file.py:function"
+        f"reward.fn={name!r} is neither one of {sorted([*BUILT_IN, OF_MODEL])} nor of the form module:function or "
+        "file.py:function"
     )
 
 
@@ -90,6 +91,8 @@ def in_rewards(name: str | None) -> Iterator[None]:
 
 
 def _check(config: OneRewardConfig) -> None:
+    if config.fn == OF_MODEL:
+        return
     if config.fn in BUILT_IN:
         built_in_reward(config)
         return

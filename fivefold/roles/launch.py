@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 from uuid import uuid4
@@ -16,25 +16,26 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
+from fivefold.config.role_sections import model_paths
 from fivefold.config.schema.engine import EngineConfig, OffloadConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.sharing import BatchPlanner
-from fivefold.families.read import load_shape
-from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
+from fivefold.roles.frozen import FrozenModel
+from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offloaded_frozen
 from fivefold.roles.moved_bytes import moved_metrics
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
+from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.transport import FOLDER, Route
 
@@ -52,11 +53,14 @@ class Roles:
     offloaded: tuple[Offloadable, ...] = ()
     """What the actor moves off its devices while the rollout that shares them is awake."""
     critic: Critic | None = None
+    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    """Models that are not trained, by role; the reference is not among them."""
 
     def take_moved(self) -> dict[str, float]:
-        """Return the metrics of what actor and critic have moved off their devices and back since the last call."""
-        trained = [self.actor] if self.critic is None else [self.actor, self.critic]
-        return moved_metrics(role.moved.take() for role in trained)
+        """Return the metrics of what all roles have moved off their devices and back since the last call."""
+        counts = [self.actor.moved, *(model.moved for model in self.frozen.values())]
+        counts += [] if self.critic is None else [self.critic.moved]
+        return moved_metrics(count.take() for count in counts)
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
@@ -181,19 +185,25 @@ def launch_roles(
     """
     warmup = 0 if recipe.critic is None else recipe.critic.warmup_steps
     spec = actor_spec(recipe, placement, path, updates_of(recipe.actor, max(1, n_steps - warmup)))
-    roles = [_trainer_role("actor", placement, spec)]
+    roles = [trainer_role("actor", placement, spec)]
     reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
     alone = None
     if reference is not None and "ref" in placement:
         alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
-        roles.append(_trainer_role("ref", placement, alone))
+        roles.append(trainer_role("ref", placement, alone))
     beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
     replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
     critic_spec = None if recipe.critic is None else _critic_spec(recipe, recipe.critic, placement, n_steps)
-    first = [] if critic_spec is None else [_trainer_role("critic", placement, critic_spec)]
     offloaded_by_critic = () if recipe.critic is None else _offloaded_by_critic(recipe.critic, placement)
-    groups = _launch(session, rollout_role(placement, replica), first, offloaded_by_critic, roles, placement)
-    trainer = _trainer(groups["actor"], spec)
+    frozen = frozen_specs(recipe, placement)
+    in_turn: list[tuple[Role, Sequence[Offloadable]]] = [
+        (trainer_role(role, placement, each), offloaded_frozen(recipe, placement, role))
+        for role, each in frozen.items()
+    ]
+    if critic_spec is not None:
+        in_turn.append((trainer_role("critic", placement, critic_spec), offloaded_by_critic))
+    groups = _launch(session, rollout_role(placement, replica), in_turn, roles, placement)
+    trainer = trainer_of(groups["actor"], spec)
     actor = Actor(trainer, route)
     rollout = Rollout(
         groups["rollout"],
@@ -210,11 +220,12 @@ def launch_roles(
         critic=None
         if critic_spec is None
         else Critic(
-            _trainer(groups["critic"], critic_spec),
+            trainer_of(groups["critic"], critic_spec),
             offloaded_by_critic,
             actor if "actor" in placement.sharers("critic") else None,
             beside.offloaded or asked_offload(recipe.actor.offload),
         ),
+        frozen=frozen_models_of(recipe, placement, groups, frozen, actor),
     )
 
 
@@ -252,7 +263,7 @@ def _critic_spec(recipe: TrainRecipe, critic: CriticConfig, placement: Placement
 def launch_actor(session: Session, recipe: Recipe, placement: Placement, path: str, total_steps: int) -> Actor:
     """Start the processes of the actor alone."""
     spec = actor_spec(recipe, placement, path, total_steps)
-    return Actor(_trainer(session.launch(_trainer_role("actor", placement, spec))["actor"], spec))
+    return Actor(trainer_of(session.launch(trainer_role("actor", placement, spec))["actor"], spec))
 
 
 def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int) -> TrainerSpec:
@@ -280,40 +291,36 @@ def _holds_reference(recipe: Recipe, placement: Placement) -> TypeGuard[TrainRec
     return isinstance(recipe, DPORecipe)
 
 
-def _trainer_role(name: str, placement: Placement, spec: TrainerSpec) -> Role:
-    trains = spec.optimizer is not None
-    return Role(name, placement[name].devices, TrainerWorker, (spec,), distributed=True, writes_run=trains)
-
-
-def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
-    shape = load_shape(resolve_model_folder(spec.model.path))
-    return Trainer(group, BatchPlanner.of(spec.model, spec.layout, shape))
-
-
 def _launch(
     session: Session,
     rollout: Role,
-    critic: Sequence[Role],
-    offloaded_by_critic: Sequence[Offloadable],
+    in_turn: Sequence[tuple[Role, Sequence[Offloadable]]],
     trainers: Sequence[Role],
     placement: Placement,
 ) -> dict[str, WorkerGroup]:
     """Start all roles at once, unless they would need each other's memory.
 
     A server that shares devices starts first, because it measures their free memory, and sleeps until the first weights
-    are sent. A critic that offloads its state does so before others start.
+    are sent. A role of `in_turn`, each with what it offloads while it does not work, does so before others start if it
+    shares devices.
     """
     groups: dict[str, WorkerGroup] = {}
-    together = [rollout, *critic, *trainers]
+    together = [rollout, *trainers]
     if placement["rollout"].layout.is_server and placement.sharers("rollout"):
         groups |= session.launch(rollout)
         groups["rollout"].call(RolloutWorker.sleep)
         together.remove(rollout)
-    if offloaded_by_critic and placement.sharers("critic"):
-        groups |= session.launch(*critic)
-        groups["critic"].call(TrainerWorker.offload, offloaded_by_critic)
-        together = [role for role in together if role not in critic]
-    return groups | session.launch(*together)
+    for role, offloaded in in_turn:
+        if offloaded and placement.sharers(role.name):
+            groups |= session.launch(role)
+            groups[role.name].call(TrainerWorker.offload, offloaded)
+        else:
+            together.append(role)
+    groups |= session.launch(*together)
+    for role, offloaded in in_turn:
+        if offloaded and not placement.sharers(role.name):
+            groups[role.name].call(TrainerWorker.offload, offloaded)
+    return groups
 
 
 def _reference(
@@ -322,7 +329,7 @@ def _reference(
     if alone is None:
         return ReferenceBesideActor(actors)
     shares = "actor" in placement.sharers("ref")
-    return ReferenceAlone(_trainer(groups["ref"], alone), Actor(actors) if shares else None)
+    return ReferenceAlone(trainer_of(groups["ref"], alone), Actor(actors) if shares else None)
 
 
 def rollout_role(placement: Placement, spec: ReplicaSpec) -> Role:
@@ -404,14 +411,8 @@ def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_me
         return BesideRollout(0, ())
     if placement.is_cpu:
         return BesideRollout(0, asked_offload(recipe.actor.offload) if "actor" in sharers else ())
-    reference = recipe.ref.path
-    return beside_rollout(
-        recipe,
-        resolve_model_folder(path),
-        None if reference is None else resolve_model_folder(reference),
-        None if recipe.critic is None else resolve_model_folder(recipe.critic.path),
-        gpu_memory=gpu_memory,
-    )
+    folders = {role: resolve_model_folder(other) for role, other in model_paths(recipe).items()}
+    return beside_rollout(recipe, {"actor": resolve_model_folder(path), **folders}, gpu_memory=gpu_memory)
 
 
 def _reference_config(recipe: TrainRecipe | DPORecipe, model: EngineConfig) -> EngineConfig:
@@ -426,13 +427,3 @@ def _reference_config(recipe: TrainRecipe | DPORecipe, model: EngineConfig) -> E
             "megatron": model.megatron.model_copy(update=own_weights),
         }
     )
-
-
-def engine_config(config: EngineConfig, path: str) -> EngineConfig:
-    """Return the engine's options of an actor's section, with `path` as its model and the checkpoint's full path."""
-    fields = {name: getattr(config, name) for name in EngineConfig.model_fields}
-    if (checkpoint := config.megatron.dist_checkpointing_path) is not None:
-        # Resolved once: workers have other working folders, and a newer checkpoint may be written meanwhile.
-        place = {"dist_checkpointing_path": str(find_torch_dist(checkpoint).resolve())}
-        fields["megatron"] = config.megatron.model_copy(update=place)
-    return EngineConfig(**{**fields, "path": path})

@@ -15,6 +15,7 @@ from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
+from fivefold.config.role_sections import model_paths
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -28,6 +29,7 @@ from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.preflight import check_recipe
 from fivefold.roles.launch import check_engines
+from fivefold.roles.launch_frozen import check_frozen
 from fivefold.rollout.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Groundwork:
     shape: ModelShape
     placement: Placement
     tokenizer: PreTrainedTokenizerBase
+    others: Mapping[str, ModelShape]
+    """Shapes of the models that roles besides the actor have of their own, by role."""
 
     def describe_model(self, recipe: Recipe) -> str:
         """Return a description of the model in one line."""
@@ -75,28 +79,15 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
     shape = load_shape(folder)
     placement = place(recipe)
     check_engines(placement)
-    reference = _reference_shape(recipe)
-    critic = _critic_shape(recipe)
-    check_recipe(recipe, shape, reference, critic)
-    _check_weights(recipe, folder, shape, reference)
-    if critic is not None:
-        _check_critic_weights(recipe, critic)
+    others = {role: load_shape(resolve_model_folder(other)) for role, other in model_paths(recipe).items()}
+    check_recipe(recipe, shape, others)
+    _check_weights(recipe, folder, shape, others.get("ref"))
+    if "critic" in others:
+        _check_critic_weights(recipe, others["critic"])
+    if isinstance(recipe, TrainRecipe):
+        check_frozen(recipe, shape, placement)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
-    return Groundwork(path, shape, placement, tokenizer)
-
-
-def _reference_shape(recipe: Recipe) -> ModelShape | None:
-    """Return the shape of a reference model of its own; None if the reference is the untrained actor."""
-    if not isinstance(recipe, TrainRecipe | DPORecipe) or recipe.ref.path is None:
-        return None
-    return load_shape(resolve_model_folder(recipe.ref.path))
-
-
-def _critic_shape(recipe: Recipe) -> ModelShape | None:
-    """Return the shape of the model whose layers the critic has; None if there is no critic."""
-    if not isinstance(recipe, TrainRecipe) or recipe.critic is None:
-        return None
-    return load_shape(resolve_model_folder(recipe.critic.path))
+    return Groundwork(path, shape, placement, tokenizer, others)
 
 
 def _check_critic_weights(recipe: Recipe, shape: ModelShape) -> None:

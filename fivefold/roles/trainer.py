@@ -27,6 +27,7 @@ from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import Offloadable, TrainingEngine
+from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
@@ -103,9 +104,15 @@ class Trainer:
         """The data-parallel replica of each rank."""
         self._first_ranks = first_ranks(planner.layout)
 
-    def deal(self, batch: RemoteBatch, *between: Any) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
-        """Plan a mini-batch. Returns the plan and each rank's arguments: its order, `between`, the columns it needs."""
-        plan = self._planner.plan(batch.lengths_N.tolist())
+    def deal(self, batch: RemoteBatch, *between: Any, n_appended: int = 0) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
+        """Plan a mini-batch. Returns the plan and each rank's arguments: its order, `between`, the columns it needs.
+
+        Args:
+            batch: the sequences.
+            between: arguments of every rank.
+            n_appended: most tokens that the ranks append to a sequence.
+        """
+        plan = self._planner.plan((batch.lengths_N + n_appended).tolist())
         orders = batch.orders(plan)
         arguments = [(order, *between, *columns) for order, columns in orders]
         return plan, [arguments[replica] for replica in self._replicas]
@@ -146,6 +153,16 @@ class Trainer:
         """Return, for each sequence, the sum of the values of the states before its trained tokens: float64 [N]."""
         plan, arguments = self.deal(batch)
         return self._by_sequence(plan, self.group.call_each(TrainerWorker.sum_values, arguments))
+
+    def scores(self, batch: RemoteBatch, end_token: int) -> npt.NDArray[np.float64]:
+        """Return, for each sequence, the value of the state behind its end token: float64 [N].
+
+        Args:
+            batch: the sequences.
+            end_token: it is appended to sequences that lack it.
+        """
+        plan, arguments = self.deal(batch, end_token, n_appended=N_APPENDED)
+        return self._by_sequence(plan, self.group.call_each(TrainerWorker.scores, arguments))
 
     def _by_sequence(self, plan: BatchPlan, sums: Sequence[list[float]]) -> npt.NDArray[np.float64]:
         """Return the number of each sequence of the batch, from those of each rank's share."""
@@ -225,6 +242,12 @@ class TrainerWorker:
     def sum_values(self, order: ShareOrder, *columns: Columns) -> list[float]:
         """Return, for each sequence of the share, the sum of the values of the states before its trained tokens."""
         share = assemble(order, columns)
+        return _sums(share.batch, self._engine.compute_values(share))
+
+    def scores(self, order: ShareOrder, end_token: int, *columns: Columns) -> list[float]:
+        """Return, for each sequence of the share, the value of the state behind its end token."""
+        share = assemble(order, columns)
+        share = replace(share, batch=for_scoring(share.batch, end_token))
         return _sums(share.batch, self._engine.compute_values(share))
 
     def _engine_of(self, model: Model) -> TrainingEngine:

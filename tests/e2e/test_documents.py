@@ -70,7 +70,7 @@ BLOCKS = {
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python"],
     "metrics.md": ["python"],
-    "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "python"],
+    "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],
 }
 """Languages of the fenced blocks that tests run; the README's first one is the output of a run."""
 
@@ -175,7 +175,7 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     with (rewards_folder / "my_rewards.py").open("a") as module:
         module.write("\n\ndef brevity(response, ground_truth, **_):\n    return -len(response)\n")
     _, *written = (yaml.safe_load(block)["reward"] for block in blocks(DOCS / "rewards.md", "yaml"))
-    several, judge, code = (RewardConfig.model_validate(keys) for keys in written)
+    several, of_model, judge, code = (RewardConfig.model_validate(keys) for keys in written)
     rewards = resolve_rewards(several)
     prompts = [Prompt(0, "", (1,), "46", "gsm8k"), Prompt(1, "", (1,), {"inputs": [""], "outputs": ["46"]}, "taco")]
     assert rewards.judge(prompts, ["46", "print(46)"]) == [
@@ -184,6 +184,8 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     ]
     assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
     assert list(reward_problems(judge)) == []
+    chat = [Prompt(0, "", (1,), "46", "chat")]
+    assert resolve_rewards(of_model).judge(chat, ["46"], {0: -3.0}) == [{"right": 1.0, "liked": -3.0}]
     half = Prompt(0, "", (1,), {"inputs": ["1", "2"], "outputs": ["1", "1"]})
     assert compute_rewards(resolve_reward(code), [half], ["```python\nprint(input())\n```"]) == [0.5]
 

@@ -202,3 +202,29 @@ class OffloadConfig(Section):
     optimizer: bool | None = None
     """Move the optimizer's state to pinned host memory, unless it is there anyway
     (`actor.megatron.optimizer.state_on`)."""
+
+
+class FrozenModelConfig(EngineConfig):
+    """A model that is not trained, in processes of its own."""
+
+    colocate: bool = True
+    """Share the actor's devices, in turn; false: have devices of its own."""
+    offload: bool | None = None
+    """Move the weights to pinned host memory while the model does not work; null: if it shares GPUs."""
+
+    @model_validator(mode="after")
+    def _check_frozen(self) -> FrozenModelConfig:
+        default = MegatronConfig()
+        only_training = ("use_dist_checkpointing", "ddp", "optimizer", "transformer", "recompute")
+        strays = ["init_from_scratch"] if self.init_from_scratch else []
+        strays += [
+            f"megatron.{name}" for name in only_training if getattr(self.megatron, name) != getattr(default, name)
+        ]
+        if strays:
+            raise ValueError(
+                f"{strays[0]} has no effect on a model that is not trained, and starts from the weights of its Hugging "
+                f"Face folder: drop {' and '.join(strays)}"
+            )
+        if self.device_mapping is not None and not self.colocate:
+            raise ValueError("colocate=false and device_mapping both say which devices the model has: keep one")
+        return self

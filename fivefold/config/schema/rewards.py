@@ -6,15 +6,27 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from fivefold.config.schema.engine import FrozenModelConfig
 from fivefold.config.schema.fields import NAME, Section
+
+OF_MODEL = "model"
+"""Value of `fn` for the score of the reward model."""
+
+
+class RewardModelConfig(FrozenModelConfig):
+    """A model that scores completions, for `fn: model` (docs/rewards.md).
+
+    `path` is the folder of a model for sequence classification with one label, as `fivefold rm` writes it, for token
+    classification with one label, or of a model with TRL's value head.
+    """
 
 
 class OneRewardConfig(Section):
     """A function that judges completions."""
 
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), `judge` (a model behind a URL), `code` (tests in a sandbox), or your own
-    function as `module:function` or `file.py:function`."""
+    """`exact_match`, `math` (math-verify), `judge` (a model behind a URL), `code` (tests in a sandbox), `model` (the
+    score of `reward.model`), or your own function as `module:function` or `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -37,6 +49,7 @@ class RewardConfig(OneRewardConfig):
     accuracy_of: str | None = None
     """Name of the one of `rewards` by which a completion counts as right; null, or where it is not for the prompt: the
     first one that is."""
+    model: RewardModelConfig | None = None
 
     @model_validator(mode="after")
     def _check_rewards(self) -> RewardConfig:
@@ -59,4 +72,22 @@ class RewardConfig(OneRewardConfig):
                 raise ValueError(
                     f"rewards.{name}.data_sources=[] leaves the reward no prompt: name data sources, or set null"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_model(self) -> RewardConfig:
+        asked = {"": self, **{f"rewards.{name}.": each for name, each in self.rewards.items()}}
+        users = [name for name, each in asked.items() if each.fn == OF_MODEL]
+        if users and self.model is None:
+            raise ValueError(
+                f"{users[0]}fn=model is the score of a reward model, and reward.model names none: set reward.model.path"
+            )
+        if self.model is not None and not users:
+            raise ValueError(
+                "the section model has no effect: set fn=model, or give one of rewards fn: model, or drop the section"
+            )
+        if strays := [name for name in users if asked[name].kwargs]:
+            raise ValueError(
+                f"{strays[0]}kwargs={asked[strays[0]].kwargs}: a reward model has no keyword arguments: drop them"
+            )
         return self

@@ -189,7 +189,7 @@ def test_router_losses_need_a_router() -> None:
 
 def test_a_reference_model_of_its_own_shape_is_checked_in_the_actors_layout() -> None:
     with pytest.raises(RecipeError, match="ref: e2 splits experts"):
-        check_recipe(recipe(), MOE, ref_shape=DENSE)
+        check_recipe(recipe(), MOE, {"ref": DENSE})
 
 
 def test_recipes_of_fine_tuning_are_checked() -> None:

@@ -15,13 +15,20 @@ from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
 KEEP_ALL = {"params": False, "grads": False, "optimizer": False}
 
 
-def recipe(allocation: str, kl_ctl: float = 0.0, **actor: Any) -> TrainRecipe:
+def recipe(
+    allocation: str,
+    kl_ctl: float = 0.0,
+    ref: str | None = None,
+    reward_model: dict[str, Any] | None = None,
+    **actor: Any,
+) -> TrainRecipe:
     values = {
         "experiment_name": "beside",
         "cluster": {"n_nodes": 1, "n_gpus_per_node": 8},
         "allocation_mode": allocation,
         "actor": {"path": "somewhere/on-a-hub", "kl_ctl": kl_ctl, **actor},
-        **({"ref": {"path": "elsewhere/on-a-hub"}} if kl_ctl else {}),
+        **({"ref": {"path": ref}} if ref else {}),
+        **({"reward": {"fn": "model", "model": {"path": "m", **reward_model}}} if reward_model is not None else {}),
         "train_dataset": {"path": "data.jsonl", "batch_size": 8, "max_length": 128},
     }
     return TrainRecipe.model_validate(values)
@@ -45,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_an_actor_keeps_what_it_does_not_offload(folder: Path, offload: dict[str, bool], bytes_each: float) -> None:
     """bfloat16 weights and float32 gradients on every rank; float32 weights and two moments over the 8 ranks."""
-    found = beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=offload), folder, None, gpu_memory=None)
+    found = beside_rollout(recipe("vllm:d4t2|megatron:d8", offload=offload), {"actor": folder}, gpu_memory=None)
     state = bytes_each * find_shape("Qwen3-8B").n_parameters
     assert found.kept == pytest.approx(state + CUDA_CONTEXT + COMMUNICATOR, abs=1)
     assert set(found.offloaded) == {kind for kind, moves in offload.items() if moves}
@@ -63,14 +70,14 @@ def test_the_plan_offloads_what_the_rollout_needs(folder: Path, device_gb: int, 
             "gconfig": asked.gconfig.model_copy(update={"max_new_tokens": 1100}),
         }
     )
-    assert beside_rollout(asked, folder, None, gpu_memory=device_gb * 10**9).offloaded == offloaded
+    assert beside_rollout(asked, {"actor": folder}, gpu_memory=device_gb * 10**9).offloaded == offloaded
 
 
 def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
     megatron = {"optimizer": {"state_on": "host"}}
     kept = [
         beside_rollout(
-            recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), folder, None, gpu_memory=None
+            recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), {"actor": folder}, gpu_memory=None
         ).kept
         for m in ({}, megatron)
     ]
@@ -80,15 +87,28 @@ def test_state_on_the_host_is_not_beside_the_rollout(folder: Path) -> None:
 @pytest.mark.parametrize("reference", [None, "Qwen3-0.6B"])
 def test_a_reference_in_the_actors_processes_adds_its_weights(folder: Path, reference: str | None) -> None:
     model = reference or "Qwen3-8B"
+    both = {"actor": folder} if reference is None else {"actor": folder, "ref": reference}
     with_reference, without = (
-        beside_rollout(
-            recipe("vllm:d4t2|megatron:d8", kl_ctl, offload=KEEP_ALL), folder, reference, gpu_memory=None
-        ).kept
-        for kl_ctl in (0.1, 0.0)
+        beside_rollout(recipe("vllm:d4t2|megatron:d8", kl_ctl, ref, offload=KEEP_ALL), folders, gpu_memory=None).kept
+        for kl_ctl, ref, folders in ((0.1, reference, both), (0.0, None, {"actor": folder}))
     )
     assert with_reference - without == 2 * find_shape(model).n_parameters
 
 
+def test_a_reward_model_is_whole_beside_the_rollout(folder: Path) -> None:
+    """It scores while the rollout is awake, so offloading its weights in between leaves the rollout no more room."""
+    actor = {"offload": {"params": True, "grads": True, "optimizer": True}}
+
+    def kept(**model: Any) -> int:
+        asked = recipe("vllm[rollout]:d4t2|megatron[actor]:d8|megatron[reward]:d8", reward_model=model, **actor)
+        return beside_rollout(asked, {"actor": folder, "reward": "Qwen3-0.6B"}, gpu_memory=None).kept
+
+    alone = beside_rollout(recipe("vllm:d4t2|megatron:d8", **actor), {"actor": folder}, gpu_memory=None).kept
+    weights = 2 * find_shape("Qwen3-0.6B").as_reward_model().n_parameters
+    assert weights < kept() - alone < weights + 4e9
+    assert kept(offload=True) == kept(offload=False)
+
+
 def test_roles_on_other_devices_keep_nothing(folder: Path) -> None:
-    found = beside_rollout(recipe("vllm:d2t2+megatron:d4"), folder, None, gpu_memory=None)
+    found = beside_rollout(recipe("vllm:d2t2+megatron:d4"), {"actor": folder}, gpu_memory=None)
     assert (found.kept, found.offloaded) == (0, ())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fivefold.config.load import load_recipe
@@ -14,6 +16,9 @@ from fivefold.experience.samples import accuracy, as_record, judge, reward_metri
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.rewards.static_check import reward_problems
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.rollout import Generated
 from fivefold.types import Prompt, Sample
 from tests.unit.rewards.conftest import Write
 
@@ -39,6 +44,20 @@ def sample(response: str, source: str = "", truth: str = "ab", index: int = 0) -
     return Sample(Prompt(index, "q", (1,), truth, source), response, "stop", 2, 1, (0, 0))
 
 
+class FixedScores(RewardModel):
+    """Scores a sequence by its length."""
+
+    def __init__(self) -> None: ...
+
+    def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        return batch.lengths_N / 4
+
+
+def judged(samples: list[Sample], rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
+    lengths_N = np.array([len(sample.response_text) for sample in samples])
+    return judge(Generated(samples, RemoteBatch(lengths_N, lengths_N, ()), {}), rewards, model)
+
+
 SUMS: dict[str, dict[str, Any]] = {
     "right": {"fn": "several:right", "data_sources": ["sums"]},
     "length": {"fn": "several:length", "weight": -0.25},
@@ -48,26 +67,62 @@ SUMS: dict[str, dict[str, Any]] = {
 
 def test_the_weighted_sum_of_the_rewards_that_are_for_a_prompt_is_trained() -> None:
     rewards = several(**SUMS)
-    first, second, third = judge([sample("ab", "sums"), sample("abc", "sums"), sample("x", "texts")], rewards)
+    first, second, third = judged([sample("ab", "sums"), sample("abc", "sums"), sample("x", "texts")], rewards)
     assert (first.rewards, first.reward) == ({"right": 1.0, "length": 2.0}, 0.5)
     assert (second.rewards, second.reward) == ({"right": 0.0, "length": 3.0}, -0.75)
     assert (third.rewards, third.reward) == ({"length": 1.0, "late": 0.5}, 0.75)
     # A reward that no sample of a step is for is not asked.
-    assert judge([sample("ab", "sums")], rewards)[0].reward == 0.5
+    assert judged([sample("ab", "sums")], rewards)[0].reward == 0.5
+
+
+def test_the_score_of_a_model_is_a_reward_like_the_others() -> None:
+    rewards = resolve_rewards(
+        RewardConfig.model_validate(
+            {
+                "model": {"path": "somewhere"},
+                "rewards": {
+                    "right": {"fn": "several:right"},
+                    "liked": {"fn": "model", "weight": -2.0, "data_sources": ["texts"]},
+                },
+            }
+        )
+    )
+    samples = [sample("ab", "sums"), sample("abc", "texts"), sample("x", "texts")]
+    first, second, third = judged(samples, rewards, FixedScores())
+    assert (first.rewards, first.reward) == ({"right": 1.0}, 1.0)
+    assert (second.rewards, second.reward) == ({"right": 0.0, "liked": 0.75}, -1.5)
+    assert (third.rewards, third.reward) == ({"right": 0.0, "liked": 0.25}, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"fn": "model"}, "fn=model is the score of a reward model, and reward.model names none"),
+        ({"model": {"path": "m"}}, "the section model has no effect: set fn=model"),
+        ({"fn": "model", "model": {"path": "m"}, "kwargs": {"a": 1}}, "a reward model has no keyword arguments"),
+        (
+            {"fn": "model", "model": {"path": "m", "megatron": {"recompute": "full"}}},
+            "megatron.recompute has no effect on a model that is not trained",
+        ),
+    ],
+)
+def test_a_reward_model_that_nothing_uses_or_that_is_missing_is_refused(values: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        RewardConfig.model_validate(values)
 
 
 def test_a_completion_counts_as_right_by_one_reward() -> None:
     samples = [sample("ab", "sums"), sample("b", "sums"), sample("xy", "texts"), sample("", "texts")]
     # The first reward for sums is `right`, for texts it is `length`.
-    assert accuracy(judge(samples, several(**SUMS))) == 2 / 4
-    assert accuracy(judge(samples, several("length", **SUMS))) == 3 / 4
+    assert accuracy(judged(samples, several(**SUMS))) == 2 / 4
+    assert accuracy(judged(samples, several("length", **SUMS))) == 3 / 4
     # Where the named reward is not for the prompt, the first one counts.
-    assert accuracy(judge(samples, several("late", **SUMS))) == 1 / 4
+    assert accuracy(judged(samples, several("late", **SUMS))) == 1 / 4
 
 
 def test_each_of_several_rewards_is_a_column_and_a_curve() -> None:
     rewards = several(**SUMS)
-    samples = judge([sample("ab", "sums"), sample("abc", "sums"), sample("x", "texts")], rewards)
+    samples = judged([sample("ab", "sums"), sample("abc", "sums"), sample("x", "texts")], rewards)
     record = as_record(samples[0], step=3)
     assert {name: record[name] for name in record if name.startswith("reward")} == {
         "reward": 0.5,
@@ -85,7 +140,7 @@ def test_each_of_several_rewards_is_a_column_and_a_curve() -> None:
 
 def test_one_reward_has_neither_columns_nor_curves_of_its_own() -> None:
     rewards = resolve_rewards(RewardConfig(fn="several:right"))
-    samples = judge([sample("ab")], rewards)
+    samples = judged([sample("ab")], rewards)
     assert (samples[0].rewards, samples[0].reward, accuracy(samples)) == ({"several:right": 1.0}, 1.0, 1.0)
     assert [name for name in as_record(samples[0]) if name.startswith("reward")] == ["reward"]
     assert reward_metrics(samples, rewards, by_source=False) == {}
@@ -151,7 +206,7 @@ def test_an_unknown_key_of_one_of_several_rewards_has_a_suggestion() -> None:
 
 def test_a_single_reward_with_a_weight_is_told_without_it() -> None:
     rewards = several(length={"fn": "several:length", "weight": 0.5})
-    (judged,) = judge([sample("abc")], rewards)
-    assert as_record(judged)["reward/length"] == 3.0
-    assert judged.reward == 1.5
-    assert reward_metrics([judged], rewards, by_source=False)["reward/length/mean"] == 3.0
+    (only,) = judged([sample("abc")], rewards)
+    assert as_record(only)["reward/length"] == 3.0
+    assert only.reward == 1.5
+    assert reward_metrics([only], rewards, by_source=False)["reward/length/mean"] == 3.0

@@ -59,7 +59,7 @@ def launched(folder: Path, session: Session, **values: Any) -> tuple[Roles, Trai
 def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_memory: int, tmp_path: Path) -> None:
     session = Session(gpu_memory)
     roles, recipe = launched(tmp_path, session)
-    expected = beside_rollout(recipe, tmp_path, None, gpu_memory=gpu_memory)
+    expected = beside_rollout(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
     assert roles.offloaded == expected.offloaded
     assert session.roles["rollout"].args[0].reserved == expected.kept
 

@@ -1,0 +1,23 @@
+"""The driver's handle of a reward model, which scores completions in micro-batches of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.roles.frozen import FrozenModel
+from fivefold.roles.remote_batch import RemoteBatch
+
+
+class RewardModel:
+    """Scores sequences: the value of the state behind their end token."""
+
+    def __init__(self, model: FrozenModel, end_token: int) -> None:
+        """Take the model's handle, and the end token, which it appends to sequences without one."""
+        self.model = model
+        self._end_token = end_token
+
+    def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return the score of each sequence: float64 [N]."""
+        with self.model.working() as trainer:
+            return trainer.scores(batch, self._end_token)

@@ -1,0 +1,74 @@
+"""Models that are not trained, beside the actor: a reward model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.e2e.conftest import ROOT, Fivefold
+
+TINY = ROOT / "fivefold" / "models" / "tiny-moe"
+N_STEPS = 3
+TRAIN = (
+    "train", str(ROOT / "recipes" / "quickstart.yaml"), f"total_train_steps={N_STEPS}", "experiment_name=frozen",
+    "train_dataset.batch_size=8", "gconfig.n_samples=4", "actor.ppo_n_minibatches=1", "valid_dataset=null",
+    "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "stats.n_logged_samples=8",
+)  # fmt: skip
+
+
+def reward_model(folder: Path) -> Path:
+    """Write a model for sequence classification with random scores, and return its folder."""
+    model = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1, dtype=torch.float32)
+    model.score.weight.data.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
+    model.config.pad_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def command(root: Path) -> tuple[str, ...]:
+    scores = {"fn": "model", "weight": 0.1}
+    right = {"fn": "exact_match", "kwargs": {"pattern": r"(?:^|=)(\d+)$"}}
+    model = {"path": str(reward_model(root / "model")), "backend": "megatron:d2", "dtype": "float32"}
+    reward = {"rewards": {"right": right, "liked": scores}, "model": {**model, "offload": True}}
+    return (*TRAIN, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}")
+
+
+@pytest.fixture(scope="module")
+def run(fivefold: Fivefold, root: Path, command: tuple[str, ...]) -> Path:
+    result = fivefold(*command)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return root / "frozen" / "trial-0"
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@torch.no_grad()
+def test_scores_are_those_of_hugging_faces_model(run: Path, root: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(root / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    samples = rows(run / "samples.jsonl")
+    assert len(samples) == 8 * N_STEPS
+    for sample in samples:
+        ids = tokenizer(sample["prompt"] + sample["response"])["input_ids"]
+        expected = model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits[0, 0]
+        assert sample["reward/liked"] == pytest.approx(float(expected), abs=2e-5)
+        assert sample["reward"] == pytest.approx(sample["reward/right"] + 0.1 * sample["reward/liked"])
+
+
+def test_the_scores_have_a_curve(run: Path) -> None:
+    for row in rows(run / "metrics.jsonl"):
+        assert row["reward/liked/min"] <= row["reward/liked/mean"] <= row["reward/liked/max"]
+        assert row["offload/freed_gb"] > 0
