@@ -185,7 +185,7 @@ def run_supervised(recipe: SupervisedRecipe, method: Method[Item], *, overwrite:
         return start.summary
     setup = set_up(recipe, method)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
-    with open_run(recipe, start, method.columns, _banner(setup, start, note)) as run:
+    with open_run(recipe, start, method.columns, _banner(setup, start, note), setup.total_steps) as run:
         actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
         load_state(start, TRAINER, actor)
         run.folder.started()

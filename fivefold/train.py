@@ -29,6 +29,7 @@ from fivefold.engine.scoring import N_APPENDED
 from fivefold.evaluate import Evaluator, check_requests
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
 from fivefold.experience.step import StepSource
+from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
 from fivefold.observe.table import TRAIN_COLUMNS
@@ -125,7 +126,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         return start.summary
     setup = set_up(recipe)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
-    with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note)) as run:
+    with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note), setup.total_steps) as run:
         ground = setup.ground
         roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
         with roles.on_device(run.timers, *OFFLOADABLE):
@@ -144,6 +145,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
 def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float) -> RunState:
     """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, timers = setup.recipe, run.timers
+    texts = TokenTexts(setup.ground.tokenizer)
     reward_model = setup.reward_model(roles)
     source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers, reward_model)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
@@ -164,10 +166,12 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             step_began = time.perf_counter()
             experience = source.take(step)
             # Written before the update: if it fails, its samples are where the search begins.
-            for sample in experience.samples[: recipe.stats.n_logged_samples]:
-                keeper.samples.write(as_record(sample, step=step))
+            logged = experience.samples[: recipe.stats.n_logged(len(experience.samples))]
+            keeper.samples.write([as_record(sample, step=step) for sample in logged])
             with roles.training(timers):
                 batch, metrics = update.prepare(experience.samples, experience.batch, experience.greedy)
+                values = token_values(batch, len(logged), texts) if recipe.stats.logged_tokens else None
+                keeper.samples.complete(values)
                 with timers.phase("train"):
                     metrics |= update.run(batch, experience.groups, step)
             roles.send_weights(step, timers)

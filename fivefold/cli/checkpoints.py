@@ -11,6 +11,7 @@ import typer
 
 from fivefold.cli.command import FAILED, reporting_errors
 from fivefold.cli.progress import progress_bar
+from fivefold.cli.size import size
 from fivefold.config.limits import LARGEST
 
 if TYPE_CHECKING:
@@ -183,20 +184,12 @@ def _facts(row: Row) -> tuple[str, str, str, str]:
     if row.content is None:
         return "", "", "", state
     saved = datetime.fromisoformat(row.content.saved).astimezone()
-    return f"{saved:%Y-%m-%d %H:%M}", _size(row.content.n_bytes), f"{len(row.content.files)}", state
+    return f"{saved:%Y-%m-%d %H:%M}", size(row.content.n_bytes), f"{len(row.content.files)}", state
 
 
 def _value(listing: Listing, row: Row) -> str:
     value = None if listing.history is None else listing.history.values.get(row.checkpoint.step)
     return "" if value is None else f"{value:.4g}"
-
-
-def _size(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:,.3f} TB"
 
 
 def _numbers(steps: list[int]) -> str:

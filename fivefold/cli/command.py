@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,6 +101,7 @@ def _saved_results(recipe: RunConfig | None) -> str:
 
 
 def _how_to_go_on() -> str:
-    """Return the command that goes on with the run from its last checkpoint."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--overwrite"]
-    return f"To go on, run the same command again: {shlex.join(['fivefold', *arguments])}"
+    """Return how to go on with the run from its last checkpoint."""
+    from fivefold.observe.about import command_line
+
+    return f"To go on, run the same command again: {command_line()}"

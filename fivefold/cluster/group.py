@@ -301,6 +301,11 @@ def put(value: Any) -> Remote:
     return ray.put(value)
 
 
+def fetch(reference: Remote) -> Any:
+    """Return an object of the object store; arrays of an object on this machine are not copied."""
+    return ray.get(reference)
+
+
 def _put(args: Sequence[Any]) -> list[Any]:
     """Put arguments into the object store, once for all ranks; small ones are returned as they are."""
     return [arg if isinstance(arg, (*_INLINE, ray.ObjectRef)) else ray.put(arg) for arg in args]

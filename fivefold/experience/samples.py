@@ -89,11 +89,14 @@ def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
     """Return a sample as one line of `samples.jsonl`; `where`, such as the step, comes first."""
     return {
         **where,
+        "prompt_index": sample.prompt.index,
         "prompt": sample.prompt.text,
         "response": sample.response_text,
         "ground_truth": sample.prompt.ground_truth,
+        **({"data_source": sample.prompt.data_source} if sample.prompt.data_source else {}),
         "reward": sample.reward,
         **{f"reward/{name}": value for name, value in sample.rewards.items() if name in sample.weights},
         "finish_reason": sample.finish_reason,
+        "n_tokens": sample.n_sampled,
         "weight_version": sample.versions[1],
     }

@@ -1,4 +1,4 @@
-"""The memory of this process's GPUs, from the CUDA driver, without a context, which would take memory of its own."""
+"""Memory and names of this process's GPUs, from the CUDA driver, without a context, which would take memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,35 @@ DRIVER = "libcuda.so.1"
 
 def least_gpu_memory() -> int | None:
     """Return the bytes of the smallest GPU that this process may use; None: it has no GPU, or no driver for one."""
+    driver, count = _driver()
+    return min((_memory(driver, index) for index in range(count)), default=None)
+
+
+def gpu_names() -> list[str]:
+    """Return the name of each GPU that this process may use, such as `NVIDIA H200`."""
+    driver, count = _driver()
+    return [_name(driver, index) for index in range(count)]
+
+
+def _driver() -> tuple[Any, int]:
+    """Return the driver and the number of its GPUs, which is 0 without a driver."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
-        return None
+        return None, 0
     count = ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return None
-    return min((_memory(driver, index) for index in range(count.value)), default=None)
+        return None, 0
+    return driver, count.value
+
+
+def _name(driver: Any, index: int) -> str:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    status = driver.cuDeviceGet(ctypes.byref(device), index)
+    status = status or driver.cuDeviceGetName(name, len(name), device)
+    if status:
+        raise RuntimeError(f"the CUDA driver does not tell the name of GPU {index}: its error is {status}")
+    return name.value.decode()
 
 
 def _memory(driver: Any, index: int) -> int:

@@ -2,10 +2,12 @@
 
 runs/<experiment_name>/<trial_name>/
     recipe.yaml      the resolved recipe: every key, also those left at their defaults
+    about.json       what the run's screen says first, the command, versions, and the machine
     status.json      setup | running | finished | failed | interrupted | killed, and when
     heartbeat        touched every few seconds while the run goes on
     metrics.jsonl    one line a step
     samples.jsonl    generations of each step
+    samples/         the same as parquet files, with values of each token
     tensorboard/
     logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; start-<n>/ of earlier starts
     checkpoints/     step-<n>/: the whole run at a step, from which it can go on
@@ -39,8 +41,9 @@ from fivefold.config.schema.run import RunConfig
 from fivefold.observe import heartbeat
 from fivefold.observe.durable import PART, write_file
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.heartbeat import Heartbeat, beats
+from fivefold.observe.heartbeat import Heartbeat, beats, was_touched_lately
 from fivefold.observe.jsonl import cut_back, write_json
+from fivefold.observe.sample_log import cut_back_parts
 
 State = Literal["setup", "running", "finished", "failed", "interrupted", "killed"]
 GOING_ON: tuple[State, ...] = ("setup", "running")
@@ -63,8 +66,10 @@ class RunDir:
         self.path = path
         self.recipe = path / "recipe.yaml"
         self.status = path / STATUS
+        self.about = path / "about.json"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.sample_parts = path / "samples"
         self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
@@ -206,6 +211,28 @@ class RunDir:
             self._resumed = None
         self._write_status("running")
 
+    def present_state(self) -> State:
+        """Return the state of the run in the folder; `killed` if its process has ended without a word.
+
+        The run of another machine goes on if its heartbeat was touched within a minute, by the clock of this machine.
+
+        Raises:
+            ValueError: the folder has no status.
+        """
+        status = self.read_status()
+        if status is None:
+            raise ValueError(f"{self.path} is not the folder of a run: it has no {STATUS}")
+        state: State = status["state"]
+        if state not in GOING_ON:
+            return state
+        if status["host"] == socket.gethostname():
+            return state if _has_process(status) else "killed"
+        return state if was_touched_lately(self._heartbeat.path) else "killed"
+
+    def write_about(self, about: Mapping[str, Any]) -> None:
+        """Write `about.json`."""
+        write_json(self.about, about)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         write_json(self.summary, summary)
@@ -313,6 +340,7 @@ class RunDir:
                 self._delete(folder)
         for lines in (self.metrics, self.samples):
             cut_back(lines, step)
+        cut_back_parts(self.sample_parts, step)
         self.summary.unlink(missing_ok=True)
 
     def _delete(self, folder: Path) -> None:

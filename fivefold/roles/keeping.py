@@ -20,8 +20,8 @@ from fivefold.checkpoints.writer import Checkpointer, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunStopped
-from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.metrics import MetricsLog
+from fivefold.observe.sample_log import SampleLog
 from fivefold.roles.opening import OpenRun
 
 
@@ -31,7 +31,7 @@ class Keeper:
     def __init__(
         self,
         metrics: MetricsLog,
-        samples: JsonLines,
+        samples: SampleLog,
         checkpoints: Checkpointer,
         limit: TimeLimit,
         request: EndRequest,
@@ -135,7 +135,7 @@ def keep(
     limit = TimeLimit(config.save_before if config.is_enabled else None, began=began)
     with (
         MetricsLog(folder.metrics, tensorboard, first_step=state.step + 1) as metrics,
-        JsonLines(folder.samples) as samples,
+        SampleLog(folder.samples, folder.sample_parts) as samples,
         ending_after_a_step() if config.is_enabled else nullcontext(EndRequest()) as request,
         checkpoints,
     ):

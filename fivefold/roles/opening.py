@@ -23,6 +23,7 @@ from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.placement import Placement, place
+from fivefold.observe.about import about_run
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import Column
@@ -125,7 +126,11 @@ class OpenRun:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, start: Anew | Resume, columns: Sequence[Column], banner: Mapping[str, object]
+    recipe: Recipe,
+    start: Anew | Resume,
+    columns: Sequence[Column],
+    banner: Mapping[str, object],
+    total_steps: int,
 ) -> Iterator[OpenRun]:
     """Open the run's folder, its screen and its machines. However the block ends, it leaves no process of the run.
 
@@ -134,6 +139,7 @@ def open_run(
         start: where the run starts.
         columns: columns of the table of steps.
         banner: facts about the run, which the screen shows before it starts.
+        total_steps: steps of the whole run.
 
     Raises:
         ValueError: the folder holds another run, or the machines lack devices that the recipe asks for.
@@ -142,6 +148,8 @@ def open_run(
         folder = stack.enter_context(start.open_folder(recipe))
         screen = stack.enter_context(RunConsole(columns))
         timers = PhaseTimers(on_change=screen.phase)
-        screen.banner(f"{recipe.experiment_name} / {recipe.trial_name}", banner)
+        title = f"{recipe.experiment_name} / {recipe.trial_name}"
+        folder.write_about(about_run(title, banner, total_steps))
+        screen.banner(title, banner)
         session = stack.enter_context(Session.open(recipe.scheduler, recipe.cluster, folder.logs, timers))
         yield OpenRun(folder, screen, timers, session)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.cluster.group import Remote, put
+from fivefold.cluster.group import Remote, fetch, put
 from fivefold.engine.sharing import BatchPlan, MicroBatches, Share
 from fivefold.types import Batch, Columns, Totals
 
@@ -198,3 +198,21 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
         mask_T = mask_T * fields.pop(KEPT)
     batch = Batch(tuple(order.lengths.tolist()), tokens_T, mask_T, fields)
     return Share(batch, order.micro_batches, order.longest, order.totals)
+
+
+def read_columns(batch: RemoteBatch, n: int) -> list[dict[str, npt.NDArray[Any]]]:
+    """Return the columns [tokens of the sequence] of each of the first `n` sequences of a batch, by name.
+
+    This is for logs: the pieces that hold these sequences come to this process.
+    """
+    found: list[dict[str, npt.NDArray[Any]]] = [{} for _ in range(min(n, len(batch)))]
+    for piece in batch.pieces:
+        (rows,) = np.nonzero((piece.sequences_M >= 0) & (piece.sequences_M < n))
+        if not len(rows):
+            continue
+        columns: Columns = fetch(piece.columns)
+        ends = np.cumsum(columns.lengths_N, dtype=np.int64)
+        for row in rows:
+            part = slice(ends[row] - columns.lengths_N[row], ends[row])
+            found[piece.sequences_M[row]] |= {name: values_T[part] for name, values_T in columns.values.items()}
+    return found

@@ -70,6 +70,7 @@ BLOCKS = {
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python"],
     "metrics.md": ["python"],
+    "observing.md": ["python"],  # tests/unit/report
     "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],
 }
 """Languages of the fenced blocks that tests run; the README's first one is the output of a run."""

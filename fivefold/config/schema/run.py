@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -74,11 +74,18 @@ class StatsConfig(Section):
 
     tensorboard: bool = True
     """Write every step's metrics as TensorBoard events too."""
-    n_logged_samples: NonNegative = 4
-    """Completions of each step that are written to `samples.jsonl`."""
+    n_logged_samples: NonNegative | Literal["all"] = 4
+    """Completions of each step that are written to `samples.jsonl` and `samples/`; `all`: every one."""
+    logged_tokens: bool = True
+    """Write, for these completions, each token with its log-probs and its advantage to `samples/` too. For that the
+    driver reads the columns of the replicas that generated them."""
     shown_samples_freq_steps: Positive | None = 10
     """Steps after which the best and the worst completion of a step are shown on the screen, as after the first step.
     None: none are shown."""
+
+    def n_logged(self, n_samples: int) -> int:
+        """Return how many of a step's `n_samples` samples are logged."""
+        return n_samples if self.n_logged_samples == "all" else min(self.n_logged_samples, n_samples)
 
     def shows_samples(self, step: int) -> bool:
         """Return whether samples of step `step`, counted from 1, are shown."""

@@ -78,6 +78,7 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     overrides = [
         f"cluster.fileroot={root}", "total_train_steps=2", "train_dataset.limit=64", "valid_dataset.limit=4",
         "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1", "recover.mode=disabled",
+        "stats.logged_tokens=false",
     ]  # fmt: skip
     setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
     folder = RunDir.create(setup.recipe, overwrite=False)

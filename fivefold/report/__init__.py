@@ -1,0 +1,1 @@
+"""Pages about runs: a report in one file, the same page live, and lists of runs."""

@@ -1,0 +1,144 @@
+"""The page about runs: one HTML file that loads nothing from elsewhere.
+
+Run ─> facts ──────────────────────────> data (JSON)      ┐
+    ─> metrics, samples, time line ────> blocks (gzip)    ├─> template ─> page
+plotly's script, the scripts and styles of this room ─────┘
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fivefold import __version__
+from fivefold.observe.jsonl import finite
+from fivefold.report.blocks import inline, table_block
+from fivefold.report.recipe_table import with_defaults
+from fivefold.report.run import Run, duration
+from fivefold.report.samples import Embedded, Samples, embedded
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("core.js", "charts.js", "samples.js", "page.js")
+"""Scripts of the page, in their order; the last one begins."""
+ROOM_FOR_SAMPLES = 12_000_000
+"""Bytes of a page that samples may take: with plotly's script and the metrics it stays below 20 MB."""
+INSTALL = "install it with: pip install 'fivefold[report]'"
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return the page about `runs`, with all of their data in it.
+
+    Raises:
+        ValueError: the libraries that draw it are not installed.
+    """
+    blocks: dict[str, bytes] = {}
+    all_facts = []
+    for number, run in enumerate(runs):
+        samples = samples_of(run)
+        inside = embedded(samples, f"{number}-samples", ROOM_FOR_SAMPLES // len(runs))
+        blocks |= {f"{number}-metrics": metrics_block(run), **inside.blocks}
+        all_facts.append(facts(run) | {"samples": sample_facts(samples, inside)})
+    return render(all_facts, {name: inline(block) for name, block in blocks.items()}, live=False)
+
+
+def samples_of(run: Run) -> Samples:
+    """Return the logged samples of a run."""
+    samples = Samples(run.folder.samples, run.folder.sample_parts)
+    samples.refresh()
+    return samples
+
+
+def sample_facts(samples: Samples, inside: Embedded | None = None) -> dict[str, Any]:
+    """Return what the page says about a run's samples: their number, the unit of their length, what was left out."""
+    counted = samples.rows and samples.rows[0]["counts_tokens"]
+    note = "" if inside is None else inside.note
+    return {"n": len(samples.rows), "unit": "tokens" if counted else "characters", "note": note}
+
+
+def metrics_block(run: Run, first: int = 0) -> bytes:
+    """Return the metrics of the rows from `first` on as a block."""
+    return table_block(run.series.since(first).columns)
+
+
+def render(all_facts: Sequence[Mapping[str, Any]], blocks: Mapping[str, str], *, live: bool) -> str:
+    """Return the page about the runs with these facts; a live page asks its server for blocks that are not in it.
+
+    Raises:
+        ValueError: the libraries that draw it are not installed.
+    """
+    jinja2, plotly = _libraries()
+    template = jinja2.Template((ASSETS / "page.html.j2").read_text(encoding="utf-8"), autoescape=False)
+    data = {"live": live, "runs": list(all_facts)}
+    return str(
+        template.render(
+            title=_escaped(", ".join(str(each["name"]) for each in all_facts)),
+            style=(ASSETS / "style.css").read_text(encoding="utf-8"),
+            data=_in_script(json.dumps(finite(data), ensure_ascii=False)),
+            blocks=blocks,
+            plotly=plotly.replace("</script", "<\\/script"),
+            scripts=[(ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS],
+            footer=f"Fivefold {__version__}",
+            live=live,
+        )
+    )
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """Return what the page says about a run, besides its blocks."""
+    about = run.about
+    shown = {name: text for name, text in about.get("facts", {}).items() if name not in ("warnings", "versions")}
+    return {
+        **state(run),
+        "name": run.name,
+        "warnings": about.get("facts", {}).get("warnings"),
+        "facts": list(shown.items()),
+        "versions": list((about.get("versions") or run.summary.get("versions") or {}).items()),
+        "machine": list(about.get("machine", {"host": run.status.get("host")}).items()),
+        "folder": str(run.folder.path),
+        "began": run.status.get("began"),
+        "command": about.get("command"),
+        "recipe": with_defaults(run.recipe) if run.recipe else [],
+    }
+
+
+def state(run: Run) -> dict[str, Any]:
+    """Return the facts about a run that change while it goes on."""
+    best = run.best
+    return {
+        "state": run.state,
+        "headline": run.headline(),
+        "error": run.status.get("error"),
+        "changed": run.status.get("changed"),
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "rows": len(run.series),
+        "duration": duration(run.seconds),
+        "before": run.summary.get("accuracy_before"),
+        "after": run.summary.get("accuracy_after"),
+        "best": None if best is None else dict(zip(("name", "value", "step"), best, strict=True)),
+    }
+
+
+@cache
+def _libraries() -> tuple[Any, str]:
+    """Return jinja2 and the script of plotly."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"pages about runs need the package {error.name}, which is not installed: {INSTALL}"
+        ) from error
+    return jinja2, get_plotlyjs()
+
+
+def _in_script(text: str) -> str:
+    """Return JSON that cannot end the script element in which it stands."""
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,139 @@
+"""A run as its folder tells it: how it ended, its numbers, its recipe, and what it ran on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.config.source import read_mapping
+from fivefold.observe.run_dir import STATUS, RunDir, State
+from fivefold.report.mfu import with_mfu
+from fivefold.report.series import Series, read_series
+
+ACCURACY = "eval/accuracy"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the small files of a run's folder say."""
+
+    folder: RunDir
+    state: State
+    status: Mapping[str, Any]
+    """Content of `status.json`."""
+    about: Mapping[str, Any]
+    """Content of `about.json`; empty for runs without that file."""
+    summary: Mapping[str, Any]
+    """Content of `summary.json`; empty until the run has finished."""
+    recipe: Mapping[str, Any]
+    """The resolved recipe."""
+    series: Series
+
+    @staticmethod
+    def read(path: Path) -> Run:
+        """Read the folder of a run.
+
+        Raises:
+            ValueError: it is not the folder of a run.
+        """
+        folder = RunDir(path.resolve())
+        status = folder.read_status()
+        if status is None:
+            raise ValueError(
+                f"{path} is not the folder of a run: it has no {STATUS}; name one such as {_example(path)}"
+            )
+        about = _json(folder.about)
+        return Run(
+            folder=folder,
+            state=folder.present_state(),
+            status=status,
+            about=about,
+            summary=_json(folder.summary),
+            recipe=read_mapping(folder.recipe) if folder.recipe.is_file() else {},
+            series=with_mfu(read_series(folder.metrics), about),
+        )
+
+    @property
+    def name(self) -> str:
+        """The names of experiment and trial."""
+        return f"{self.folder.path.parent.name}/{self.folder.path.name}"
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged; 0 before the first."""
+        return int(self.series.last("step") or 0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where nothing says it."""
+        total = self.summary.get("steps") or self.about.get("steps") or self.recipe.get("total_train_steps")
+        return int(total) if total else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, with those of earlier starts if it has finished; else the sum of its steps."""
+        if "seconds" in self.summary:
+            return float(self.summary["seconds"])
+        return float(self.series.known("seconds/step").sum())
+
+    @property
+    def best(self) -> tuple[str, float, int] | None:
+        """Name, value and step of the best held-out accuracy, or of the training accuracy where there is none."""
+        for name in (ACCURACY, "accuracy", "reward/mean"):
+            if len(self.series.known(name)):
+                column = self.series.columns[name]
+                row = int(np.nanargmax(column))
+                return name, float(column[row]), int(self.series.columns["step"][row])
+        return None
+
+    def headline(self) -> str:
+        """Return how the run ended or stands, and with what, in one line."""
+        if self.state == "finished":
+            outcome = f"finished {self.step:,} steps in {duration(self.seconds)}"
+        else:
+            outcome = f"{self.state} after step {self.step:,}" + (
+                f" of {self.total_steps:,}" if self.total_steps else ""
+            )
+        before, after = self.summary.get("accuracy_before"), self.summary.get("accuracy_after")
+        if before is not None and after is not None:
+            return f"{outcome}: held-out accuracy {before:.3f} → {after:.3f}"
+        if (best := self.best) is not None:
+            return f"{outcome}: best {best[0]} {best[1]:.3f} at step {best[2]:,}"
+        return outcome
+
+    @property
+    def began(self) -> datetime | None:
+        """When the run was first started."""
+        began = self.status.get("began")
+        return datetime.fromisoformat(began) if began else None
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    whole = round(seconds)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    for size, name, smaller, smaller_name in units:
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {name}" + (f" {rest} {smaller_name}" if rest else "")
+    return f"{whole} s"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; an empty one if the file is missing or torn."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _example(path: Path) -> str:
+    found = next(iter(sorted(path.glob(f"**/{STATUS}"))), None) if path.is_dir() else None
+    return str(found.parent if found else "runs/quickstart/trial-0")

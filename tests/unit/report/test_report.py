@@ -1,0 +1,168 @@
+"""What a report holds, taken apart again and compared with the run's files."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.observe.sample_log import parts_of, read_part
+from fivefold.report import page as page_module
+from fivefold.report.listing import find_runs
+from fivefold.report.page import page
+from fivefold.report.recipe_table import NO_DEFAULT, with_defaults
+from fivefold.report.run import Run, duration
+from tests.e2e.documents import DOCS, blocks
+from tests.unit.report.made_runs import lines_of, make_run, set_state
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def content(run: Path) -> str:
+    return page([Run.read(run)])
+
+
+def facts_of(content: str) -> dict[str, Any]:
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', content, re.DOTALL)
+    return json.loads(text)
+
+
+def block_of(content: str, name: str) -> bytes:
+    [text] = re.findall(rf'data-block="{name}">(.*?)</script>', content)
+    return gzip.decompress(base64.b64decode(text))
+
+
+def table_of(block: bytes) -> dict[str, np.ndarray]:
+    (size,) = struct.unpack("<I", block[:4])
+    header = json.loads(block[4 : 4 + size])
+    values = np.frombuffer(block, "<f4", offset=4 + size).reshape(len(header["names"]), header["n"])
+    return dict(zip(header["names"], values, strict=True))
+
+
+def test_a_report_holds_every_metric_of_every_step(run: Path, content: str) -> None:
+    table = table_of(block_of(content, "0-metrics"))
+    for row, record in enumerate(lines_of(run / "metrics.jsonl")):
+        for name, values in table.items():
+            wanted = record.get(name)
+            if name != "mfu":
+                assert np.isnan(values[row]) if wanted is None else values[row] == np.float32(wanted), (name, row)
+    # An H200 multiplies 989 TFLOP/s in bfloat16.
+    assert table["mfu"] == pytest.approx(400 / 989)
+
+
+def test_a_report_holds_every_logged_sample_with_its_tokens(run: Path, content: str) -> None:
+    index = table_of(block_of(content, "0-samples-index"))
+    chunks = [json.loads(block_of(content, f"0-samples-chunk-{number}")) for number in range(2)]
+    shown = [sample for chunk in chunks for sample in chunk]
+    records = lines_of(run / "samples.jsonl")
+    assert len(shown) == len(records) == 96
+    for sample, record in zip(shown, records, strict=True):
+        assert {name: sample[name] for name in ("prompt", "response", "ground_truth")} == {
+            name: record[name] for name in ("prompt", "response", "ground_truth")
+        }
+        assert len(sample["tokens"]) == len(sample["trainer_logprobs"]) == len(sample["advantages"]) == 12
+    assert index["reward"].tolist() == [record["reward"] for record in records]
+    assert index["reward/brief"].tolist() == [-0.5] * 96
+    assert index["prompt"].tolist() == [record["prompt_index"] for record in records]
+    assert facts_of(content)["runs"][0]["samples"] == {"n": 96, "unit": "tokens", "note": ""}
+
+
+def test_a_report_loads_nothing_and_runs_nothing_that_a_run_wrote(content: str) -> None:
+    assert "alert(1)" not in content.replace("\\u003cscript>alert(1)", "")
+    assert "<b>two</b>" not in content
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", content)
+    assert "connect-src 'none'" in content
+
+
+def test_a_report_with_little_room_says_what_it_leaves_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "ROOM_FOR_SAMPLES", 9000)
+    content = page([Run.read(run)])
+    note = facts_of(content)["runs"][0]["samples"]["note"]
+    assert re.fullmatch(r"(\d+) of 96 samples have the values .* `fivefold watch` shows all of them\.", note)
+    monkeypatch.setattr(page_module, "ROOM_FOR_SAMPLES", 1500)
+    content = page([Run.read(run)])
+    note = facts_of(content)["runs"][0]["samples"]["note"]
+    kept = int(re.fullmatch(r"(\d+) of 96 logged samples are in this page, those of \d+ steps; .*", note)[1])  # type: ignore[index]
+    index = table_of(block_of(content, "0-samples-index"))
+    assert len(index["step"]) == kept < 96
+    assert index["step"][-1] == 12
+
+
+def test_the_parts_hold_what_the_lines_hold(run: Path) -> None:
+    rows = [row for path, *_ in parts_of(run / "samples") for row in read_part(path)]
+    for row, record in zip(rows, lines_of(run / "samples.jsonl"), strict=True):
+        assert row["rewards"] == {"right": record["reward/right"], "brief": record["reward/brief"]}
+        assert {name: row[name] for name in ("step", "prompt", "response")} == {
+            name: record[name] for name in ("step", "prompt", "response")
+        }
+
+
+def test_the_recipe_is_compared_with_the_defaults_of_the_schema(content: str) -> None:
+    rows = {key: (value, default) for key, value, default in facts_of(content)["runs"][0]["recipe"]}
+    assert rows["actor.path"] == ("package:tiny-moe", NO_DEFAULT)
+    assert rows["train_dataset.batch_size"][0] == 4
+    assert rows["actor.optimizer.lr"][0] == rows["actor.optimizer.lr"][1]
+    other = {key: default for key, _, default in with_defaults({"actor": {"path": "m"}, "gconfig": {"none_such": 1}})}
+    assert other["gconfig.none_such"] == "(not a key of this version)"
+
+
+def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path) -> None:
+    make_run(tmp_path, "trial-1", n_steps=3)
+    set_state(make_run(tmp_path, "trial-2", n_steps=5), "interrupted")
+    [second, first] = find_runs(tmp_path)
+    if first.name != "made/trial-1":  # both may have begun in the same second
+        first, second = second, first
+    assert (first.step, first.state, second.state) == (3, "finished", "interrupted")
+    for width in ("80", "160"):
+        shown = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": width}).output
+        assert "made/trial-2 goes on with: fivefold train made.yaml trial_name=trial-2" in shown
+        assert "trial-1 goes on" not in shown
+        assert "…" not in shown
+    lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output.splitlines()
+    found = {Path(facts["folder"]).name: facts for facts in map(json.loads, lines)}
+    assert found["trial-1"]["best"]["value"] == pytest.approx(1.0)
+    assert found["trial-2"]["command"].endswith("trial-2")
+    assert found["trial-1"]["bytes"] > 1000
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, n_steps=1)
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"name one such as {run}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(42.2, "42 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")]
+)
+def test_durations_are_short_texts(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_snippet_of_the_page_reads_the_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "runs").parent.rename(tmp_path / "runs" / "quickstart")
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(DOCS / "observing.md", "python")
+    exec(code, {})
+    [row, *_] = lines_of(tmp_path / "runs/quickstart/trial-0/samples.jsonl")
+    assert capsys.readouterr().out.startswith(f"{row['response']} [-")
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
