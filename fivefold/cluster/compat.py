@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import ray._private.node
 import ray._private.ray_constants
 import ray._private.services
 import ray._private.utils
@@ -86,6 +88,20 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def without_monitors() -> Iterator[None]:
+    """Let a Ray that starts inside this context have the processes alone that workers need.
+
+    Symptom: a run on one machine has three more Python processes, which take two seconds of a core to start.
+    Cause: `ray.init` starts Ray's autoscaler, its API server and its log monitor, whatever `include_dashboard` and
+        `log_to_driver` say.
+    Remove when: these options, or others, leave them out.
+    """
+    starts = ("start_monitor", "start_api_server", "start_log_monitor")
+    with mock.patch.multiple(ray._private.node.Node, **{name: lambda *_args, **_options: None for name in starts}):
+        yield
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fivefold.cluster.compat import (
     keep_token_private,
     on_loopback,
     signals_kept,
+    without_monitors,
 )
 from fivefold.cluster.machine import check_machine, writable_home
 from fivefold.observe.errors import RunFailed
@@ -132,7 +133,7 @@ def _init(folder: Path) -> None:
     store = _object_store_bytes()
     # A container's /dev/shm may be as small as 64 MB. The temporary folder then holds the object store, but is slower.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    with signals_kept(), on_loopback(), writable_home(folder / "home"):
+    with signals_kept(), on_loopback(), without_monitors(), writable_home(folder / "home"):
         ray.init(
             address="local",
             num_cpus=min(os.cpu_count() or 1, MAX_STARTING),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.cluster.session import Session
@@ -96,9 +95,16 @@ def _check_critic_weights(recipe: Recipe, shape: ModelShape) -> None:
     assert isinstance(recipe, TrainRecipe)
     assert recipe.critic is not None
     if (checkpoint := recipe.critic.megatron.dist_checkpointing_path) is not None:
-        MegatronWeights(checkpoint, shape).close()
+        _check_torch_dist(checkpoint, shape)
     elif not recipe.critic.init_from_scratch:
         check_weights(resolve_model_folder(recipe.critic.path), shape.as_critic())
+
+
+def _check_torch_dist(checkpoint: str, shape: ModelShape) -> None:
+    # Imported here: torch.distributed.checkpoint takes half a second, which most drivers save.
+    from fivefold.bridge.megatron_reader import MegatronWeights
+
+    MegatronWeights(checkpoint, shape).close()
 
 
 def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:
@@ -107,7 +113,7 @@ def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: M
     trained = shape.as_reward_model() if isinstance(recipe, RMRecipe) else shape
     models = {} if recipe.actor.init_from_scratch or checkpoint is not None else {folder: trained}
     if checkpoint is not None:
-        MegatronWeights(checkpoint, shape).close()
+        _check_torch_dist(checkpoint, shape)
     if isinstance(recipe, TrainRecipe | DPORecipe) and recipe.ref.path is not None and reference is not None:
         models[resolve_model_folder(recipe.ref.path)] = reference
     for model_folder, model_shape in models.items():
