@@ -109,11 +109,11 @@ def report(
     flops = training_flops(engine.shape, batch.lengths, batch.n_tokens)
     row = {
         "model": args.model,
-        "backend": args.backend,
+        "backend": engine.config.backend,
         "layers": args.layers,
         "gpus": gpus,
-        "recompute": args.recompute,
-        "micro_tokens": args.micro_tokens,
+        "recompute": engine.config.megatron.recompute,
+        "micro_tokens": engine.config.mb_spec.max_tokens_per_mb,
         "tokens_per_step": batch.n_tokens,
         "seconds": [round(value, 3) for value in seconds],
         "tokens_per_second": round(batch.n_tokens / best),

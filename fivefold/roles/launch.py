@@ -28,6 +28,7 @@ from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
 from fivefold.roles.actor import Actor
+from fivefold.roles.cache_room import CacheRoom
 from fivefold.roles.critic import Critic
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offloaded_frozen
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenPart
 
 
-@dataclass(frozen=True)
+@dataclass
 class Roles:
     """All roles of a run. There is a reference only if the recipe has a KL term, and a critic only if it has one."""
 
@@ -51,7 +52,8 @@ class Roles:
     rollout: Rollout
     reference: Reference | None
     offloaded: tuple[Offloadable, ...] = ()
-    """What the actor moves off its devices while the rollout that shares them is awake."""
+    """What the actor moves off its devices while the rollout that shares them is awake. The weights are added if the
+    rollout's cache does not fit beside them."""
     critic: Critic | None = None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
     """Models that are not trained, by role; the reference is not among them."""
@@ -111,19 +113,23 @@ class Roles:
         Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
         go before, and the rollout's cache, which takes what the others leave, comes when the actor has freed the rest.
         """
-        shares = self.rollout.shares_devices
+        shares, room = self.rollout.shares_devices, CacheRoom(self.rollout.device_share)
         if shares:
             with timers.phase("hand-over"):
                 self.actor.offload([kind for kind in self.offloaded if kind != "params"])
                 self.actor.release()
+                free = self.actor.free_memory()
                 self.rollout.wake_weights()
+                room.weights_woke(free, self.actor.free_memory())
                 self.actor.onload([kind for kind in self.offloaded if kind == "params"])
         with timers.phase("weight sync"):
             self.rollout.take_weights(self.actor.offer_weights(version))
         if shares:
             with timers.phase("hand-over"):
-                self.actor.offload([kind for kind in self.offloaded if kind == "params"])
                 self.actor.release()
+                if "params" not in self.offloaded and room.lacks(self.actor.free_memory()):
+                    self.offloaded = (*self.offloaded, "params")
+                self.actor.offload([kind for kind in self.offloaded if kind == "params"])
                 self.rollout.wake()
 
 

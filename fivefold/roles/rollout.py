@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,11 @@ class Rollout:
         self._expected = ExpectedLengths()
         self.version: int | None = None
         """Version of the weights that the replicas have; None before the first, and while they sleep."""
+
+    @cached_property
+    def device_share(self) -> int | None:
+        """Bytes of each of its devices that an awake replica takes; None: it takes what it needs at the time."""
+        return max((share for share in self._group.call(RolloutWorker.device_share) if share is not None), default=None)
 
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
@@ -294,6 +299,12 @@ class RolloutWorker:
     def wake(self) -> None:
         """Take the rest of the device memory back."""
         self._engine.wake()
+
+    def device_share(self) -> int | None:
+        """Return the bytes of each of its devices that the awake engine takes; None: it settles that itself."""
+        from fivefold.rollout.servers.engine import ServerEngine
+
+        return self._engine.device_share if isinstance(self._engine, ServerEngine) else None
 
     def _server(self) -> ServerEngine:
         """Return the engine, which is a server: no other engine enters an NCCL group."""

@@ -61,3 +61,9 @@ class TrainedRole:
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""
         self._trainer.release()
+
+    def free_memory(self) -> int | None:
+        """Return the bytes that are free on the fullest of the devices, whoever has the others; None: no GPUs."""
+        return min(
+            (free for free in self._trainer.group.call(TrainerWorker.free_memory) if free is not None), default=None
+        )

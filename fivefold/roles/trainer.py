@@ -407,6 +407,10 @@ class TrainerWorker:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def free_memory(self) -> int | None:
+        """Return the free bytes of this rank's device, whoever has the others; None: it is no GPU."""
+        return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
 
 def _sums(batch: Batch, values_T: torch.Tensor) -> list[float]:
     """Return the sum of the values of each sequence, in float64."""

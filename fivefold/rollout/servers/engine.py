@@ -186,6 +186,12 @@ class ServerEngine:
             with self._served():
                 self._dialect.sleep(self._http)
 
+    @property
+    def device_share(self) -> int | None:
+        """Bytes of each of its devices that the awake server takes; None: it settles that itself, or has no GPU."""
+        memory, share = least_gpu_memory(), self._spec.memory_fraction
+        return None if memory is None or share is None else int(share * memory)
+
     def wake_weights(self) -> None:
         """Make the server take the memory of its weights again. An engine that has it stays as it is."""
         if self._state.memory != "none":

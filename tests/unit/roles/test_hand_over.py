@@ -30,6 +30,7 @@ class Device:
     def __init__(self) -> None:
         self.used: dict[str, int] = {}
         self.peak = 0
+        self.memory = 1000
 
     def set(self, name: str, size: int) -> None:
         self.used[name] = size
@@ -38,6 +39,8 @@ class Device:
 
 class SharedRollout(Rollout):
     """An engine whose cache takes all that the actor leaves of `memory` at that moment."""
+
+    device_share = None
 
     def __init__(self, device: Device, memory: int) -> None:
         self.shares_devices, self.version = True, None
@@ -74,6 +77,8 @@ class SharedGroup:
         if method is TrainerWorker.release_cache:
             self._device.set("activations in torch's cache", 0)
             return [None, None]
+        if method is TrainerWorker.free_memory:
+            return [self._device.memory - sum(self._device.used.values()), None]
         size = {TrainerWorker.offload: lambda kind: 0, TrainerWorker.onload: SIZES.__getitem__}[method]
         before = sum(self._device.used.values())
         for kind in args[0]:
@@ -122,6 +127,36 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
         assert rollout.used_while_sent == PARAMS + PARAMS + BUCKETS + kept - ("params" not in offloaded) * PARAMS
     assert device.peak == memory
     assert set(timers.take()) == {"hand-over", "weight sync"}
+
+
+class ServerRollout(SharedRollout):
+    """An engine whose cache takes the rest of the share that it has had from its start."""
+
+    def __init__(self, device: Device, share: int) -> None:
+        super().__init__(device, share)
+        self.device_share = share
+
+    def wake(self) -> None:
+        self.cache = self.device_share - PARAMS
+        self._device.set("cache", self.cache)
+
+
+def test_the_weights_go_too_once_the_cache_does_not_fit_beside_them() -> None:
+    device, timers = Device(), PhaseTimers()
+    share = PARAMS + 30
+    device.memory = PARAMS + share + 3
+    actor, rollout = SharedActor(device), ServerRollout(device, share)
+    roles = Roles(actor, rollout, None, ("grads", "optimizer"))
+    roles.send_weights(0, timers)
+    assert (device.used["params"], rollout.cache) == (PARAMS, 30)
+    with roles.training(timers):
+        device.set("segments that cannot be released", 4)
+    for version in (1, 2):
+        roles.send_weights(version, timers)
+        assert (device.used["params"], rollout.cache) == (0, 30)
+        assert sum(device.used.values()) <= device.memory
+        with roles.training(timers):
+            assert device.used["params"] == PARAMS
 
 
 def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
