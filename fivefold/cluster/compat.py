@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -99,8 +99,9 @@ def without_monitors() -> Iterator[None]:
         `log_to_driver` say.
     Remove when: these options, or others, leave them out.
     """
-    starts = ("start_monitor", "start_api_server", "start_log_monitor")
-    with mock.patch.multiple(ray._private.node.Node, **{name: lambda *_args, **_options: None for name in starts}):
+    with ExitStack() as patches:
+        for start in ("start_monitor", "start_api_server", "start_log_monitor"):
+            patches.enter_context(mock.patch.object(ray._private.node.Node, start))
         yield
 
 
