@@ -70,7 +70,7 @@ class RolloutConfig(Section):
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
     logprob_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost vLLM up to
-    40% of its speed. `rollout_mismatch` is measured over this share."""
+    15% of its speed. `rollout_mismatch` is measured over this share."""
     weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
