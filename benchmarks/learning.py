@@ -27,6 +27,9 @@ from fivefold.config.presets import PRESETS
 RECIPES = Path(__file__).parents[1] / "recipes"
 WRITTEN = ("actor.eps_clip", "actor.eps_clip_higher")
 """Keys that the quickstart writes and an algorithm may set."""
+WIDER: dict[str, dict[str, Any]] = {"gspo": {"actor.eps_clip": 3e-3, "actor.eps_clip_higher": 4e-3}}
+"""Keys of algorithms whose own values belong to another learning rate: GSPO's range of 3e-4 is for updates a hundred
+times smaller than the quickstart's, and clips most of the second one of a step."""
 RUN = "from fivefold.cli.main import app; app()"
 
 
@@ -55,6 +58,7 @@ def train(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
     keys = {"algorithm": name, "seed": seed, "trial_name": f"{name}-{seed}", "cluster.fileroot": folder}
     keys |= {"recover.mode": "disabled", "stats.tensorboard": "false"}
     keys |= {key: value for key, value in PRESETS[name].items() if key in WRITTEN}
+    keys |= WIDER.get(name, {})
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.set]
     began = time.perf_counter()
     row: dict[str, Any] = {"algorithm": name, "seed": seed}

@@ -101,7 +101,12 @@ class SortingDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sum each token's k rows (already weighted by the experts), in the input's shape."""
-        return _SumRows.apply(hidden_states, self.row_TK, self.token_N).view(self.shape)
+        tokens: torch.Tensor = _SumRows.apply(hidden_states, self.row_TK, self.token_N).view(self.shape)
+        # What stays until the next pass keeps the blocks of CUDA's allocator that it lies in: gigabytes for megabytes.
+        del self.row_TK, self.token_N, self.counts_E
+        if self.group.size() > 1:
+            del self.received, self.order_N, self.inverse_N
+        return tokens
 
 
 def invert(order_N: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from compare import assert_close
 from hf_reference import Tensors
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron_cases import Case, lay_out, whole
 from ragged import uneven_batch
@@ -92,6 +93,22 @@ def test_bfloat16_trains_nearly_like_float32(workers: Workers, models: Path, lay
     for rough, exact in zip(results[0].steps, results[1].steps, strict=True):
         assert rough.loss == pytest.approx(exact.loss, rel=0.02)
         assert rough.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
+
+
+def kept_by_dispatchers(case: Case, folder: Path, batch: Batch) -> list[str]:
+    """In a worker: return the names of the tensors that MoE layers keep for their dispatch after a pass."""
+    engine = case.engine(folder, OptimizerConfig())
+    engine.forward_backward_of(batch, SFTLoss())
+    layers = list(engine.modules_of(MoELayer))
+    assert layers
+    attributes = [item for layer in layers for item in vars(layer.token_dispatcher).items()]
+    return [name for name, value in attributes if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", FOLDED])
+def test_dispatchers_keep_no_tensors_after_a_pass(workers: Workers, models: Path, layout: str) -> None:
+    case = Case(layout, MegatronConfig(recompute="full"))
+    assert not any(workers(case.world_size).run(kept_by_dispatchers, case, models / "qwen3_moe", uneven_batch()))
 
 
 # --- determinism and random weights
