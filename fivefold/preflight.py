@@ -17,6 +17,7 @@ from fivefold.families.check import (
     RoleShapes,
     critic_problems,
     layout_problems,
+    reference_problems,
     replica_problems,
     router_problems,
     sampling_problems,
@@ -60,6 +61,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from critic_problems(recipe, others)
     yield from server_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
+    yield from reference_problems(recipe, shape, others)
     yield from sampling_problems(recipe, shape)
     if recipe.tokenizer_path is not None:
         try:

@@ -15,7 +15,7 @@ from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Finished, Resume
-from fivefold.checkpoints.store import CRITIC, TRAINER
+from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
 from fivefold.config.presets import deviations
@@ -131,6 +131,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
         with roles.on_device(run.timers, *OFFLOADABLE):
             load_state(start, TRAINER, roles.actor)
+            if roles.reference is not None and recipe.ref.refresh_steps is not None:
+                load_state(start, REFERENCE, roles.reference)
         if roles.critic is not None:
             with roles.critic_on_device(run.timers, *OFFLOADABLE):
                 load_state(start, CRITIC, roles.critic)
@@ -154,7 +156,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
-    with keep(run, recipe, state_owners(roles, timers), state, setup.schedule(recipe.recover), began) as keeper:
+    with keep(run, recipe, state_owners(roles, recipe, timers), state, setup.schedule(recipe.recover), began) as keeper:
         run.screen.start(setup.total_steps, state.step)
         roles.send_weights(state.step, timers)
         if state.step == 0:

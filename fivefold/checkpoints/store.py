@@ -27,6 +27,8 @@ TRAINER = "trainer"
 """Folder of a checkpoint with the actor's state."""
 CRITIC = "critic"
 """Folder of a checkpoint with the critic's state, if there is a critic."""
+REFERENCE = "reference"
+"""Folder of a checkpoint with the weights of a reference that follows the actor."""
 MOST_NAMES = 5
 """Most files that a message lists."""
 _NAME = re.compile(r"step-(\d{6,})")

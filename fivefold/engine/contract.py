@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -17,10 +17,12 @@ from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.types import StepResult
 
 if TYPE_CHECKING:
+    from fivefold.engine.moving_weights import MovingWeights
     from fivefold.engine.state_store import WrittenPart
 
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
+PARAMS: tuple[Offloadable, ...] = ("params",)
 
 
 class Snapshot(Protocol):
@@ -119,3 +121,14 @@ class TrainingEngine(Protocol):
         Returns:
             The bytes that were allocated on this rank's device.
         """
+
+
+@runtime_checkable
+class WeightHolder(Protocol):
+    """An engine that has each weight of this rank by name, so that weights can follow those of another model."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    """Weights of this rank by name, the same names for every model of one shape on one layout."""
+
+    def moving_weights(self, decay: float) -> MovingWeights:
+        """Return this model's weights, which keep the share `decay` of themselves when they follow others."""

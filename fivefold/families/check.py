@@ -82,6 +82,18 @@ def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -
             )
 
 
+def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line if a reference is to follow an actor whose model has another shape."""
+    if not isinstance(recipe, TrainRecipe) or recipe.ref.refresh_steps is None:
+        return
+    if others.get("ref", shape) != shape:
+        key = "refresh_every" if recipe.ref.refresh_every is not None else "ema_decay"
+        yield (
+            f"ref.{key}={getattr(recipe.ref, key)} takes the actor's weights, but ref.path={recipe.ref.path} is a "
+            f"model of another shape: name one with the actor's shape, or drop ref.{key}"
+        )
+
+
 def replica_problems(placed: RolePlacement) -> Iterator[str]:
     """Yield a line for the first replica of a server that would span several nodes."""
     layout = placed.layout

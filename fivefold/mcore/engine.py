@@ -34,6 +34,7 @@ from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
+from fivefold.engine.moving_weights import MovingWeights
 from fivefold.engine.optimizer_state import StateFormat
 from fivefold.engine.passes import (
     LossStep,
@@ -235,6 +236,12 @@ class MegatronEngine:
         """
         self._require("params")
         return self._bridge.export(self.parameters, self._shards, readers=readers)
+
+    def moving_weights(self, decay: float) -> MovingWeights:
+        """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
+        mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.parameters)}
+        shapes = self._bridge.expected_names()
+        return MovingWeights(self.parameters, mappings, shapes, self._shards, self.layout, decay)
 
     def save_hf(
         self,

@@ -115,6 +115,8 @@ def draw_up(question: Question) -> Blueprint:
 def _alone(question: Question, placement: Placement, placed: RolePlacement) -> TrainerPlan:
     """Return what a role that trains needs if no role shares its devices."""
     trainer = plan_trainer(question, placed)
+    if placed.role == "ref":
+        return replace(trainer, offloaded=("params",) if question.reference_is_offloaded else ())
     own = question.critic if placed.role == "critic" else question.frozen.get(placed.role)
     if own is None:
         return trainer
@@ -286,7 +288,8 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
             go = f"its {' and '.join(moved)} are offloaded" if moved else "nothing of it is offloaded"
             yield f"{role} and {others} take turns on the same devices: {go} while it does not work"
         elif trainer.time is None and "actor" in blueprint.placement.sharers(trainer.placed.role):
-            yield f"{trainer.placed.role} and actor take turns on the same devices; the weights of both stay there"
+            stays = "the reference's are offloaded while it does not work" if trainer.offloaded else "both stay there"
+            yield f"{trainer.placed.role} and actor take turns on the same devices; of their weights, {stays}"
 
 
 def _has(trainers: Sequence[TrainerPlan], kind: Kind) -> bool:

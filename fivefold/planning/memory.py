@@ -68,6 +68,8 @@ class RankMemory:
     """Gathered hidden states, pipeline receives, the step's tokens and library workspaces."""
     context: int
     """CUDA context and NCCL, which are on the GPU but not in torch's statistics."""
+    host_reference: int = 0
+    """Host memory of a reference's weights: those that are off the GPU, and averages."""
 
     @property
     def resident(self) -> int:
@@ -100,7 +102,8 @@ class RankMemory:
         The copy for checkpoints is not part of them.
         """
         params = self.weights + self.reference if "params" in offloaded else 0
-        return self.host_optimizer + params + (self.optimizer if "optimizer" in offloaded else 0)
+        optimizer = self.optimizer if "optimizer" in offloaded else 0
+        return self.host_optimizer + self.host_reference + params + optimizer
 
 
 def training_memory(

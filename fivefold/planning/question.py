@@ -65,6 +65,16 @@ class Question:
     """Sequences that all replicas generate in a step."""
     reference: ModelShape | None = None
     """The frozen reference model, which is in the actor's processes unless `ref` has devices of its own."""
+    reference_bytes: int | None = None
+    """Bytes of a weight of the reference model; None: as many as of the actor's."""
+    reference_tokens: int | None = None
+    """Most tokens of a micro-batch of the reference model; None: as many as of the actor's."""
+    reference_is_offloaded: bool = False
+    """Whether its weights leave the GPUs while it does not work."""
+    reference_moves: bool = False
+    """Whether it follows the actor, so that checkpoints have its weights."""
+    reference_is_average: bool = False
+    """Whether it follows as an average, which is in host memory in float32."""
     rollout_bytes: int = 2
     """Bytes of a weight and of a cached key in the rollout."""
     memory_fraction: float | None = None

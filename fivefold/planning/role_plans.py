@@ -16,6 +16,9 @@ from fivefold.planning.stages import plan_problems
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
 
+_FLOAT = 4
+"""Bytes of a weight in float32."""
+
 
 @dataclass(frozen=True)
 class TrainerPlan:
@@ -82,7 +85,7 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
             f"for example megatron:d{layout.dp}t{layout.tp}"
         )
     if placed.role == "ref":
-        return _frozen(replace(question, shape=question.reference or question.shape), placed)
+        return _reference(question, placed)
     if placed.role in question.frozen:
         return _frozen(question, placed)
     _require_possible(placed, shape)
@@ -99,12 +102,50 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
 
 def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple[RankMemory, ...]:
     memory = training_memory(layout, question.shape, work, reference=question.kept_reference)
+    if question.kept_reference is not None:
+        memory = tuple(_with_reference(stage, question) for stage in memory)
     return memory if question.gpus_per_node > 0 else tuple(replace(stage, context=0) for stage in memory)
 
 
 def _require_possible(placed: RolePlacement, shape: ModelShape) -> None:
     if problems := list(plan_problems(placed.layout, shape)):
         raise ValueError("\n".join(f"{placed.role}: {line}" for line in problems))
+
+
+def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
+    """Return what a reference model with processes of its own needs."""
+    work = question.work
+    own = replace(
+        work,
+        element_bytes=question.reference_bytes or work.element_bytes,
+        micro_tokens=question.reference_tokens or work.micro_tokens,
+    )
+    plan = _frozen(replace(question, shape=question.reference or question.shape, work=own), placed)
+    memory = (_with_average(stage, stage.weights // own.element_bytes, question) for stage in plan.memory)
+    return replace(plan, memory=tuple(memory))
+
+
+def _with_reference(stage: RankMemory, question: Question) -> RankMemory:
+    """Return the memory of an actor's rank with the reference in its process as the recipe has it."""
+    parameters = stage.reference // question.work.element_bytes
+    weights = parameters * (question.reference_bytes or question.work.element_bytes)
+    stage = _with_average(stage, parameters, question)
+    if question.reference_is_offloaded:
+        return replace(stage, reference=0, host_reference=stage.host_reference + weights)
+    return replace(stage, reference=weights)
+
+
+def _with_average(stage: RankMemory, parameters: int, question: Question) -> RankMemory:
+    """Return a rank's memory with what a reference that follows the actor needs on the host.
+
+    That is its average, unless its weights are in float32 themselves, and the copy from which checkpoints are written.
+    """
+    has_average = question.reference_is_average and (question.reference_bytes or question.work.element_bytes) < _FLOAT
+    return replace(
+        stage,
+        host_reference=_FLOAT * parameters if has_average else 0,
+        snapshot=stage.snapshot + (_FLOAT * parameters if question.reference_moves else 0),
+    )
 
 
 def _frozen(question: Question, placed: RolePlacement) -> TrainerPlan:

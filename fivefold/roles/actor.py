@@ -29,11 +29,11 @@ class Actor(TrainedRole):
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
-        return self._trainer.logprobs(batch, "own", temperature, "old_logprobs")
+        return self.trainer.logprobs(batch, "own", temperature, "old_logprobs")
 
     def advantage_moments(self, batch: RemoteBatch, change: BatchChange | None) -> Moments:
         """Return the moments of the advantages of all trained tokens, as they are after `change`."""
-        return self._trainer.advantage_moments(batch, change)
+        return self.trainer.advantage_moments(batch, change)
 
     def sum_logprobs(self, batch: RemoteBatch, model: Model = "own") -> npt.NDArray[np.float64]:
         """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], in nats.
@@ -42,26 +42,29 @@ class Actor(TrainedRole):
             batch: the sequences.
             model: the actor itself, or the reference in its processes.
         """
-        return self._trainer.sum_logprobs(batch, model)
+        return self.trainer.sum_logprobs(batch, model)
 
     def sum_values(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
         """Return, for each sequence, the sum of the values of the states before its trained tokens: float64 [N].
 
         The actor must have a value head.
         """
-        return self._trainer.sum_values(batch)
+        return self.trainer.sum_values(batch)
 
     def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
-        return self._trainer.update(batch, loss, change)
+        return self.trainer.update(batch, loss, change)
 
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""
-        group = self._trainer.group
+        group = self.trainer.group
         if self._route.transport == "folder":
-            buckets = group.stream(TrainerWorker.offer_weights, self._route.checksum)
-            return WeightOffer(version, buckets)
+            return WeightOffer(version, self.host_buckets())
         return WeightOffer(version, self._device_buckets(), close=lambda: _free(group))
+
+    def host_buckets(self) -> Iterator[Remote]:
+        """Yield all weights in buckets in host memory, which are filled while they are read."""
+        return self.trainer.group.stream(TrainerWorker.offer_weights, self._route.checksum)
 
     def _device_buckets(self) -> Iterator[Remote]:
         """Yield announcements of buckets. A bucket is filled while the rollout loads the one before it.
@@ -69,18 +72,18 @@ class Actor(TrainedRole):
         The reader asks for a bucket once the rollout has begun to load the last one, and so has done with the buffer
         that is filled next.
         """
-        while (bucket := merged(self._trainer.group.call(TrainerWorker.next_bucket, self._route))) is not None:
+        while (bucket := merged(self.trainer.group.call(TrainerWorker.next_bucket, self._route))) is not None:
             yield put(bucket)
 
     def open_link(self, meeting: Meeting) -> Invitation:
         """Open the store of an NCCL group with the rollout; return what the rollout needs to enter it."""
-        [invitation, *_] = self._trainer.group.call(TrainerWorker.open_link, meeting, self._route.n_receivers)
+        [invitation, *_] = self.trainer.group.call(TrainerWorker.open_link, meeting, self._route.n_receivers)
         assert invitation is not None
         return invitation
 
     def enter_link(self) -> Pending[None]:
         """Enter the NCCL group, which waits for the rollout."""
-        return self._trainer.group.start(TrainerWorker.enter_link)
+        return self.trainer.group.start(TrainerWorker.enter_link)
 
 
 def _free(group: WorkerGroup) -> None:

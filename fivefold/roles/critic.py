@@ -70,8 +70,8 @@ class Critic(TrainedRole):
 
     def values(self, batch: RemoteBatch) -> tuple[Piece, ...]:
         """Compute the values of the states before the trained tokens, as the column `values`."""
-        plan, arguments = self._trainer.deal(batch)
-        return self._trainer.pieces(plan, self._trainer.group.keep_each(TrainerWorker.compute_values, arguments))
+        plan, arguments = self.trainer.deal(batch)
+        return self.trainer.pieces(plan, self.trainer.group.keep_each(TrainerWorker.compute_values, arguments))
 
     def advantages(
         self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None
@@ -87,11 +87,11 @@ class Critic(TrainedRole):
         Returns:
             The columns, and the moments of all advantages and all returns.
         """
-        plan, arguments = self._trainer.deal(batch, gae, kl)
-        kept = self._trainer.group.keep_each(TrainerWorker.estimate_advantages, arguments)
-        advantages, returns = zip(*self._trainer.summaries(kept), strict=True)
-        return self._trainer.pieces(plan, kept), Moments.merged(advantages), Moments.merged(returns)
+        plan, arguments = self.trainer.deal(batch, gae, kl)
+        kept = self.trainer.group.keep_each(TrainerWorker.estimate_advantages, arguments)
+        advantages, returns = zip(*self.trainer.summaries(kept), strict=True)
+        return self.trainer.pieces(plan, kept), Moments.merged(advantages), Moments.merged(returns)
 
     def update(self, batch: RemoteBatch, loss: Loss) -> UpdateResult:
         """Make one optimizer step on a mini-batch."""
-        return self._trainer.update(batch, loss)
+        return self.trainer.update(batch, loss)

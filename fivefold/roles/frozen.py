@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fivefold.engine.contract import Offloadable
+from fivefold.engine.contract import PARAMS
 from fivefold.roles.actor import Actor
 from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.trainer import Trainer, TrainerWorker
-
-PARAMS: tuple[Offloadable, ...] = ("params",)
 
 
 class FrozenModel:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.checkpoints.store import CRITIC, TRAINER
+from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
 from fivefold.checkpoints.writer import StateOwner
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
@@ -22,7 +22,7 @@ from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.contract import OFFLOADABLE, PARAMS, Offloadable
 from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
@@ -35,7 +35,7 @@ from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offload
 from fivefold.roles.moved_bytes import moved_metrics
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
-from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
+from fivefold.roles.trainer import TrainerSpec, TrainerWorker
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.transport import FOLDER, Route
@@ -151,6 +151,24 @@ class ActorState:
 
 
 @dataclass(frozen=True)
+class ReferenceState:
+    """The weights of a reference that follows the actor, as checkpoints take them."""
+
+    roles: Roles
+    reference: Reference
+    timers: PhaseTimers
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the weights to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+        with self.roles.on_device(self.timers, "params"):
+            return self.reference.snapshot(folder)
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        """Write the files of the last snapshot; see `Reference.write_snapshot`."""
+        return self.reference.write_snapshot()
+
+
+@dataclass(frozen=True)
 class CriticState:
     """The critic's state as checkpoints take it, like `ActorState`."""
 
@@ -168,9 +186,11 @@ class CriticState:
         return self.critic.write_snapshot()
 
 
-def state_owners(roles: Roles, timers: PhaseTimers) -> dict[str, StateOwner]:
+def state_owners(roles: Roles, recipe: TrainRecipe, timers: PhaseTimers) -> dict[str, StateOwner]:
     """Return whose state a checkpoint has, by its folder."""
     owners: dict[str, StateOwner] = {TRAINER: ActorState(roles, timers)}
+    if roles.reference is not None and recipe.ref.refresh_steps is not None:
+        owners[REFERENCE] = ReferenceState(roles, roles.reference, timers)
     if roles.critic is not None:
         owners[CRITIC] = CriticState(roles, roles.critic, timers)
     return owners
@@ -195,8 +215,8 @@ def launch_roles(
     reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
     alone = None
     if reference is not None and "ref" in placement:
-        alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, recipe.scheduler.timeout_s)
-        roles.append(trainer_role("ref", placement, alone))
+        timeout_s = recipe.scheduler.timeout_s
+        alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, timeout_s, moving=_moving(recipe))
     beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
     replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
     critic_spec = None if recipe.critic is None else _critic_spec(recipe, recipe.critic, placement, n_steps)
@@ -206,6 +226,8 @@ def launch_roles(
         (trainer_role(role, placement, each), offloaded_frozen(recipe, placement, role))
         for role, each in frozen.items()
     ]
+    if alone is not None:
+        in_turn.append((trainer_role("ref", placement, alone), PARAMS if recipe.ref.offload else ()))
     if critic_spec is not None:
         in_turn.append((trainer_role("critic", placement, critic_spec), offloaded_by_critic))
     groups = _launch(session, rollout_role(placement, replica), in_turn, roles, placement)
@@ -221,7 +243,7 @@ def launch_roles(
     return Roles(
         actor=actor,
         rollout=rollout,
-        reference=_reference(groups, trainer, alone, placement) if reference is not None else None,
+        reference=_reference(recipe, groups, actor, alone, placement) if reference is not None else None,
         offloaded=beside.offloaded,
         critic=None
         if critic_spec is None
@@ -285,9 +307,18 @@ def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int
         optimizer=recipe.actor.optimizer,
         total_steps=total_steps,
         reference=reference,
+        offloads_reference=isinstance(recipe, TrainRecipe) and recipe.ref.offload,
+        moving=None if reference is None else _moving(recipe),
         value_head=isinstance(recipe, RMRecipe),
         value_bias=not isinstance(recipe, RMRecipe),
     )
+
+
+def _moving(recipe: Recipe) -> float | None:
+    """Return what the reference keeps of its weights when it follows the actor; None: it does not follow."""
+    if not isinstance(recipe, TrainRecipe) or recipe.ref.refresh_steps is None:
+        return None
+    return recipe.ref.ema_decay or 0.0
 
 
 def _holds_reference(recipe: Recipe, placement: Placement) -> TypeGuard[TrainRecipe | DPORecipe]:
@@ -330,12 +361,16 @@ def _launch(
 
 
 def _reference(
-    groups: Mapping[str, WorkerGroup], actors: Trainer, alone: TrainerSpec | None, placement: Placement
+    recipe: TrainRecipe,
+    groups: Mapping[str, WorkerGroup],
+    actor: Actor,
+    alone: TrainerSpec | None,
+    placement: Placement,
 ) -> Reference:
     if alone is None:
-        return ReferenceBesideActor(actors)
-    shares = "actor" in placement.sharers("ref")
-    return ReferenceAlone(trainer_of(groups["ref"], alone), Actor(actors) if shares else None)
+        return ReferenceBesideActor(actor.trainer)
+    trainer, shares = trainer_of(groups["ref"], alone), "actor" in placement.sharers("ref")
+    return ReferenceAlone(FrozenModel(trainer, is_offloaded=recipe.ref.offload, actor=actor if shares else None))
 
 
 def rollout_role(placement: Placement, spec: ReplicaSpec) -> Role:
@@ -423,13 +458,14 @@ def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_me
 
 def _reference_config(recipe: TrainRecipe | DPORecipe, model: EngineConfig) -> EngineConfig:
     """Return the config of the reference: the untrained actor, or the model of `ref.path`, always with its weights."""
-    if recipe.ref.path is None:
-        return model
-    own_weights = {"use_dist_checkpointing": False, "dist_checkpointing_path": None}
-    return model.model_copy(
-        update={
+    changes: dict[str, object] = {}
+    if isinstance(recipe, TrainRecipe):
+        changes = {name: value for name in ("dtype", "mb_spec") if (value := getattr(recipe.ref, name)) is not None}
+    if recipe.ref.path is not None:
+        own_weights = {"use_dist_checkpointing": False, "dist_checkpointing_path": None}
+        changes |= {
             "path": resolve_model_path(recipe.ref.path),
             "init_from_scratch": False,
             "megatron": model.megatron.model_copy(update=own_weights),
         }
-    )
+    return model.model_copy(update=changes)

@@ -46,6 +46,7 @@ class PolicyUpdate:
         self._critic = critic
         self._timers = timers
         self._temperature = recipe.gconfig.temperature
+        self._refresh_steps = recipe.ref.refresh_steps
         self._base_loss = PolicyLoss.from_config(config, recipe.gconfig)
         self._shaping = RewardShaping.of(config, recipe.gconfig)
         self._advantage = build_advantage(config, recipe.gconfig.n_samples)
@@ -156,6 +157,9 @@ class PolicyUpdate:
             averages["kl_ctl"] = self.state.kl_ctl
         corrected = self.state.corrects_rollout
         self.state = self.state.after(self._config, averages, len(batch))
+        if self._reference is not None and self._refresh_steps is not None and step % self._refresh_steps == 0:
+            with self._timers.phase("reference"):
+                self._reference.follow(self._actor)
         self.news = None
         if self.state.corrects_rollout and not corrected and not loss.old_is_rollout:
             self.news = self._told(averages["rollout_mismatch_kl"])

@@ -1,12 +1,23 @@
-"""The frozen model that the KL divergence is measured against, in the actor's processes or in its own."""
+"""The model that the KL divergence is measured against, in the actor's processes or in its own.
+
+It is not trained, but may follow the actor: its weights are then copied from the actor's, or averaged with them, and
+checkpoints have them.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from fivefold.roles.actor import Actor
+from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trainer import Trainer
+from fivefold.roles.trained import parts_of
+from fivefold.roles.trainer import Trainer, TrainerWorker
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import WrittenPart
 
 COLUMN = "ref_logprobs"
 
@@ -16,6 +27,22 @@ class Reference(Protocol):
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the reference, as the column `ref_logprobs`."""
+
+    def follow(self, actor: Actor) -> None:
+        """Let the weights follow the actor's, which must be on its devices."""
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the weights to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
+
+        Raises:
+            OSError: some rank could not write.
+        """
+
+    def load_state(self, folder: Path) -> None:
+        """Load weights that `write_snapshot` has written below `folder`, on this layout or any other."""
 
 
 class ReferenceBesideActor:
@@ -28,19 +55,50 @@ class ReferenceBesideActor:
         """Compute the column `ref_logprobs`, as `Reference` says."""
         return self._actors.logprobs(batch, "reference", temperature, COLUMN)
 
+    def follow(self, actor: Actor) -> None:
+        """Let the weights follow the actor's, which are in the same processes."""
+        self._actors.group.call(TrainerWorker.follow_own)
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the weights to host memory, as `Reference` says."""
+        return sum(self._actors.group.call(TrainerWorker.snapshot_moving, folder))
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        """Write the files of the last snapshot, as `Reference` says."""
+        return parts_of(self._actors.group, self._actors.group.control(TrainerWorker.write_moving))
+
+    def load_state(self, folder: Path) -> None:
+        """Load the weights below `folder`."""
+        self._actors.group.call(TrainerWorker.load_moving, folder)
+
 
 class ReferenceAlone:
     """A reference model in processes of its own."""
 
-    def __init__(self, trainer: Trainer, actor_on_devices: Actor | None) -> None:
-        """`actor_on_devices`: the actor, if it has devices of the reference."""
-        self._trainer = trainer
-        self._actor_on_devices = actor_on_devices
+    def __init__(self, model: FrozenModel) -> None:
+        self.model = model
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """Compute the column `ref_logprobs`, as `Reference` says. Models on shared devices release cached memory."""
-        if self._actor_on_devices is not None:
-            self._actor_on_devices.release()
-        pieces = self._trainer.logprobs(batch, "own", temperature, COLUMN)
-        self._trainer.release()
-        return pieces
+        """Compute the column `ref_logprobs`, as `Reference` says."""
+        with self.model.working() as trainer:
+            return trainer.logprobs(batch, "own", temperature, COLUMN)
+
+    def follow(self, actor: Actor) -> None:
+        """Let the weights follow the actor's, which are sent in buckets through host memory."""
+        with self.model.working() as trainer:
+            trainer.group.feed(TrainerWorker.follow, actor.host_buckets())
+
+    def snapshot(self, folder: Path) -> int:
+        """Copy the weights to host memory, as `Reference` says."""
+        with self.model.working() as trainer:
+            return sum(trainer.group.call(TrainerWorker.snapshot_moving, folder))
+
+    def write_snapshot(self) -> Sequence[WrittenPart]:
+        """Write the files of the last snapshot, as `Reference` says."""
+        group = self.model.trainer.group
+        return parts_of(group, group.control(TrainerWorker.write_moving))
+
+    def load_state(self, folder: Path) -> None:
+        """Load the weights below `folder`."""
+        with self.model.working() as trainer:
+            trainer.group.call(TrainerWorker.load_moving, folder)

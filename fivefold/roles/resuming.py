@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
 
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Item, Resume
@@ -13,7 +15,6 @@ from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe
 from fivefold.observe.versions import versions
 from fivefold.roles.opening import Groundwork
-from fivefold.roles.trained import TrainedRole
 
 
 def state_at_start(
@@ -72,10 +73,18 @@ def state_at_start(
     return kept, note
 
 
-def load_state(start: Anew | Resume, folder: str, role: TrainedRole) -> None:
+class StateLoader(Protocol):
+    """A role whose state is in a checkpoint."""
+
+    def load_state(self, folder: Path) -> None:
+        """Load the state below `folder`."""
+
+
+def load_state(start: Anew | Resume, folder: str, role: StateLoader) -> None:
     """Load the state of a role from `folder` of the checkpoint from which the run goes on, if there is one.
 
-    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins a new one.
+    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins a new one;
+    and a reference that begins to follow the actor begins with its first weights.
     """
     if isinstance(start, Resume) and (folder == TRAINER or (start.checkpoint.path / folder).is_dir()):
         role.load_state(start.checkpoint.path / folder)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fivefold.cluster.group import WorkerGroup
 from fivefold.engine.contract import Offloadable
 from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.trainer import Trainer, TrainerWorker, WriteFailed
@@ -19,17 +20,17 @@ class TrainedRole:
 
     def __init__(self, trainer: Trainer) -> None:
         """Take the trainer's handle."""
-        self._trainer = trainer
+        self.trainer = trainer
         self.moved = MovedBytes()
         """What was moved off the devices and back since the counts were taken."""
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        self._trainer.group.call_first(TrainerWorker.save, folder)
+        self.trainer.group.call_first(TrainerWorker.save, folder)
 
     def snapshot(self, folder: Path) -> int:
         """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        return sum(self._trainer.group.call(TrainerWorker.snapshot, folder))
+        return sum(self.trainer.group.call(TrainerWorker.snapshot, folder))
 
     def write_snapshot(self) -> list[WrittenPart]:
         """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
@@ -37,33 +38,42 @@ class TrainedRole:
         Raises:
             OSError: some rank could not write.
         """
-        results = self._trainer.group.control(TrainerWorker.write_snapshot)
-        failures = [result for result in results if isinstance(result, WriteFailed)]
-        if failures:
-            first = failures[0]
-            raise OSError(f"{first.reason} ({self._trainer.group.name} rank {first.rank} on {first.host})")
-        return [result for result in results if not isinstance(result, WriteFailed)]
+        group = self.trainer.group
+        return parts_of(group, group.control(TrainerWorker.write_snapshot))
 
     def load_state(self, folder: Path) -> None:
         """Load the training state that was written below `folder`, on this layout or any other."""
-        self._trainer.group.call(TrainerWorker.load_state, folder)
+        self.trainer.group.call(TrainerWorker.load_state, folder)
 
     def offload(self, what: Sequence[Offloadable]) -> None:
         """Move state off the devices."""
         if what:
-            self.moved.freed += max(self._trainer.group.call(TrainerWorker.offload, what))
+            self.moved.freed += max(self.trainer.group.call(TrainerWorker.offload, what))
 
     def onload(self, what: Sequence[Offloadable]) -> None:
         """Bring back what `offload` moved; what is on the devices stays there."""
         if what:
-            self.moved.restored += max(self._trainer.group.call(TrainerWorker.onload, what))
+            self.moved.restored += max(self.trainer.group.call(TrainerWorker.onload, what))
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""
-        self._trainer.release()
+        self.trainer.release()
 
     def free_memory(self) -> int | None:
         """Return the bytes that are free on the fullest of the devices, whoever has the others; None: no GPUs."""
         return min(
-            (free for free in self._trainer.group.call(TrainerWorker.free_memory) if free is not None), default=None
+            (free for free in self.trainer.group.call(TrainerWorker.free_memory) if free is not None), default=None
         )
+
+
+def parts_of(group: WorkerGroup, results: Sequence[WrittenPart | WriteFailed]) -> list[WrittenPart]:
+    """Return what each rank of a group wrote.
+
+    Raises:
+        OSError: some rank could not write.
+    """
+    failures = [result for result in results if isinstance(result, WriteFailed)]
+    if failures:
+        first = failures[0]
+        raise OSError(f"{first.reason} ({group.name} rank {first.rank} on {first.host})")
+    return [result for result in results if not isinstance(result, WriteFailed)]

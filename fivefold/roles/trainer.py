@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,14 +27,14 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.weight_buckets import HOST_BYTES
-from fivefold.engine.contract import Offloadable, TrainingEngine
+from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine, WeightHolder
 from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.remote_batch import Piece, RemoteBatch, ShareOrder, assemble
 from fivefold.sync import cuda_ipc
-from fivefold.sync.buckets import Bucket, pack
+from fivefold.sync.buckets import Bucket, pack, unpack
 from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
 from fivefold.sync.sender import WeightSender
@@ -42,6 +43,7 @@ from fivefold.types import Batch, Columns
 
 if TYPE_CHECKING:
     from fivefold.engine.contract import Snapshot
+    from fivefold.engine.moving_weights import MovingWeights
     from fivefold.engine.state_store import WrittenPart
 
 BatchChange = Callable[[Batch], Batch]
@@ -68,6 +70,11 @@ class TrainerSpec:
     """Optimizer steps of the run."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
+    offloads_reference: bool = False
+    """Whether the second model's weights are on the devices only while it works."""
+    moving: float | None = None
+    """What the frozen model's weights keep of themselves when they follow a trained model's (`MovingWeights`); None:
+    they stay as they are. The frozen model is the second one, or the own one if there is no second."""
     value_head: bool = False
     """Whether the model has a value head in place of its output layer."""
     value_bias: bool = True
@@ -97,29 +104,43 @@ class WriteFailed:
 class Trainer:
     """The driver's handle: a group of `TrainerWorker`s, and the planner that splits batches over its replicas."""
 
-    def __init__(self, group: WorkerGroup, planner: BatchPlanner) -> None:
+    def __init__(
+        self, group: WorkerGroup, planner: BatchPlanner, reference_planner: BatchPlanner | None = None
+    ) -> None:
+        """Take the processes.
+
+        Args:
+            group: the processes.
+            planner: plans the micro-batches of their model.
+            reference_planner: plans those of the reference beside it; None: as those of the model.
+        """
         self.group = group
         self._planner = planner
+        self._reference_planner = reference_planner or planner
         self._replicas = [position.dp for position in rank_grid(planner.layout)]
         """The data-parallel replica of each rank."""
         self._first_ranks = first_ranks(planner.layout)
 
-    def deal(self, batch: RemoteBatch, *between: Any, n_appended: int = 0) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
+    def deal(
+        self, batch: RemoteBatch, *between: Any, model: Model = "own", n_appended: int = 0
+    ) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
         """Plan a mini-batch. Returns the plan and each rank's arguments: its order, `between`, the columns it needs.
 
         Args:
             batch: the sequences.
             between: arguments of every rank.
+            model: the model that works.
             n_appended: most tokens that the ranks append to a sequence.
         """
-        plan = self._planner.plan((batch.lengths_N + n_appended).tolist())
+        planner = self._planner if model == "own" else self._reference_planner
+        plan = planner.plan((batch.lengths_N + n_appended).tolist())
         orders = batch.orders(plan)
         arguments = [(order, *between, *columns) for order, columns in orders]
         return plan, [arguments[replica] for replica in self._replicas]
 
     def logprobs(self, batch: RemoteBatch, model: Model, temperature: float, column: str) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens, as a column of the name `column`: one piece for each replica."""
-        plan, arguments = self.deal(batch, model, temperature, column)
+        plan, arguments = self.deal(batch, model, temperature, column, model=model)
         return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_logprobs, arguments))
 
     def pieces(self, plan: BatchPlan, kept: Sequence[tuple[Any, Remote]]) -> tuple[Piece, ...]:
@@ -146,7 +167,7 @@ class Trainer:
 
     def sum_logprobs(self, batch: RemoteBatch, model: Model) -> npt.NDArray[np.float64]:
         """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], nats."""
-        plan, arguments = self.deal(batch, model)
+        plan, arguments = self.deal(batch, model, model=model)
         return self._by_sequence(plan, self.group.call_each(TrainerWorker.sum_logprobs, arguments))
 
     def sum_values(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
@@ -213,6 +234,13 @@ class TrainerWorker:
         self._reference: TrainingEngine | None = (
             MegatronEngine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
         )
+        self._offloads_reference = spec.offloads_reference
+        self._moving: MovingWeights | None = None
+        self._moving_snapshot: Snapshot | None = None
+        if spec.moving is not None:
+            self._moving = _moving_weights(self._reference or self._engine, spec.moving)
+        if self._reference is not None and spec.offloads_reference:
+            self._reference.offload(PARAMS)
 
     def compute_logprobs(
         self, order: ShareOrder, model: Model, temperature: float, column: str, *columns: Columns
@@ -226,7 +254,8 @@ class TrainerWorker:
             ValueError: `model` is the reference, which these processes do not hold.
         """
         share = assemble(order, columns)
-        logprobs_T, _ = self._engine_of(model).compute_logprobs(share, temperature=temperature)
+        with self._working(model) as engine:
+            logprobs_T, _ = engine.compute_logprobs(share, temperature=temperature)
         return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
 
     def sum_logprobs(self, order: ShareOrder, model: Model, *columns: Columns) -> list[float]:
@@ -236,7 +265,8 @@ class TrainerWorker:
             ValueError: `model` is the reference, which these processes do not hold.
         """
         share = assemble(order, columns)
-        logprobs_T, _ = self._engine_of(model).compute_logprobs(share, temperature=1.0)
+        with self._working(model) as engine:
+            logprobs_T, _ = engine.compute_logprobs(share, temperature=1.0)
         return _sums(share.batch, logprobs_T)
 
     def sum_values(self, order: ShareOrder, *columns: Columns) -> list[float]:
@@ -250,11 +280,55 @@ class TrainerWorker:
         share = replace(share, batch=for_scoring(share.batch, end_token))
         return _sums(share.batch, self._engine.compute_values(share))
 
-    def _engine_of(self, model: Model) -> TrainingEngine:
+    @contextmanager
+    def _working(self, model: Model) -> Iterator[TrainingEngine]:
+        """Yield the engine of a model, whose weights are on the devices inside the block."""
         engine = self._engine if model == "own" else self._reference
         if engine is None:
             raise ValueError("these processes hold no reference model: their TrainerSpec has none")
-        return engine
+        is_away = model == "reference" and self._offloads_reference
+        if is_away:
+            engine.onload(PARAMS)
+        yield engine
+        if is_away:
+            engine.offload(PARAMS)
+
+    def follow_own(self) -> None:
+        """Let the reference's weights follow those of the trained model beside it.
+
+        Raises:
+            ValueError: these processes hold no model that moves.
+        """
+        with self._working("reference"):
+            self._require_moving().follow(_weights_of(self._engine).parameters)
+
+    def follow(self, buckets: Iterator[Bucket]) -> None:
+        """Let the own model's weights follow those in `buckets`, which `offer_weights` of a trained model has sent.
+
+        Raises:
+            ValueError: these processes hold no model that moves.
+        """
+        self._require_moving().follow_whole(unpack(buckets, torch.device("cpu")))
+
+    def snapshot_moving(self, folder: Path) -> int:
+        """Copy the moving weights of this rank to host memory, for `write_moving`; see `snapshot`."""
+        with self._working("own" if self._reference is None else "reference"):
+            self._moving_snapshot = self._require_moving().snapshot(folder)
+        return self._moving_snapshot.n_bytes
+
+    def write_moving(self) -> WrittenPart | WriteFailed:
+        """Write the files of the last `snapshot_moving`; see `write_snapshot`."""
+        return _written(self._moving_snapshot)
+
+    def load_moving(self, folder: Path) -> None:
+        """Load the moving weights below `folder`."""
+        with self._working("own" if self._reference is None else "reference"):
+            self._require_moving().load(folder)
+
+    def _require_moving(self) -> MovingWeights:
+        if self._moving is None:
+            raise ValueError("these processes hold no weights that move: their TrainerSpec says so")
+        return self._moving
 
     def compute_values(self, order: ShareOrder, *columns: Columns) -> tuple[None, Columns]:
         """Compute the values of the states before the share's trained tokens, as the column `values`.
@@ -373,12 +447,7 @@ class TrainerWorker:
         Raises:
             ValueError: there is no snapshot.
         """
-        if self._snapshot is None:
-            raise ValueError("there is nothing to write: take a snapshot first")
-        try:
-            return self._snapshot.write()
-        except OSError as error:
-            return WriteFailed(dist.get_rank(), socket.gethostname(), str(error))
+        return _written(self._snapshot)
 
     def load_state(self, folder: Path) -> None:
         """Load the training state below `folder`, in place of the model's weights."""
@@ -392,14 +461,14 @@ class TrainerWorker:
         """
         freed = self._engine.offload(what)
         if self._reference is not None and "params" in what:
-            freed += self._reference.offload(["params"])
+            freed += self._reference.offload(PARAMS)
         return freed
 
     def onload(self, what: Collection[Offloadable]) -> int:
         """Bring back what `offload` moved. Returns the bytes that were allocated on the device."""
         allocated = self._engine.onload(what)
-        if self._reference is not None and "params" in what:
-            allocated += self._reference.onload(["params"])
+        if self._reference is not None and "params" in what and not self._offloads_reference:
+            allocated += self._reference.onload(PARAMS)
         return allocated
 
     def release_cache(self) -> None:
@@ -410,6 +479,34 @@ class TrainerWorker:
     def free_memory(self) -> int | None:
         """Return the free bytes of this rank's device, whoever has the others; None: it is no GPU."""
         return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+def _written(snapshot: Snapshot | None) -> WrittenPart | WriteFailed:
+    """Write the files of a snapshot."""
+    if snapshot is None:
+        raise ValueError("there is nothing to write: take a snapshot first")
+    try:
+        return snapshot.write()
+    except OSError as error:
+        return WriteFailed(dist.get_rank(), socket.gethostname(), str(error))
+
+
+def _weights_of(engine: TrainingEngine) -> WeightHolder:
+    """Return an engine whose weights can follow others, or be followed.
+
+    Raises:
+        ValueError: the engine has no weights by name.
+    """
+    if not isinstance(engine, WeightHolder):
+        raise ValueError(
+            f"{type(engine).__name__} cannot move a reference's weights: drop ref.refresh_every and ref.ema_decay, or "
+            "train with megatron"
+        )
+    return engine
+
+
+def _moving_weights(engine: TrainingEngine, decay: float) -> MovingWeights:
+    return _weights_of(engine).moving_weights(decay)
 
 
 def _sums(batch: Batch, values_T: torch.Tensor) -> list[float]:

@@ -22,7 +22,11 @@ def trainer_role(name: str, placement: Placement, spec: TrainerSpec) -> Role:
 def trainer_of(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
     """Return the driver's handle of processes that were started with `spec`."""
     shape = load_shape(resolve_model_folder(spec.model.path))
-    return Trainer(group, BatchPlanner.of(spec.model, spec.layout, shape))
+    planner = BatchPlanner.of(spec.model, spec.layout, shape)
+    if spec.reference is None:
+        return Trainer(group, planner)
+    reference = load_shape(resolve_model_folder(spec.reference.path))
+    return Trainer(group, planner, BatchPlanner.of(spec.reference, spec.layout, reference))
 
 
 def engine_config(config: EngineConfig, path: str) -> EngineConfig:

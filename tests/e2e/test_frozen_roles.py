@@ -1,13 +1,16 @@
-"""Models that are not trained, beside the actor: a reward model."""
+"""Models that are not trained, beside the actor: a reward model, and a reference that follows the actor."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.conftest import ROOT, Fivefold
@@ -18,6 +21,7 @@ TRAIN = (
     "train", str(ROOT / "recipes" / "quickstart.yaml"), f"total_train_steps={N_STEPS}", "experiment_name=frozen",
     "train_dataset.batch_size=8", "gconfig.n_samples=4", "actor.ppo_n_minibatches=1", "valid_dataset=null",
     "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "stats.n_logged_samples=8",
+    "actor.kl_ctl=0.05", "ref={backend: megatron:t2, offload: true, ema_decay: 0.5, mb_spec: {max_tokens_per_mb: 512}}",
 )  # fmt: skip
 
 
@@ -66,6 +70,42 @@ def test_scores_are_those_of_hugging_faces_model(run: Path, root: Path) -> None:
         expected = model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits[0, 0]
         assert sample["reward/liked"] == pytest.approx(float(expected), abs=2e-5)
         assert sample["reward"] == pytest.approx(sample["reward/right"] + 0.1 * sample["reward/liked"])
+
+
+def state(run: Path, step: int, role: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a role in a checkpoint, as torch.distributed.checkpoint loads them in one process."""
+    file = run.with_name(f"{run.name}-{step}-{role}.pt")
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:06}" / role, file)
+    tensors = dict(torch.load(file))
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("param/")}
+
+
+def test_the_reference_is_a_moving_average_of_the_actor(run: Path) -> None:
+    average = {f"param/{name}": tensor for name, tensor in load_file(TINY / "model.safetensors").items()}
+    for step in range(1, N_STEPS + 1):
+        actor = state(run, step, "trainer")
+        average = {name: 0.5 * average[name] + 0.5 * tensor for name, tensor in actor.items()}
+        for name, tensor in state(run, step, "reference").items():
+            torch.testing.assert_close(tensor, average[name], rtol=1e-6, atol=1e-7)
+    # At first the reference is the actor itself.
+    divergences = [row["kl_ref"] for row in rows(run / "metrics.jsonl")]
+    assert divergences[0] == pytest.approx(0, abs=1e-6)
+    assert divergences[-1] > 1e-6
+
+
+def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, command: tuple[str, ...]) -> None:
+    whole = Path(shutil.copytree(run, run.parents[1] / "copy" / "trial-0"))
+    (run / "summary.json").unlink()
+    for step in range(2, N_STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    result = fivefold(*command)
+    assert result.returncode == 0, result.stderr + result.stdout
+    for mine, other in zip(rows(run / "metrics.jsonl"), rows(whole / "metrics.jsonl"), strict=True):
+        names = [name for name in other if not any(word in name for word in ("seconds", "per_second", "flops", "busy"))]
+        assert {name: mine[name] for name in names} == {name: other[name] for name in names}
+    for role in ("trainer", "reference"):
+        mine, others = state(run, N_STEPS, role), state(whole, N_STEPS, role)
+        assert all(torch.equal(mine[name], tensor) for name, tensor in others.items())
 
 
 def test_the_scores_have_a_curve(run: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fivefold.config.presets import ADVANTAGES, LOSSES, Correction
-from fivefold.config.schema.engine import EngineConfig, OffloadConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OffloadConfig, OptimizerConfig
 from fivefold.config.schema.fields import (
     ONE_LINE,
     DeviceList,
+    Dtype,
     Fraction,
     NonNegative,
     Passes,
@@ -189,7 +190,10 @@ class ActorConfig(EngineConfig):
 
 
 class ReferenceConfig(Section):
-    """The frozen model from which `actor.kl_ctl` measures the KL divergence."""
+    """The model from which `actor.kl_ctl` measures the KL divergence; it is not trained, and may follow the actor.
+
+    `mb_spec` is null unless it is written: micro-batches are then those of the actor.
+    """
 
     path: PathText | None = None
     """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
@@ -197,6 +201,23 @@ class ReferenceConfig(Section):
     """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
     device_mapping: DeviceList | None = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
+    dtype: Dtype | None = None
+    """Dtype of its weights and activations; null: `actor.dtype`."""
+    mb_spec: MicroBatchConfig | None = None
+    offload: bool = False
+    """Move its weights to pinned host memory while it does not work. Those of a reference in the actor's processes go
+    with the actor's in any case."""
+    refresh_every: Positive | None = None
+    """Replace its weights by the actor's after every this many steps; null: never, or with `ema_decay` after every
+    step."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Let it follow the actor as a moving average: when it is refreshed, it keeps this share of its weights, and the
+    rest comes from the actor's; null: a refresh copies the actor's."""
+
+    @property
+    def refresh_steps(self) -> int | None:
+        """Steps from one refresh of its weights to the next; None: they stay as they are."""
+        return 1 if self.refresh_every is None and self.ema_decay is not None else self.refresh_every
 
 
 class CriticConfig(EngineConfig):

@@ -192,6 +192,13 @@ def test_a_reference_model_of_its_own_shape_is_checked_in_the_actors_layout() ->
         check_recipe(recipe(), MOE, {"ref": DENSE})
 
 
+def test_a_reference_that_follows_the_actor_has_its_shape() -> None:
+    asked = recipe(ref={"path": "r", "ema_decay": 0.9}, actor={"path": "m", "backend": "megatron:d2", "kl_ctl": 0.1})
+    check_recipe(asked, MOE, {"ref": MOE})
+    with pytest.raises(RecipeError, match=r"takes the actor's weights, but ref\.path=r is a model of another shape"):
+        check_recipe(asked, MOE, {"ref": DENSE})
+
+
 def test_recipes_of_fine_tuning_are_checked() -> None:
     values = {
         "experiment_name": "check",

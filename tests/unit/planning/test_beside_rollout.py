@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.schema.roles import ReferenceConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import SHAPES, find_shape
 from fivefold.planning.beside_rollout import beside_rollout
@@ -93,6 +94,18 @@ def test_a_reference_in_the_actors_processes_adds_its_weights(folder: Path, refe
         for kl_ctl, ref, folders in ((0.1, reference, both), (0.0, None, {"actor": folder}))
     )
     assert with_reference - without == 2 * find_shape(model).n_parameters
+
+
+def test_a_reference_has_its_own_dtype_and_may_be_offloaded(folder: Path) -> None:
+    def kept(**ref: Any) -> int:
+        asked = recipe("vllm:d4t2|megatron:d8", 0.1, offload=KEEP_ALL)
+        asked = asked.model_copy(update={"ref": ReferenceConfig.model_validate(ref)})
+        return beside_rollout(asked, {"actor": folder}, gpu_memory=None).kept
+
+    parameters = find_shape("Qwen3-8B").n_parameters
+    assert kept(dtype="float32") - kept() == 2 * parameters
+    assert kept() - kept(offload=True) == 2 * parameters
+    assert kept(ema_decay=0.9) == kept(), "averages are in host memory"
 
 
 def test_a_reward_model_is_whole_beside_the_rollout(folder: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() ->
 def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
     device, timers = Device(), PhaseTimers()
     actor, rollout = SharedActor(device), SharedRollout(device, 10 * PARAMS)
-    critic = Critic(Trainer(SharedGroup(device, "critic's "), actor._trainer._planner), OFFLOADABLE, actor, OFFLOADABLE)  # type: ignore[arg-type]
+    critic = Critic(Trainer(SharedGroup(device, "critic's "), actor.trainer._planner), OFFLOADABLE, actor, OFFLOADABLE)  # type: ignore[arg-type]
     roles = Roles(actor, rollout, None, OFFLOADABLE, critic)
 
     def used() -> set[str]:

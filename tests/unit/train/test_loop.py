@@ -21,6 +21,7 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
+from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.launch import Roles
 from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.opening import OpenRun
@@ -153,10 +154,10 @@ def test_roles_on_the_same_devices_release_their_memory() -> None:
     ReferenceBesideActor(actors).logprobs(batch, 1.0)
     assert log == ["actor: ref_logprobs of its reference model"]
     log.clear()
-    ReferenceAlone(references, None).logprobs(batch, 1.0)
-    assert log == ["ref: ref_logprobs of its own model", "ref: release"]
+    ReferenceAlone(FrozenModel(references)).logprobs(batch, 1.0)
+    assert log == ["ref: ref_logprobs of its own model"]
     log.clear()
-    ReferenceAlone(references, actor_on_devices=Actor(actors)).logprobs(batch, 1.0)
+    ReferenceAlone(FrozenModel(references, actor=Actor(actors))).logprobs(batch, 1.0)
     assert log == ["actor: release", "ref: ref_logprobs of its own model", "ref: release"]
 
 
