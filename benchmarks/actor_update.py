@@ -24,7 +24,8 @@ from random_model import write_config
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.load import load_recipe
-from fivefold.config.schema.engine import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.sharing import Share
 from fivefold.families.flops import training_flops

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from random_model import write_config
 
-from fivefold.config.schema.engine import EngineConfig, MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine

@@ -11,22 +11,24 @@ from types import MappingProxyType
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
+from fivefold.config.role_sections import ROLE_SECTIONS, role_section
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import (
     RoleShapes,
-    critic_problems,
     layout_problems,
     reference_problems,
     replica_problems,
-    router_problems,
     sampling_problems,
     server_problems,
     vocabulary_problems,
 )
+from fivefold.families.megatron_check import megatron_problems
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.placement import place
+from fivefold.layout.recipe import recipe_allocation
 from fivefold.rewards.static_check import reward_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
@@ -56,9 +58,8 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
 
 
 def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
-    """Yield a line for each problem that has nothing to do with layouts, which a plan may still choose."""
-    yield from router_problems("actor", recipe.actor, shape)
-    yield from critic_problems(recipe, others)
+    """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
+    yield from _megatron_problems(recipe, shape, others)
     yield from server_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)
@@ -77,3 +78,12 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
                 yield f"{role}.megatron.dist_checkpointing_path: {error}"
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)
+
+
+def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each key of a section `megatron` that the role's model or pipeline cannot take."""
+    for role in recipe_allocation(recipe).roles:
+        section = role_section(recipe, role.role)
+        if isinstance(section, EngineConfig) and role.backend == "megatron":
+            model, path = others.get(role.role, shape), ROLE_SECTIONS[role.role]
+            yield from megatron_problems(path, section, model, pp=role.pp, vpp=role.vpp)

@@ -188,6 +188,7 @@ def run_supervised(recipe: SupervisedRecipe, method: Method[Item], *, overwrite:
     with open_run(recipe, start, method.columns, _banner(setup, start, note), setup.total_steps) as run:
         actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
         load_state(start, TRAINER, actor)
+        run.folder.write_engines({"actor": actor.effective_config()})
         run.folder.started()
         state = run_loop(setup, actor, run, state, began)
         summary = {

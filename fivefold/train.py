@@ -136,6 +136,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         if roles.critic is not None:
             with roles.critic_on_device(run.timers, *OFFLOADABLE):
                 load_state(start, CRITIC, roles.critic)
+        trained = {"actor": roles.actor, **({} if roles.critic is None else {"critic": roles.critic})}
+        run.folder.write_engines({name: role.effective_config() for name, role in trained.items()})
         run.folder.started()
         state = _loop(setup, roles, run, state, began)
         summary = _summary(setup, state)

@@ -105,6 +105,12 @@ RecomputeMode = Annotated[
 AllRanks = Annotated[bool, typer.Option("--ranks", help="List the place of every rank.")]
 SvgFile = Annotated[Path | None, typer.Option(help="Write a picture here.", show_default=False)]
 HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with the picture here.", show_default=False)]
+Effective = Annotated[
+    bool,
+    typer.Option(
+        "--effective", help="With a recipe: print what differs from Megatron-Core's defaults, instead of the plan."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 KEYS_OF_MODEL_OPTIONS = {
@@ -135,6 +141,7 @@ def plan(
     ranks: AllRanks = False,
     svg: SvgFile = None,
     html: HtmlFile = None,
+    effective: Effective = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which rank does what, what fits and what it costs.
@@ -145,6 +152,7 @@ def plan(
     Examples:
       fivefold plan recipes/quickstart-5d.yaml
       fivefold plan recipe.yaml cluster.n_nodes=4 --gpu h200-141g --svg plan.svg
+      fivefold plan recipe.yaml --effective
       fivefold plan --model Qwen3-30B-A3B --gpus 32 --rollout sglang:d4t4 --actor "megatron:(attn:p4t2c2|ffn:e4)"
       fivefold plan --model Qwen3-8B --gpus 8 --search
     """
@@ -158,9 +166,14 @@ def plan(
                 {"--gpus": gpus, "--gpus-per-node": gpus_per_node, "--actor": actor, "--rollout": rollout,
                  "--devices": devices or None}
             )  # fmt: skip
+            if effective:
+                _print_effective(recipe, overrides or [], as_json=as_json)
+                return
             answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
             _check_checkpoint(recipe, overrides or [], answer.question.shape)
         elif recipe is None and model is not None and gpus is not None:
+            if effective:
+                raise ValueError("--effective needs a recipe: a model and its GPUs alone set nothing")
             per_node = DEFAULT_GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
             answer = plan_model(
                 model, gpus, gpus_per_node=per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices or (),
@@ -213,6 +226,15 @@ def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
             raise ValueError(
                 f"{option} {path} cannot be written ({error.strerror}); name a file in a folder that exists"
             ) from error
+
+
+def _print_effective(recipe: Path, overrides: list[str], *, as_json: bool) -> None:
+    """Print what a recipe makes of Megatron-Core's configuration, as YAML or as one JSON object."""
+    from fivefold.config.load import load_any_recipe
+    from fivefold.planning.effective import effective_configs, effective_text
+
+    configs = effective_configs(load_any_recipe(recipe, overrides))
+    typer.echo(json.dumps(configs) if as_json else effective_text(configs), nl=as_json)
 
 
 def _print_plan(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -46,6 +46,9 @@ class TrainingEngine(Protocol):
 
     planner: BatchPlanner
     """Splits mini-batches over replicas and micro-batches, as this engine needs it."""
+
+    def effective_config(self) -> dict[str, Any]:
+        """Return the whole configuration of the library that the model runs on, as YAML can hold it."""
 
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.

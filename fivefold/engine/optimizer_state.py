@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from fivefold.config.schema.engine import MegatronOptimizerFields
+from fivefold.config.schema.megatron import MegatronOptimizerFields
 from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.precision import join_master, noise, round_stochastically, split_master

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fivefold.config.role_sections import ROLE_SECTIONS, role_section
-from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rollout import RolloutConfig
 from fivefold.config.schema.train import TrainRecipe
@@ -14,6 +13,7 @@ from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.layout.recipe import recipe_allocation
+from fivefold.layout.stages import chunk_sizes
 
 RoleShapes = Mapping[str, ModelShape]
 """Shapes of the models that roles other than the actor have, by role."""
@@ -53,22 +53,6 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     yield from _pipeline_problems(layout, shape)
     if BACKENDS[layout.backend].folds_experts:
         yield from _expert_problems(layout, shape)
-
-
-def router_problems(role: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
-    """Yield a line for each key of a role's section that is about a router, if its model has none."""
-    if shape.is_moe:
-        return
-    fields = config.megatron.transformer
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if value := getattr(fields, name):
-            yield f"{role}.megatron.transformer.{name}={value} is a router's loss, and {shape.family} has none: drop it"
-
-
-def critic_problems(recipe: Recipe, others: RoleShapes) -> Iterator[str]:
-    """Yield a line for each key of the critic's section that its model cannot take."""
-    if isinstance(recipe, TrainRecipe) and recipe.critic is not None and "critic" in others:
-        yield from router_problems("critic", recipe.critic, others["critic"])
 
 
 def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
@@ -172,11 +156,10 @@ def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
 def _pipeline_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     if layout.vpp > 1 and layout.pp == 1:
         yield f"v{layout.vpp} splits each pipeline stage, but there is one stage only: add p2 or more, or drop v"
-    chunks = layout.pp * layout.vpp
-    if shape.n_layers % chunks:
-        written = f"p{layout.pp}" + (f"*v{layout.vpp} = {chunks}" if layout.vpp > 1 else "")
-        divisors = _divisors(shape.n_layers)
-        yield f"{shape.n_layers} layers do not divide into equal parts over {written}: p*v must be one of {divisors}"
+    try:
+        chunk_sizes(shape.n_layers, layout.pp, layout.vpp, layout.split)
+    except ValueError as error:
+        yield str(error)
 
 
 def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.importing.critic import NOT_TRAINED, has_critic
-from fivefold.importing.draft import Degree, Draft, Role, RolePlan
+from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.models import is_moe, known_shape
 from fivefold.importing.reasons import NO_REFERENCE, WHOLE_WEIGHTS
 from fivefold.layout.allocation import Allocation, RoleAllocation
@@ -52,7 +52,6 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
     if plan is None:
         return None
     to = f"{role}.backend"
-    _equalize_stages(draft, plan)
     try:
         allocation = _fitting(draft, plan)
     except ValueError as error:
@@ -100,7 +99,6 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
     plan = draft.plans.get("ref")
     if plan is None:
         return
-    _equalize_stages(draft, plan)
     try:
         own = _allocation(draft, plan)
     except ValueError as error:
@@ -123,26 +121,6 @@ def _list_reference(draft: Draft, plan: RolePlan) -> None:
     if plan.devices_key in plan.keys:
         draft.mapped(plan.devices_key, to, device_text(parse_devices(str(plan.devices))), plan.keys[plan.devices_key])
     draft.recipe.setdefault(to, draft.recipe["actor.device_mapping"])
-
-
-def _equalize_stages(draft: Draft, plan: RolePlan) -> None:
-    """Reduce the number of stages if the model's layers do not divide into equal ones.
-
-    Other frameworks allow unequal stages; Fivefold does not.
-    """
-    shape = known_shape(_model(draft))
-    stages = plan.get("pp") * plan.get("vpp")
-    if plan.backend != "megatron" or shape is None or shape.n_layers % stages == 0:
-        return
-    n_layers = shape.n_layers
-    fewer = max(p for p in range(1, plan.get("pp") + 1) if n_layers % p == 0)
-    lost: list[Degree] = ["vpp"] if fewer == plan.get("pp") else ["vpp", "pp"]
-    plan.degrees |= {"pp": fewer, "vpp": 1}
-    for degree in lost:
-        if (key := plan.degree_keys.get(degree)) in plan.keys:
-            del plan.keys[key]
-            reason = f"{n_layers} layers do not divide into {stages} equal stages: p{fewer} is laid out in their place"
-            draft.unsupported(key, reason)
 
 
 def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from fivefold.config.megatron_names import REFUSED
+from fivefold.config.schema.megatron import (
+    MegatronDDPFields,
+    MegatronFields,
+    MegatronTransformerFields,
+    RecomputeModule,
+)
+from fivefold.families.megatron_settings import HANDED_ON
 from fivefold.importing import reasons
 from fivefold.importing.defaults import UNKNOWN
 from fivefold.importing.draft import Degree, Draft, Role, Rule
 from fivefold.importing.models import is_moe
 from fivefold.importing.rules import Mapped, implied, off, only, to, unknown, unsupported
-from fivefold.importing.values import DTYPE, flag, number, one_of
+from fivefold.importing.values import DTYPE, Convert, Unfit, flag, number, one_of, positive
 
 DEGREES: Mapping[str, Degree] = {
     "tensor_model_parallel_size": "tp",
@@ -21,13 +29,37 @@ DEGREES: Mapping[str, Degree] = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-EQUAL_STAGES = "all pipeline stages hold the same number of layers"
 FOLLOWS_SCHEDULE = "this follows from the pipeline's schedule"
 DROPLESS = "no token is ever dropped"
 ALL_TO_ALL = "tokens travel by all-to-all or all-gather, not by DeepEP"
 AS_ACTOR = "the reference runs with the actor's options"
 CHECKPOINT = "recomputation is switched by actor.megatron.recompute: none, selective or full"
-LAYER_BY_LAYER = "whole layers are recomputed one by one"
+SHARED_OUT = "sequence parallelism, which is on if t is above 1, divides saved activations over the ranks"
+
+
+def _modules(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise Unfit(f"{value!r} is not a list of modules")
+    return [_MODULE(module) for module in value]
+
+
+_MODULE = one_of(**{name: name for name in get_args(RecomputeModule)})
+RECOMPUTED: Mapping[str, tuple[str, Any, Convert]] = {
+    "recompute_method": ("full", "uniform", one_of(uniform="uniform", block="block")),
+    "recompute_num_layers": ("full", 1, positive),
+    "recompute_modules": ("selective", None, _modules),
+}
+"""What says how much is recomputed: (the granularity that reads it, its default, its conversion)."""
+STAGES = frozenset(
+    {
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    }
+)
+"""Keys of the recipe about the layers of each pipeline stage."""
 DISTRIBUTED_OPTIMIZER = "the optimizer is always distributed"
 GROUPED_EXPERTS = "experts are always computed as one grouped multiplication"
 
@@ -44,7 +76,27 @@ class RouterLoss(Mapped):
         super().__call__(draft, source)
 
 
+def _by_name(section: type[MegatronFields], name: str) -> dict[str, Rule]:
+    """Return rules for the fields of a section that map to themselves, and for those that no recipe can set."""
+    handed_on = HANDED_ON[section.config_class] | (STAGES if section is MegatronTransformerFields else frozenset())
+    refused = {field: off(reason) for field, reason in REFUSED[section.config_class].items()}
+    return {**refused, **{field: _handed_on(f"actor.megatron.{name}.{field}") for field in sorted(handed_on)}}
+
+
+def _handed_on(key: str) -> Rule:
+    """Map a field of Megatron-Core to the recipe's key of its name, whose own rules tell what the value must be."""
+
+    def rule(draft: Draft, source: str) -> None:
+        if (value := draft.get(source)) is None:
+            draft.implied(source, "it is not set")
+        else:
+            draft.mapped(source, key, value)
+
+    return rule
+
+
 TRANSFORMER: Mapping[str, Rule] = {
+    **_by_name(MegatronTransformerFields, "transformer"),
     # Mixture of experts
     "moe_router_dtype": to("actor.megatron.router_dtype", one_of(fp32="fp32", float32="fp32")),
     "moe_token_dispatcher_type": to(
@@ -69,21 +121,13 @@ TRANSFORMER: Mapping[str, Rule] = {
     # Recomputation
     "recompute_granularity": implied(reasons.ONLY_TRAINING_RECOMPUTES),
     "moe_layer_recompute": implied(reasons.ONLY_TRAINING_RECOMPUTES),
-    "recompute_modules": unsupported("`selective` recomputes the activations of the MLP and of the experts"),
-    "recompute_method": only("uniform", holds=LAYER_BY_LAYER, otherwise=CHECKPOINT),
-    "recompute_num_layers": only(1, holds=LAYER_BY_LAYER, otherwise=CHECKPOINT),
-    "distribute_saved_activations": off(CHECKPOINT),
+    **dict.fromkeys(RECOMPUTED, implied(reasons.ONLY_TRAINING_RECOMPUTES)),
+    "distribute_saved_activations": off(SHARED_OUT),
     # Parallelism
     "sequence_parallel": implied("sequence parallelism is on if t is above 1"),
     "use_distributed_optimizer": only(True, holds=DISTRIBUTED_OPTIMIZER),
-    "account_for_embedding_in_pipeline_split": off(EQUAL_STAGES),
-    "account_for_loss_in_pipeline_split": off(EQUAL_STAGES),
-    "num_layers_in_first_pipeline_stage": unsupported(EQUAL_STAGES),
-    "num_layers_in_last_pipeline_stage": unsupported(EQUAL_STAGES),
-    "pipeline_model_parallel_layout": unsupported(EQUAL_STAGES),
     "overlap_p2p_comm": implied(FOLLOWS_SCHEDULE),
     "batch_p2p_comm": implied(FOLLOWS_SCHEDULE),
-    "deallocate_pipeline_outputs": implied(FOLLOWS_SCHEDULE),
     # Kernels and number formats
     "transformer_impl": implied(reasons.KERNELS),
     "attention_backend": implied(reasons.KERNELS),
@@ -91,7 +135,6 @@ TRANSFORMER: Mapping[str, Rule] = {
     "apply_rope_fusion": implied(reasons.KERNELS),
     "persist_layer_norm": implied(reasons.KERNELS),
     "masked_softmax_fusion": implied(reasons.KERNELS),
-    "bias_activation_fusion": implied(reasons.KERNELS),
     "bias_dropout_fusion": implied(reasons.KERNELS),
     "gradient_accumulation_fusion": implied(reasons.KERNELS),
     "cross_entropy_loss_fusion": implied(reasons.KERNELS),
@@ -106,13 +149,13 @@ TRANSFORMER: Mapping[str, Rule] = {
 }
 """Options of Megatron-Core's TransformerConfig.
 
-The degrees of parallelism and, for the actor, the granularity of recomputation are read by `degrees` and `recompute`.
+The degrees of parallelism and, for the actor, what is recomputed are read by `degrees` and `recompute`.
 """
 
 DDP: Mapping[str, Rule] = {
+    **_by_name(MegatronDDPFields, "ddp"),
     "overlap_grad_reduce": to("actor.megatron.ddp.overlap_grad_reduce", flag),
     "use_distributed_optimizer": TRANSFORMER["use_distributed_optimizer"],
-    "grad_reduce_in_fp32": to("actor.megatron.ddp.grad_reduce_in_fp32", flag),
     "average_in_collective": off("gradients are summed, then divided by global counts"),
     # Most of these options are flags: one that is off asks for nothing.
     "*": off("this option of Megatron-Core's DistributedDataParallelConfig is not among those that are converted"),
@@ -158,9 +201,24 @@ def recompute(draft: Draft, prefix: str, switch: str, is_on: bool) -> None:
     elif draft.get(moe) is True and is_on:
         draft.mapped(moe, "actor.megatron.recompute", "selective", "the activations of the MLP and of the experts")
         draft.implied(switch, f"it follows from {moe}")
+    recompute_ways(draft, prefix, granularity)
     draft.implied(key, "without gradient checkpointing, nothing is recomputed")
     draft.implied(moe, "nothing is recomputed, as by default")
     draft.implied(switch, f"without {key}, Megatron-Core recomputes nothing" if is_on else "it is off, as by default")
+
+
+def recompute_ways(draft: Draft, prefix: str, granularity: Any) -> None:
+    """Convert which layers or modules are recomputed, as far as `granularity` reads them."""
+    for name, (needed, default, convert) in RECOMPUTED.items():
+        key = prefix + name
+        if not draft.writes(key) or draft.get(key) is None:
+            draft.implied(key, "it is not set")
+        elif granularity != needed:
+            draft.implied(key, f"it is read with recompute_granularity={needed}")
+        elif draft.get(key) == default:
+            draft.implied(key, "it is the default")
+        else:
+            draft.mapped(key, f"actor.megatron.transformer.{name}", draft.read(key, convert))
 
 
 def checkpoint_layers(draft: Draft, switch: str, is_on: bool) -> None:

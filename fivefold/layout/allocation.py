@@ -10,6 +10,7 @@ from fivefold.config.limits import MOST_DEVICES
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.stages import NEARLY_EQUAL, StageSplit
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -27,6 +28,8 @@ class RoleAllocation:
     vpp: int = 1
     ep: int = 1
     etp: int = 1
+    split: StageSplit = NEARLY_EQUAL
+    """What the recipe says about the layers of each stage; an allocation string has no word for it."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -122,6 +125,7 @@ class RoleAllocation:
             ep=self.ep,
             etp=etp,
             edp=ranks // (self.ep * etp),
+            split=self.split,
         )
 
     def _open_dp(self, n_devices: int | None) -> int:

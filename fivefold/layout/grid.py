@@ -11,10 +11,12 @@ the same ranks of a stage in two ways:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Literal, get_args
 
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.stages import chunk_sizes
 
 Axis = Literal["tp", "cp", "dp", "pp", "ep", "etp", "edp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -103,11 +105,8 @@ def stage_layers(layout: ParallelLayout, n_layers: int, pp_rank: int) -> tuple[r
     The stages take chunks in turn: with pp2 vpp2 and 8 layers, stage 0 has layers 0-1 and 4-5.
 
     Raises:
-        ValueError: layers that do not divide into equal chunks.
+        ValueError: layers that cannot be divided as the layout says.
     """
-    chunks = layout.pp * layout.vpp
-    if n_layers % chunks:
-        raise ValueError(f"{n_layers} layers do not divide into {chunks} equal parts (p{layout.pp}*v{layout.vpp})")
-    size = n_layers // chunks
-    starts = [(chunk * layout.pp + pp_rank) * size for chunk in range(layout.vpp)]
-    return tuple(range(start, start + size) for start in starts)
+    sizes = chunk_sizes(n_layers, layout.pp, layout.vpp, layout.split)
+    ends = tuple(accumulate(sizes))
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))[pp_rank :: layout.pp]

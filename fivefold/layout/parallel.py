@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fivefold.layout.backends import BACKENDS
+from fivefold.layout.stages import NEARLY_EQUAL, StageSplit
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,15 @@ class ParallelLayout:
     """Tensor parallel degree inside each expert."""
     edp: int
     """Data parallel degree of the experts."""
+    split: StageSplit = NEARLY_EQUAL
+    """What the recipe says about the layers of each stage."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"ParallelLayout.backend is {self.backend!r}; use one of {', '.join(BACKENDS)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "backend" and value < 1:
+            if field.name not in ("backend", "split") and value < 1:
                 raise ValueError(f"ParallelLayout.{field.name} is {value}; a degree is at least 1")
         dense, experts = self.dp * self.tp * self.cp, self.edp * self.etp * self.ep
         if dense != experts:

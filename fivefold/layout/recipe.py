@@ -22,6 +22,7 @@ from fivefold.layout.backends import backend_names, example_layout
 from fivefold.layout.devices import parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
+from fivefold.layout.stages import implied_virtual_stages, stage_split
 
 Groups = tuple[tuple[RoleAllocation, ...], ...]
 
@@ -41,7 +42,7 @@ def recipe_allocation(recipe: Recipe) -> Allocation:
         groups = _from_backends(recipe)
     _require(recipe, (line for group in groups for role in group if (line := _wrong_kind(role))))
     try:
-        return Allocation(tuple(tuple(_with_virtual_stages(recipe, role) for role in group) for group in groups))
+        return Allocation(tuple(tuple(_with_stages(recipe, role) for role in group) for group in groups))
     except RuleError as error:
         raise RecipeError(recipe.experiment_name, [str(error)]) from error
 
@@ -112,17 +113,29 @@ def _wrong_kind(role: RoleAllocation) -> str | None:
     return f"the {role.role} cannot run {role.backend}, which {does}; {fix}"
 
 
-def _with_virtual_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
-    """Return a role with its virtual stages, which its layout, its section `megatron` or both (then equal) may give."""
+def _with_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
+    """Return a role with its virtual stages and the layers of each stage.
+
+    Its layout, its section `megatron` or both (then equal) may give the virtual stages.
+    """
     section = role_section(recipe, role.role)
-    if not isinstance(section, EngineConfig) or (virtual := section.megatron.virtual_pipeline_parallel_size) == 1:
+    if not isinstance(section, EngineConfig):
         return role
-    key = f"{ROLE_SECTIONS[role.role]}.megatron.virtual_pipeline_parallel_size={virtual}"
-    if role.vpp not in (1, virtual):
+    path = f"{ROLE_SECTIONS[role.role]}.megatron"
+    try:
+        split = stage_split(section.megatron)
+        implied = implied_virtual_stages(split, role.pp)
+    except ValueError as error:
+        raise RecipeError(recipe.experiment_name, [f"{path}.transformer: {error}"]) from error
+    virtual, key = section.megatron.virtual_pipeline_parallel_size, "virtual_pipeline_parallel_size"
+    if implied > 1 and virtual == 1:
+        virtual, key = implied, "transformer.pipeline_model_parallel_layout, which implies v"
+    key = f"{path}.{key}={virtual}"
+    if virtual != 1 and role.vpp not in (1, virtual):
         problem = f"{key} contradicts v{role.vpp} in the {role.role}'s layout {role}; keep one"
         raise RecipeError(recipe.experiment_name, [problem])
     try:
-        return replace(role, vpp=virtual)
+        return replace(role, vpp=max(virtual, role.vpp), split=split)
     except RuleError as error:
         problem = f"{key} with the {role.role}'s layout {role}: {error}"
         raise RecipeError(recipe.experiment_name, [problem]) from error

@@ -52,6 +52,7 @@ from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state_store import HostSnapshot
 from fivefold.engine.training_state import TrainingState
 from fivefold.families.check import check_layout
+from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
@@ -110,6 +111,7 @@ class MegatronEngine:
         if value_head:
             self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
         check_layout(layout, shape)
+        check_megatron(config, shape, pp=layout.pp, vpp=layout.vpp)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._bridge = BRIDGES[config.megatron.bridge_type](self.shape)
@@ -119,7 +121,7 @@ class MegatronEngine:
         self._chunks: list[Any] = list(self._decoders)
         self.parameters = dict(named_parameters(self._decoders))
         if optimizer is not None:
-            ddp = settings.ddp_config(config, layout)
+            ddp = settings.ddp_config(config.megatron, layout)
             _free_weights(self.parameters.values())
             self._chunks = [
                 DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
@@ -127,10 +129,15 @@ class MegatronEngine:
             ]
         self._load(seed, shape)
         self._has_gradients = False
+        self._effective = {"TransformerConfig": settings.effective_values(self._megatron_config)}
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
             megatron_optimizer = settings.optimizer_config(config, optimizer)
+            self._effective |= {
+                "DistributedDataParallelConfig": settings.effective_values(ddp),
+                "OptimizerConfig": settings.effective_values(megatron_optimizer),
+            }
             form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
             self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
             mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.parameters)}
@@ -164,6 +171,10 @@ class MegatronEngine:
         checkpoint = self.config.megatron.dist_checkpointing_path
         with HFWeights(self._folder) if checkpoint is None else MegatronWeights(checkpoint, stored) as weights:
             self._bridge.load(self.parameters, weights, self._shards)
+
+    def effective_config(self) -> dict[str, Any]:
+        """Return the values of all fields of Megatron-Core's configuration, by class."""
+        return self._effective
 
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.

@@ -75,7 +75,8 @@ class Optimizer:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
         rate = learning_rate(self.steps, self._config, self._total_steps)
         for group in self.megatron.param_groups:
-            group["lr"] = rate
+            peak, end = group["max_lr"], group["min_lr"]
+            group["lr"] = learning_rate(self.steps, self._config, self._total_steps, peak, end)
         self.steps += 1
         self.megatron.prepare_grads()
         norm = self._gradient_norm()

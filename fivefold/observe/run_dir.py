@@ -3,6 +3,7 @@
 runs/<experiment_name>/<trial_name>/
     recipe.yaml      the resolved recipe: every key, also those left at their defaults
     about.json       what the run's screen says first, the command, versions, and the machine
+    engine.yaml      the whole configuration of the training engine of each role, defaults included
     status.json      setup | running | finished | failed | interrupted | killed, and when
     heartbeat        touched every few seconds while the run goes on
     metrics.jsonl    one line a step
@@ -34,6 +35,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
+import yaml
 
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import user_path
@@ -65,6 +67,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.recipe = path / "recipe.yaml"
+        self.engine = path / "engine.yaml"
         self.status = path / STATUS
         self.about = path / "about.json"
         self.metrics = path / "metrics.jsonl"
@@ -233,6 +236,10 @@ class RunDir:
         """Write `about.json`."""
         write_json(self.about, about)
 
+    def write_engines(self, configs: Mapping[str, Any]) -> None:
+        """Write `engine.yaml`: the configuration of the training engine of each role."""
+        write_file(self.engine, yaml.safe_dump(dict(configs), sort_keys=False).encode())
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         write_json(self.summary, summary)
@@ -248,6 +255,7 @@ class RunDir:
             "TensorBoard": self.tensorboard,
             "summary": self.summary,
             "recipe": self.recipe,
+            "engine": self.engine,
             "logs": self.logs,
         }
         return {name: path for name, path in results.items() if _has_content(path)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.families.check import replica_problems
+from fivefold.families.check import layout_problems, replica_problems
 from fivefold.families.registry import find_family
 from fivefold.layout.placement import Placement, RolePlacement
 from fivefold.planning.host_memory import GIB, HostMemory, fullest, host_memory, host_problems
@@ -14,7 +14,6 @@ from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.sending import kept_while_sending, sending_bytes
-from fivefold.planning.stages import plan_problems
 
 NAMES: Mapping[Kind, str] = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state"}
 
@@ -163,7 +162,7 @@ def _has_room(rollout: RolloutPlan, question: Question) -> bool:
 
 def _model_problems(blueprint: Blueprint) -> Iterator[str]:
     for rollout in blueprint.rollouts:
-        for line in plan_problems(rollout.placed.layout, blueprint.question.shape):
+        for line in layout_problems(rollout.placed.layout, blueprint.question.shape):
             yield f"{rollout.placed.role}: {line}"
         yield from replica_problems(rollout.placed)
     for trainer in blueprint.trainers:

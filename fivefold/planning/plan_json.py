@@ -50,7 +50,8 @@ def _trainer(trainer: TrainerPlan, shape: ModelShape, gpu: Gpu) -> dict[str, Any
     placed = trainer.placed
     return {
         "role": placed.role,
-        "layout": asdict(placed.layout),
+        "layout": {name: value for name, value in asdict(placed.layout).items() if name != "split"},
+        "stage_layers": [list(stage.spans) for stage in stages(placed.layout, shape)],
         "memory": [{**asdict(stage), "allocated": stage.allocated, "total": stage.total} for stage in trainer.memory],
         "waiting_roles": trainer.beside,
         "memory_by_recompute": {mode: stage.total for mode, stage in trainer.modes.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from fivefold.families.check import layout_problems
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
@@ -12,7 +13,6 @@ from fivefold.planning.groups import GroupSpread, from_node_start, group_spreads
 from fivefold.planning.memory import Kind, RankMemory, training_memory
 from fivefold.planning.question import Question
 from fivefold.planning.rollout_memory import RolloutMemory, rollout_memory
-from fivefold.planning.stages import plan_problems
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
 
@@ -108,7 +108,7 @@ def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple
 
 
 def _require_possible(placed: RolePlacement, shape: ModelShape) -> None:
-    if problems := list(plan_problems(placed.layout, shape)):
+    if problems := list(layout_problems(placed.layout, shape)):
         raise ValueError("\n".join(f"{placed.role}: {line}" for line in problems))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fivefold.families.check import layout_problems
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import RoleAllocation
@@ -19,7 +20,6 @@ from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.sending import Transport, kept_while_sending, sending_bytes
-from fivefold.planning.stages import plan_problems
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
 
@@ -249,7 +249,7 @@ def _dense_degrees(shape: ModelShape, cluster: Cluster, work: Workload) -> Itera
         if not cluster.splits(tp) or shape.n_heads % tp or shape.n_kv_heads % tp:
             continue
         for pp in _divisors(n_gpus // tp):
-            if pp > shape.n_layers or (find_family(shape.family).is_trainable and shape.n_layers % pp):
+            if pp > shape.n_layers:
                 continue
             for cp in _divisors(n_gpus // (tp * pp)):
                 dp = n_gpus // (tp * pp * cp)
@@ -271,7 +271,7 @@ def _expert_degrees(shape: ModelShape, ranks: int, tp: int) -> Iterator[tuple[in
 def _is_possible(layout: ParallelLayout, shape: ModelShape) -> bool:
     if not find_family(shape.family).is_trainable and layout.vpp > 1:
         return False
-    return next(plan_problems(layout, shape), None) is None
+    return next(layout_problems(layout, shape), None) is None
 
 
 def _divisors(number: int) -> list[int]:

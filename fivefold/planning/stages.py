@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from fivefold.families.check import layout_problems
-from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
@@ -33,12 +30,18 @@ class Stage:
     @property
     def spans(self) -> tuple[str, ...]:
         """Layers of each virtual stage, such as `0-3` and `8-11`."""
-        return tuple(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}" for chunk in self.chunks)
+        return tuple(_span(chunk) for chunk in self.chunks)
 
     @property
     def summary(self) -> str:
         """Its layers as a text, such as `0-3, 8-11`, which names the first three of many virtual stages."""
         return ", ".join(self.spans[:3]) + (f", ... ({len(self.spans)} parts)" if len(self.spans) > 3 else "")
+
+
+def _span(chunk: range) -> str:
+    if not chunk:
+        return "none"
+    return f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}"
 
 
 @dataclass(frozen=True)
@@ -56,33 +59,13 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def plan_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
-    """Yield one line for each rule that the layout breaks.
-
-    Stages may be uneven for models that are planned but not trained, because the engines that train them allow it.
-    """
-    if find_family(shape.family).is_trainable:
-        yield from layout_problems(layout, shape)
-        return
-    yield from layout_problems(replace(layout, pp=1, vpp=1), shape)
-    if layout.pp * layout.vpp > shape.n_layers:
-        yield f"{shape.n_layers} layers are too few for p{layout.pp}*v{layout.vpp}: a stage needs at least one"
-
-
 def stages(layout: ParallelLayout, shape: ModelShape) -> tuple[Stage, ...]:
-    """Return the stages of the pipeline, first to last.
-
-    Where layers do not divide evenly, which only models that are planned but not trained may have, the middle stages
-    take more of them, because the ends have the embedding and the head besides.
-    """
+    """Return the stages of the pipeline, first to last."""
     return tuple(_stage(layout, shape, index) for index in range(layout.pp))
 
 
 def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
-    if shape.n_layers % (layout.pp * layout.vpp) == 0:
-        chunks = stage_layers(layout, shape.n_layers, index)
-    else:
-        chunks = tuple(_uneven_chunks(shape.n_layers, layout.pp * layout.vpp)[index :: layout.pp])
+    chunks = stage_layers(layout, shape.n_layers, index)
     return Stage(
         index=index,
         chunks=chunks,
@@ -90,14 +73,6 @@ def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
         has_embedding=index == 0,
         has_head=index == layout.pp - 1,
     )
-
-
-def _uneven_chunks(n_layers: int, n_chunks: int) -> list[range]:
-    least, rest = divmod(n_layers, n_chunks)
-    first = (n_chunks - rest) // 2
-    sizes = [least + (first <= chunk < first + rest) for chunk in range(n_chunks)]
-    starts = [sum(sizes[:chunk]) for chunk in range(n_chunks)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fivefold.cluster.group import WorkerGroup
 from fivefold.engine.contract import Offloadable
@@ -23,6 +23,10 @@ class TrainedRole:
         self.trainer = trainer
         self.moved = MovedBytes()
         """What was moved off the devices and back since the counts were taken."""
+
+    def effective_config(self) -> dict[str, Any]:
+        """Return the whole configuration of the library that the model runs on."""
+        return self._trainer.group.call_first(TrainerWorker.effective_config)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

@@ -242,6 +242,10 @@ class TrainerWorker:
         if self._reference is not None and spec.offloads_reference:
             self._reference.offload(PARAMS)
 
+    def effective_config(self) -> dict[str, Any]:
+        """Return the whole configuration of the library that the model runs on."""
+        return self._engine.effective_config()
+
     def compute_logprobs(
         self, order: ShareOrder, model: Model, temperature: float, column: str, *columns: Columns
     ) -> tuple[None, Columns]:

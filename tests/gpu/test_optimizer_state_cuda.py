@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.config.schema.engine import MegatronOptimizerFields
+from fivefold.config.schema.megatron import MegatronOptimizerFields
 from fivefold.engine import optimizer_state
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from megatron.core import parallel_state
 from worker_pool import rejoin
 
 from fivefold.algorithms.loss import Loss
-from fivefold.config.schema.engine import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.sharing import Share
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
+from fivefold.layout.stages import stage_split
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
 
@@ -121,7 +123,7 @@ class Case:
             mb_spec=self.micro_batches,
             megatron=self.megatron,
         )
-        layout = lay_out(self.layout)
+        layout = replace(lay_out(self.layout), split=stage_split(self.megatron))
         return OpenEngine(
             config,
             layout,

@@ -30,7 +30,8 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
-from fivefold.config.schema.engine import MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.types import Batch
 
 N_STEPS = 2

@@ -22,7 +22,8 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import EngineConfig, MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
@@ -183,9 +184,9 @@ def build(case: Case, folder: Path) -> None:
     ("layout", "model", "rule"),
     [
         ("megatron:t8", "qwen3", "4 key/value heads cannot be split over t8"),
-        ("megatron:p8", "qwen3", "4 layers do not divide"),
+        ("megatron:p8", "qwen3", "4 layers are too few for p8"),
         ("megatron:(attn:d2|ffn:e2)", "qwen3", "e2 splits experts, and qwen3 has none"),
-        ("megatron:p2v4", "qwen3", "4 layers do not divide"),
+        ("megatron:p2v4", "qwen3", "4 layers are too few for p2*v4 = 8"),
     ],
 )
 def test_an_impossible_layout_is_refused_on_every_rank(

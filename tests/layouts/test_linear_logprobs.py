@@ -19,7 +19,8 @@ from worker_pool import Workers
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.bridge.mapping import padded_vocab
-from fivefold.config.schema.engine import MegatronConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.logprobs import linear_logprobs
 from fivefold.types import Batch
 

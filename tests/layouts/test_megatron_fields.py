@@ -18,9 +18,15 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.schedule import learning_rate
+from fivefold.families.megatron_check import check_megatron
+from fivefold.families.read import load_shape
+from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
+PROJECTION = "model.layers.0.mlp.up_proj.weight"
 ONE_SEQUENCE = uneven_batch(lengths=(29,))
 
 
@@ -39,6 +45,86 @@ def test_gradients_are_the_same_in_small_and_overlapping_buckets(
     )
     assert_close(got.weights, wanted.weights, 1e-5)
     assert [step.grad_norm for step in got.steps] == pytest.approx([step.grad_norm for step in wanted.steps], rel=1e-5)
+
+
+SCHEDULES = {
+    "outputs freed": ("megatron:p2", "qwen3_moe", {"deallocate_pipeline_outputs": True}),
+    "without waits": ("megatron:p2", "qwen3_moe", {"batch_p2p_sync": False}),
+    "groups of 4 micro-batches": ("megatron:p2v2", "qwen3_moe", {"microbatch_group_size_per_vp_stage": 4}),
+    "fused activation": ("megatron:t2", "qwen2", {"bias_activation_fusion": True}),
+    "fused activation of shared experts": ("megatron:t2", "qwen2_moe", {"bias_activation_fusion": True}),
+    "embeddings not copied": ("megatron:t2", "qwen2", {"clone_scatter_output_in_embedding": False}),
+}
+"""Layout, model and fields of ways to compute the same."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fields_that_change_only_the_way_keep_the_gradients(workers: Workers, models: Path, name: str) -> None:
+    layout, model, fields = SCHEDULES[name]
+    batch = uneven_batch()
+    changed = Case(layout, MegatronConfig(transformer=fields), MicroBatchConfig(max_tokens_per_mb=20))
+    got, wanted = (
+        workers(case.world_size).run(megatron_cases.gradients, case, models / model, batch, SFTLoss())[0]
+        for case in (changed, Case("megatron:d1"))
+    )
+    assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
+    assert_close(got.gradients, wanted.gradients, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "rule"),
+    [
+        ("megatron:p2", {"microbatch_group_size_per_vp_stage": 2}, "no virtual stages"),
+        ("megatron:p2v2", {"microbatch_group_size_per_vp_stage": 3}, "must be a multiple of the 2 stages"),
+        ("megatron:d1", {"moe_layer_recompute": True}, "qwen3 has none"),
+    ],
+)
+def test_fields_that_the_layout_or_the_model_cannot_take_are_refused(
+    models: Path, layout: str, fields: dict[str, Any], rule: str
+) -> None:
+    degrees, config = parse_backend(layout), MegatronConfig(transformer=fields)
+    with pytest.raises(ValueError, match=rule):
+        check_megatron(
+            EngineConfig(path="unused", megatron=config), load_shape(models / "qwen3"), pp=degrees.pp, vpp=degrees.vpp
+        )
+
+
+def bfloat16_norms(case: Case, folder: Path) -> tuple[float, int]:
+    """In a worker: return the gradient norm of a batch, and the elements of the gradient buffers."""
+    engine = case.engine(folder, OptimizerConfig())
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
+    return engine.optim_step().grad_norm, sum(buffer.grad_data.numel() for buffer in engine._gradient_buffers())
+
+
+def test_gradients_in_bfloat16_may_be_summed_over_ranks_in_float32(workers: Workers, models: Path) -> None:
+    results = [
+        workers(2).run(
+            bfloat16_norms, Case("megatron:d2", MegatronConfig(ddp=fields), dtype="bfloat16"), models / "qwen3-bf16"
+        )[0]
+        for fields in ({}, {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True})
+    ]
+    assert results[0][0] == pytest.approx(results[1][0], rel=0.01)
+    assert results[0][0] != results[1][0]
+
+
+def test_padded_buckets_are_a_multiple_of_a_large_power_of_two(workers: Workers, models: Path) -> None:
+    case = Case("megatron:d2", MegatronConfig(ddp={"pad_buckets_for_high_nccl_busbw": True}), dtype="bfloat16")
+    _, n_elements = workers(2).run(bfloat16_norms, case, models / "qwen3-bf16")[0]
+    assert n_elements % 2**16 == 0
+
+
+def test_the_embedding_and_the_output_layer_may_have_a_rate_of_their_own(workers: Workers, models: Path) -> None:
+    """A step that only decays moves each weight by its rate times the decay."""
+    case = Case("megatron:d1", MegatronConfig(optimizer={"decoupled_lr": 0.2}))
+    before = load_file(models / "qwen3" / "model.safetensors")
+    (after,) = workers(1).run(decayed, case, models / "qwen3")
+    for name, rate in (("model.embed_tokens.weight", 0.2), ("lm_head.weight", 0.2), (PROJECTION, 0.1)):
+        torch.testing.assert_close(after[name], before[name] * (1 - rate * 0.5), rtol=1e-6, atol=0)
+
+
+def test_the_decoupled_rate_decays_to_its_own_end() -> None:
+    config = OptimizerConfig(lr=1.0, lr_scheduler_type="linear", min_lr_ratio=0.5)
+    assert [learning_rate(step, config, 2, peak=4.0, end=1.0) for step in (0, 1, 2)] == [4.0, 2.5, 1.0]
 
 
 def n_buckets(case: Case, folder: Path) -> int:
@@ -77,8 +163,8 @@ def test_weight_decay_that_is_not_decoupled_goes_through_adam(workers: Workers, 
     case = Case("megatron:d1", MegatronConfig(optimizer={"decoupled_weight_decay": False}))
     before = load_file(models / "qwen3" / "model.safetensors")
     (after,) = workers(1).run(decayed, case, models / "qwen3")
-    name = "model.layers.0.mlp.up_proj.weight"
-    torch.testing.assert_close(after[name], before[name] - 0.1 * before[name].sign(), rtol=1e-4, atol=1e-4)
+    wanted = before[PROJECTION] - 0.1 * before[PROJECTION].sign()
+    torch.testing.assert_close(after[PROJECTION], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 
 OPTIMIZER = OptimizerConfig(lr=1e-3)

@@ -15,7 +15,8 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine import optimizer_state
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)

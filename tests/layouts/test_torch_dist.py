@@ -14,7 +14,8 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import MegatronConfig, OptimizerConfig
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
 
 LAYERS_APART = {"non_homogeneous_layers": True}

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fivefold.config.schema.fields import DeviceList, Dtype, Fraction, PathText, Positive, Section, Sequences
+from fivefold.config.schema.megatron import MegatronConfig
 
 
 class OptimizerConfig(Section):
@@ -54,94 +55,6 @@ class MicroBatchConfig(Section):
     itself."""
     n_mbs: Sequences = 1
     """Fewest micro-batches that a data-parallel rank splits a mini-batch into."""
-
-
-class MegatronTransformerFields(Section):
-    """Fields of Megatron-Core's `TransformerConfig`, handed on under their own names.
-
-    Only fields that the recipe may choose are here; the model's config and the layout decide all others.
-    """
-
-    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the router's load-balancing loss; at 0, only the policy loss trains the router."""
-    moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
-
-
-class MegatronDDPFields(Section):
-    """Fields of Megatron-Core's `DistributedDataParallelConfig`, handed on under their own names."""
-
-    bucket_size: Positive | None = None
-    """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
-    overlap_grad_reduce: bool | None = None
-    """Reduce gradients during the backward pass; null: on GPUs, if there is data parallelism."""
-    grad_reduce_in_fp32: bool = True
-    """Keep and reduce gradients in float32; false: in the weights' dtype, so that in bfloat16 the sum of the
-    micro-batches is rounded after each of them."""
-
-
-class MegatronOptimizerFields(Section):
-    """Fields of Megatron-Core's `OptimizerConfig` that no other engine has, under their own names, and `state_on`.
-
-    The learning rate, the betas and the other hyper-parameters are in `actor.optimizer`.
-    """
-
-    decoupled_weight_decay: bool = True
-    """true: AdamW; false: `actor.optimizer.weight_decay` is an L2 penalty inside Adam."""
-    apply_wd_to_qk_layernorm: bool = False
-    """Apply weight decay to the query and key norms as well."""
-    exp_avg_dtype: Dtype = "float32"
-    """Dtype in which Adam's first moment is stored; bfloat16 is rounded stochastically, so that its mean is right."""
-    exp_avg_sq_dtype: Dtype = "float32"
-    """Dtype in which Adam's second moment is stored, like `exp_avg_dtype`."""
-    store_param_remainders: bool = False
-    """Store of each float32 master weight only the 16 bits that its bfloat16 weight lacks. It is exact; the weights are
-    then rounded to the nearest with ties away from zero, rather than to even."""
-    state_on: Literal["device", "host"] = "device"
-    """Where master weights and moments are: on the GPU, or in pinned host memory, from which each update streams them
-    through the GPU in buckets. The results are the same bit for bit."""
-
-
-class MegatronConfig(Section):
-    """Settings that only the Megatron-Core engine reads."""
-
-    bridge_type: Literal["fivefold"] = "fivefold"
-    """The weight bridge between Hugging Face and Megatron-Core names."""
-    use_dist_checkpointing: bool = False
-    """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
-    config and a tokenizer."""
-    dist_checkpointing_path: PathText | None = None
-    """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
-    newest is read (docs/converting.md)."""
-    use_deterministic_algorithms: bool = False
-    """Use kernels whose results are the same bit for bit in every run; they are slower."""
-    virtual_pipeline_parallel_size: Positive = 1
-    """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
-    router_dtype: Literal["model", "fp32"] = "fp32"
-    """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
-    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """Collective that brings tokens to their experts. Neither drops tokens."""
-    logprob_chunk_size: Positive = 1024
-    """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations the backward pass computes again: none, those of MLP and MoE, or those of whole layers."""
-    transformer: MegatronTransformerFields = MegatronTransformerFields()
-    ddp: MegatronDDPFields = MegatronDDPFields()
-    optimizer: MegatronOptimizerFields = MegatronOptimizerFields()
-
-    @model_validator(mode="after")
-    def _check_checkpoint(self) -> MegatronConfig:
-        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
-            raise ValueError(
-                "use_dist_checkpointing=true reads a checkpoint, but dist_checkpointing_path names none: set it to the "
-                "checkpoint's folder, or use_dist_checkpointing to false"
-            )
-        if self.dist_checkpointing_path is not None and not self.use_dist_checkpointing:
-            raise ValueError(
-                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read while use_dist_checkpointing is "
-                "false: set that to true, or drop the path"
-            )
-        return self
 
 
 class EngineConfig(Section):

@@ -281,6 +281,7 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
         for name in draft.keys("actor.megatron.recompute_*"):
             if not is_on:
                 draft.implied(name, f"{switch} is off")
+        megatron.recompute_ways(draft, "actor.megatron.", granularity)
     megatron.checkpoint_layers(draft, switch, is_on)
     for unused in draft.keys("ref.gradient_checkpointing"):
         draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)

@@ -270,7 +270,11 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
             "actor.megatron.transformer.moe_aux_los_coeff=1: unknown key; did you mean "
             "actor.megatron.transformer.moe_aux_loss_coeff?",
         ),
-        ("actor.megatron.transformer.hidden_dropout=0.1", "actor.megatron.transformer.hidden_dropout=0.1: unknown key"),
+        (
+            "actor.megatron.transformer.hidden_dropout=0.1",
+            "actor.megatron.transformer: hidden_dropout of Megatron-Core's TransformerConfig cannot be set in a "
+            "recipe: the forward pass has no noise, so that log-probs are the same on every layout and in every pass",
+        ),
     ],
 )
 def test_a_value_that_breaks_a_rule_is_refused(write: Any, override: str, expected: str) -> None:

@@ -66,7 +66,7 @@ def test_a_layout_that_divides_every_size_is_accepted(text: str) -> None:
         ("megatron:t4", replace(DENSE, ffn_hidden=90), "90 columns of the MLP cannot be split over t4"),
         ("megatron:t4", replace(MOE, moe_layers=(False,) + (True,) * 11), "90 columns of the MLP"),
         ("megatron:t4", replace(MOE, shared_expert_ffn_hidden=38), "38 columns of the shared expert"),
-        ("megatron:p4v2", MOE, r"12 layers do not divide into equal parts over p4\*v2 = 8"),
+        ("megatron:p8v2", MOE, r"12 layers are too few for p8\*v2 = 16"),
         ("megatron:d4e4", MOE, "6 experts cannot be split over e4"),
         ("megatron:(attn:d3|ffn:t3)", MOE, "20 columns of an expert cannot be split over ffn t3"),
         ("megatron:d2e2", DENSE, "e2 splits experts, and qwen2 has none"),
@@ -94,8 +94,8 @@ def test_virtual_stages_need_a_pipeline() -> None:
 
 
 def test_every_problem_is_listed() -> None:
-    with pytest.raises(ValueError, match="qwen2_moe cannot be laid out as megatron tp5 pp5 dp4 ep4") as caught:
-        check_layout(parse_backend("megatron:d4t5p5e4"), MOE)
+    with pytest.raises(ValueError, match="qwen2_moe cannot be laid out as megatron tp5 pp13 dp4 ep4") as caught:
+        check_layout(parse_backend("megatron:d4t5p13e4"), MOE)
     assert len(str(caught.value).splitlines()) == 1 + 5
 
 
@@ -203,7 +203,7 @@ def test_recipes_of_fine_tuning_are_checked() -> None:
     values = {
         "experiment_name": "check",
         "cluster": {"n_gpus_per_node": 0},
-        "actor": {"path": "m", "backend": "megatron:p5"},
+        "actor": {"path": "m", "backend": "megatron:p13"},
         "train_dataset": {"path": "d"},
     }
     with pytest.raises(RecipeError, match="actor: 12 layers"):

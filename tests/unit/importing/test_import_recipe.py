@@ -35,7 +35,7 @@ def test_what_a_plan_would_refuse_is_a_problem(tmp_path: Path) -> None:
     cluster = "cluster: {n_nodes: 2, n_gpus_per_node: 8}\nactor: {path: Qwen/Qwen3-235B-A22B, {}}\n{}"
     cases = [
         ("backend: 'megatron:d4'", "allocation_mode: 'sglang:d8+megatron:d8'\n", "allocation_mode says"),
-        ("backend: 'megatron:d1p4t2'", "rollout: {backend: 'sglang:d1t8'}\n", "94 layers do not divide"),
+        ("backend: 'megatron:d1p4t2v32'", "rollout: {backend: 'sglang:d1t8'}\n", "94 layers are too few"),
         ("backend: 'megatron:d8'", "rollout: {backend: 'sglang:d9'}\n", "sizes differ"),
         ("backend: 'megatron:d7e7'", "rollout: {backend: 'sglang:d7'}\n", "128 experts"),
         ("backend: 'megatron:d8'", "rollout: {backend: 'sglang:d8'}\nreward: {fn: x}\n", ""),

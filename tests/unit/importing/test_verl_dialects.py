@@ -71,6 +71,7 @@ def test_a_mixture_of_experts_on_megatron() -> None:
         "actor.mb_spec.max_tokens_per_mb": 2 * 8192,  # the budget of each of 2 context shards
         "actor.megatron.router_dtype": "fp32",
         "actor.megatron.recompute": "selective",
+        "actor.megatron.transformer.recompute_modules": ["core_attn", "moe"],
         "actor.optimizer.warmup_steps_proportion": 10 / 100,
         "actor.ppo_n_minibatches": 256 // 64,
         "actor.eps_clip": 0.2,
@@ -89,10 +90,7 @@ def test_a_mixture_of_experts_on_megatron() -> None:
         "train_dataset.batch_size": 256,
         "train_dataset.max_length": 2 * 1024,
     }
-    assert conversion.unsupported() == {
-        OVERRIDE + "recompute_modules",
-        "reward_model.reward_manager",
-    }
+    assert conversion.unsupported() == {"reward_model.reward_manager"}
 
 
 def test_ppo_with_a_critic_on_fsdp_runs_on_megatron() -> None:
@@ -320,15 +318,31 @@ def test_gradient_checkpointing_that_is_off_recomputes_nothing() -> None:
     assert "actor.megatron.recompute" not in conversion.recipe
 
 
-def test_layers_that_do_not_divide_into_equal_stages_get_fewer_stages() -> None:
-    """94 layers divide into 1, 2, 47 or 94 stages."""
-    pp, vpp = MEGATRON + "pipeline_model_parallel_size", MEGATRON + "virtual_pipeline_model_parallel_size"
+def test_pipelines_of_unequal_stages_are_kept() -> None:
+    """94 layers divide over neither 8 nor 12 stages."""
+    pp, override = MEGATRON + "pipeline_model_parallel_size", OVERRIDE + "num_layers_in_"
     words = [f"{MODEL}path=Qwen/Qwen3-235B-A22B", "trainer.nnodes=32", f"{MEGATRON}tensor_model_parallel_size=4",
-             f"{MEGATRON}expert_tensor_parallel_size=1"]  # fmt: skip
-    for n_stages, n_chunks, lost in ((8, 6, {pp, vpp}), (2, 5, {vpp})):
-        conversion = convert_words("verl", *words, f"{pp}={n_stages}", f"{vpp}={n_chunks}")
-        assert conversion.recipe["actor.backend"] == "megatron:d32p2t4"
-        assert conversion.unsupported() == lost
+             f"{MEGATRON}expert_tensor_parallel_size=1", f"{pp}=8"]  # fmt: skip
+    ends = [f"+{override}{end}_pipeline_stage=11" for end in ("first", "last")]
+    for options in ([], ends):
+        conversion = convert_words("verl", *words, *options)
+        assert conversion.recipe["actor.backend"] == "megatron:d8p8t4"
+        assert not conversion.unsupported()
+    for end in ("first", "last"):
+        assert conversion.recipe[f"actor.megatron.transformer.num_layers_in_{end}_pipeline_stage"] == 11
+
+
+def test_what_is_recomputed_is_kept() -> None:
+    base = f"{ACTOR}strategy=megatron"
+    layers = convert_words(
+        "verl", base, *(f"+{OVERRIDE}recompute_{name}" for name in ("granularity=full", "method=block", "num_layers=3"))
+    )
+    assert layers.recipe["actor.megatron.transformer.recompute_method"] == "block"
+    assert layers.recipe["actor.megatron.transformer.recompute_num_layers"] == 3
+    modules = convert_words(
+        "verl", base, f"+{OVERRIDE}recompute_granularity=selective", f"+{OVERRIDE}recompute_modules=[core_attn,moe_act]"
+    )
+    assert modules.recipe["actor.megatron.transformer.recompute_modules"] == ["core_attn", "moe_act"]
 
 
 def test_an_option_of_megatrons_optimizer() -> None:

@@ -1,0 +1,231 @@
+"""The section `megatron`: settings that only the Megatron-Core engine reads, and Megatron-Core's own fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from fivefold.config.megatron_names import refused_problems
+from fivefold.config.schema.fields import Dtype, PathText, Positive, Section
+
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+
+_STAGES = "pipeline_model_parallel_layout"
+
+
+class MegatronFields(Section):
+    """Fields of one of Megatron-Core's configuration classes, under their own names."""
+
+    config_class: ClassVar[str]
+    """Name of the class."""
+    added: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the section that are not fields of the class."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_refused(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (problems := list(refused_problems(cls.config_class, iter(values)))):
+            raise ValueError("; ".join(problems))
+        return values
+
+
+class MegatronTransformerFields(MegatronFields):
+    """Fields of Megatron-Core's `TransformerConfig`, handed on under their own names.
+
+    The model's config and the layout decide the fields that are not here; to set one is an error that names the key to
+    use instead, or says why the field has no effect.
+    """
+
+    config_class = "TransformerConfig"
+
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """Layers of the first pipeline stage, all its virtual stages together; null: see `pipeline_model_parallel_layout`.
+    """
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """Layers of the last pipeline stage."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, which then has a layer less."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer of the last stage."""
+    pipeline_model_parallel_layout: str | list[list[str]] | None = None
+    """Layers of every (virtual) stage, as in `Et*11|(t*12|)*6t*11L`: E is the embedding, t a layer, L the output layer.
+    null: as equal as can be; where layers do not divide, the middle stages have one more than the ends."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With `recompute: full`: `uniform` recomputes all layers, in blocks of `recompute_num_layers`; `block` recomputes
+    the first `recompute_num_layers` layers of each (virtual) stage, one by one. null: `uniform`."""
+    recompute_num_layers: Positive | None = None
+    """Layers of `recompute_method`; null: 1."""
+    recompute_modules: list[RecomputeModule] | None = None
+    """With `recompute: selective`: the modules that are computed again. null: `mlp` and, in models with experts, `moe`.
+    """
+    moe_layer_recompute: bool = False
+    """Compute MoE layers again in the backward pass, as `recompute: selective` with `recompute_modules: [moe]` does."""
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the router's load-balancing loss; at 0, only the policy loss trains the router."""
+    moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
+    moe_router_force_load_balancing: bool = False
+    """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
+    bias_activation_fusion: bool = False
+    """Compute the activation of dense MLPs and shared experts in one kernel, which saves memory."""
+    deallocate_pipeline_outputs: bool = False
+    """Free what a pipeline stage has sent to the next one, of which the backward pass needs only the graph."""
+    batch_p2p_sync: bool = True
+    """Wait for the device after stages have exchanged tensors; without virtual stages."""
+    microbatch_group_size_per_vp_stage: Positive | None = None
+    """With virtual stages: micro-batches that one of them computes before the next one's turn, a multiple of the
+    pipeline's stages; null: as many as stages."""
+    clone_scatter_output_in_embedding: bool = True
+    """With tensor parallelism: copy this rank's part of the embeddings, so that the whole can be freed."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Sum the partial products of bfloat16 matrix products in float32; it holds for all models of the process."""
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> MegatronTransformerFields:
+        ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        groups = [[name for name in names if getattr(self, name)] for names in (ends, counted, (_STAGES,))]
+        written = [group[0] for group in groups if group]
+        if len(written) > 1:
+            raise ValueError(f"{' and '.join(written)} both say how layers are divided over stages: keep one")
+        return self
+
+
+class MegatronDDPFields(MegatronFields):
+    """Fields of Megatron-Core's `DistributedDataParallelConfig`, handed on under their own names."""
+
+    config_class = "DistributedDataParallelConfig"
+
+    bucket_size: Positive | None = None
+    """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients during the backward pass; null: on GPUs, if there is data parallelism."""
+    grad_reduce_in_fp32: bool = True
+    """Keep and reduce gradients in float32; false: in the weights' dtype, so that in bfloat16 the sum of the
+    micro-batches is rounded after each of them."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to a multiple of 2^16 elements, with which NCCL is fastest."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """With `grad_reduce_in_fp32: false`: send gradients in bfloat16, and sum those of the ranks in float32."""
+
+
+class MegatronOptimizerFields(MegatronFields):
+    """Fields of Megatron-Core's `OptimizerConfig` that no other engine has, under their own names, and `state_on`.
+
+    The learning rate, the betas and the other hyper-parameters are in `actor.optimizer`.
+    """
+
+    config_class = "OptimizerConfig"
+    added = frozenset({"state_on"})
+
+    decoupled_weight_decay: bool = True
+    """true: AdamW; false: `actor.optimizer.weight_decay` is an L2 penalty inside Adam."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Apply weight decay to the query and key norms as well."""
+    decoupled_lr: Annotated[float, Field(ge=0)] | None = None
+    """Peak learning rate of the embedding and the output layer; null: that of all other weights."""
+    decoupled_min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate of the embedding and the output layer at the end of the decay; null: `decoupled_lr` times
+    `actor.optimizer.min_lr_ratio`."""
+    exp_avg_dtype: Dtype = "float32"
+    """Dtype in which Adam's first moment is stored; bfloat16 is rounded stochastically, so that its mean is right."""
+    exp_avg_sq_dtype: Dtype = "float32"
+    """Dtype in which Adam's second moment is stored, like `exp_avg_dtype`."""
+    store_param_remainders: bool = False
+    """Store of each float32 master weight only the 16 bits that its bfloat16 weight lacks. It is exact; the weights are
+    then rounded to the nearest with ties away from zero, rather than to even."""
+    state_on: Literal["device", "host"] = "device"
+    """Where master weights and moments are: on the GPU, or in pinned host memory, from which each update streams them
+    through the GPU in buckets. The results are the same bit for bit."""
+
+    @model_validator(mode="after")
+    def _check_decoupled(self) -> MegatronOptimizerFields:
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            raise ValueError(
+                f"decoupled_min_lr={self.decoupled_min_lr} is the end of the decay of decoupled_lr, which is not set: "
+                "set it too, or drop decoupled_min_lr"
+            )
+        return self
+
+
+class MegatronConfig(Section):
+    """Settings that only the Megatron-Core engine reads."""
+
+    bridge_type: Literal["fivefold"] = "fivefold"
+    """The weight bridge between Hugging Face and Megatron-Core names."""
+    use_dist_checkpointing: bool = False
+    """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
+    config and a tokenizer."""
+    dist_checkpointing_path: PathText | None = None
+    """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
+    newest is read (docs/converting.md)."""
+    use_deterministic_algorithms: bool = False
+    """Use kernels whose results are the same bit for bit in every run; they are slower."""
+    virtual_pipeline_parallel_size: Positive = 1
+    """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
+    router_dtype: Literal["model", "fp32"] = "fp32"
+    """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Collective that brings tokens to their experts. Neither drops tokens."""
+    logprob_chunk_size: Positive = 1024
+    """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations the backward pass computes again: none, those of some modules, or those of whole layers
+    (`transformer.recompute_modules`, `transformer.recompute_method`)."""
+    transformer: MegatronTransformerFields = MegatronTransformerFields()
+    ddp: MegatronDDPFields = MegatronDDPFields()
+    optimizer: MegatronOptimizerFields = MegatronOptimizerFields()
+
+    @model_validator(mode="after")
+    def _check_checkpoint(self) -> MegatronConfig:
+        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
+            raise ValueError(
+                "use_dist_checkpointing=true reads a checkpoint, but dist_checkpointing_path names none: set it to the "
+                "checkpoint's folder, or use_dist_checkpointing to false"
+            )
+        if self.dist_checkpointing_path is not None and not self.use_dist_checkpointing:
+            raise ValueError(
+                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read while use_dist_checkpointing is "
+                "false: set that to true, or drop the path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> MegatronConfig:
+        fields = self.transformer
+        for name in ("recompute_method", "recompute_num_layers"):
+            if (value := getattr(fields, name)) is not None and self.recompute != "full":
+                raise ValueError(
+                    f"transformer.{name}={value} is about recomputing whole layers, and recompute is {self.recompute}: "
+                    f"set it to full, or drop {name}"
+                )
+        if fields.recompute_modules is not None and self.recompute != "selective":
+            raise ValueError(
+                f"transformer.recompute_modules={fields.recompute_modules} is read with recompute=selective, and it is "
+                f"{self.recompute}: set recompute to selective, or drop recompute_modules"
+            )
+        if fields.recompute_modules is not None and not fields.recompute_modules:
+            raise ValueError("transformer.recompute_modules is empty: name modules, or set recompute to none")
+        if fields.moe_layer_recompute and (self.recompute == "full" or fields.recompute_modules is not None):
+            raise ValueError(
+                "transformer.moe_layer_recompute=true is a word for recompute=selective with "
+                f"transformer.recompute_modules=[moe], and recompute={self.recompute} or recompute_modules says "
+                "something else: drop moe_layer_recompute, and add moe to recompute_modules"
+            )
+        return self
+
+    @property
+    def recompute_granularity(self) -> Literal["none", "selective", "full"]:
+        """Which activations are computed again, `transformer.moe_layer_recompute` included."""
+        return "selective" if self.transformer.moe_layer_recompute else self.recompute
+
+    def recompute_modules(self, *, is_moe: bool) -> tuple[RecomputeModule, ...]:
+        """Return the modules that are computed again in a model with or without experts; none unless selectively."""
+        if self.recompute_granularity != "selective":
+            return ()
+        chosen = self.transformer.recompute_modules
+        if chosen is not None:
+            return tuple(dict.fromkeys(chosen))
+        dense: tuple[RecomputeModule, ...] = () if self.recompute == "none" else ("mlp",)
+        return ("moe", *dense) if is_moe else dense

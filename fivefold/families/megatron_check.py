@@ -1,0 +1,63 @@
+"""Checks of a role's section `megatron` against its model and its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.schema.megatron import RecomputeModule
+from fivefold.families.shape import ModelShape
+
+
+def check_megatron(config: EngineConfig, shape: ModelShape, *, pp: int, vpp: int) -> None:
+    """Refuse options of Megatron-Core that the model or the pipeline cannot take.
+
+    Raises:
+        ValueError: a line for each problem.
+    """
+    if problems := list(megatron_problems("actor", config, shape, pp=pp, vpp=vpp)):
+        raise ValueError("\n".join(problems))
+
+
+def megatron_problems(role: str, config: EngineConfig, shape: ModelShape, *, pp: int, vpp: int) -> Iterator[str]:
+    """Yield a line for each key of a role's section `megatron` that its model or its pipeline cannot take."""
+    prefix = f"{role}.megatron.transformer"
+    yield from _router_problems(prefix, config, shape)
+    yield from _recompute_problems(prefix, config, shape)
+    yield from _schedule_problems(prefix, config, pp, vpp)
+
+
+def _router_problems(prefix: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    if shape.is_moe:
+        return
+    fields = config.megatron.transformer
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if value := getattr(fields, name):
+            yield f"{prefix}.{name}={value} is a router's loss, and {shape.family} has none: drop it"
+    for name in ("moe_layer_recompute", "moe_router_force_load_balancing"):
+        if getattr(fields, name):
+            yield f"{prefix}.{name}=true is about experts, and {shape.family} has none: drop it"
+
+
+def _recompute_problems(prefix: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    has: dict[RecomputeModule, bool] = {
+        "moe": shape.is_moe,
+        "moe_act": shape.is_moe,
+        "shared_experts": shape.shared_expert_ffn_hidden > 0,
+        "mlp": not all(shape.moe_layers),
+    }
+    for module in config.megatron.transformer.recompute_modules or ():
+        if not has.get(module, True):
+            yield f"{prefix}.recompute_modules has {module}, and {shape.family} has no such module: drop it"
+    chosen = config.megatron.recompute_modules(is_moe=shape.is_moe)
+    for inner in ("moe_act", "shared_experts"):
+        if "moe" in chosen and inner in chosen:
+            yield f"{prefix}.recompute_modules has {inner} and moe, of which {inner} is a part: drop {inner}"
+
+
+def _schedule_problems(prefix: str, config: EngineConfig, pp: int, vpp: int) -> Iterator[str]:
+    fields = config.megatron.transformer
+    group = fields.microbatch_group_size_per_vp_stage
+    if group is not None and (vpp == 1 or group % pp):
+        rule = "the layout has no virtual stages: drop it" if vpp == 1 else f"must be a multiple of the {pp} stages"
+        yield f"{prefix}.microbatch_group_size_per_vp_stage={group}: {rule}"

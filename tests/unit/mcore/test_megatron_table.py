@@ -1,0 +1,152 @@
+"""Every field of Megatron-Core's configuration classes is either a key of the recipe or refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import typing
+from dataclasses import replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from pydantic import ValidationError
+
+from fivefold.config.megatron_names import REFUSED
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.megatron import (
+    MegatronConfig,
+    MegatronDDPFields,
+    MegatronFields,
+    MegatronOptimizerFields,
+    MegatronTransformerFields,
+)
+from fivefold.families.megatron_settings import FIELDS_FILE
+from fivefold.families.read import find_shape
+from fivefold.layout.parser import parse_backend
+from fivefold.layout.stages import stage_split
+from fivefold.mcore import settings
+
+SECTIONS: dict[str, tuple[type[MegatronFields], type]] = {
+    "transformer": (MegatronTransformerFields, TransformerConfig),
+    "ddp": (MegatronDDPFields, DistributedDataParallelConfig),
+    "optimizer": (MegatronOptimizerFields, MegatronOptimizerConfig),
+}
+ROOT = Path(__file__).resolve().parents[3]
+MOE = "Qwen3-30B-A3B"
+LAYOUT = "megatron:(attn:d2p2v2t2|ffn:e4)"
+
+
+def test_the_table_of_fields_is_that_of_the_installed_megatron_core() -> None:
+    module = runpy.run_path(str(ROOT / "scripts/megatron_fields.py"))
+    assert module["text"]() == FIELDS_FILE.read_text(), "run: python scripts/megatron_fields.py"
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_is_a_key_or_has_a_reason(section: str) -> None:
+    keys, config = SECTIONS[section]
+    names = {field.name for field in dataclasses.fields(config)}
+    taken, refused = set(keys.model_fields) - keys.added, set(REFUSED[keys.config_class])
+    assert keys.config_class == config.__name__
+    assert taken | refused == names
+    assert not taken & refused
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_refused_field_says_why(section: str) -> None:
+    keys, _ = SECTIONS[section]
+    for name, reason in REFUSED[keys.config_class].items():
+        with pytest.raises(ValidationError) as error:
+            keys.model_validate({name: 1})
+        assert f"{name} of Megatron-Core's {keys.config_class} cannot be set in a recipe: {reason}" in str(error.value)
+
+
+# A key without an entry here has a value that shows that it arrives: the other one of true and false, or this number.
+STAGES = "Et*6|t*14|t*14|t*14L"
+VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "recompute_method": ("block", {"recompute": "full"}),
+    "recompute_num_layers": (3, {"recompute": "full"}),
+    "recompute_modules": (["moe_act", "layernorm"], {"recompute": "selective"}),
+    "microbatch_group_size_per_vp_stage": (4, {}),
+    "num_layers_in_first_pipeline_stage": (20, {}),
+    "num_layers_in_last_pipeline_stage": (20, {}),
+    "pipeline_model_parallel_layout": (STAGES, {}),
+    "bucket_size": (12345, {}),
+    "exp_avg_dtype": ("bfloat16", {}),
+    "exp_avg_sq_dtype": ("bfloat16", {}),
+    "moe_aux_loss_coeff": (0.25, {}),
+    "moe_z_loss_coeff": (0.25, {}),
+    "decoupled_lr": (0.25, {}),
+    "decoupled_min_lr": (0.25, {}),
+}
+BESIDE: dict[str, dict[str, Any]] = {"decoupled_min_lr": {"decoupled_lr": 0.5}}
+"""Keys of the same section that a key needs."""
+_LAYOUT = "pipeline_model_parallel_layout"
+
+
+def _stages(*sizes: int) -> str:
+    chunks = [["decoder"] * size for size in sizes]
+    return str([["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]])
+
+
+ELSEWHERE = {
+    "moe_layer_recompute": ("recompute_modules", ["moe"]),
+    # All ways to divide layers become one.
+    "num_layers_in_first_pipeline_stage": (_LAYOUT, _stages(10, 14, 10, 14)),
+    "num_layers_in_last_pipeline_stage": (_LAYOUT, _stages(14, 10, 14, 10)),
+    "account_for_embedding_in_pipeline_split": (_LAYOUT, _stages(11, 12, 12, 12)),
+    "account_for_loss_in_pipeline_split": (_LAYOUT, _stages(12, 12, 12, 11)),
+    _LAYOUT: (_LAYOUT, _stages(6, 14, 14, 14)),
+    # Each of the 2 tensor parallel ranks weights its part, after Megatron-Core has divided the weight by their number.
+    "moe_z_loss_coeff": ("moe_z_loss_coeff", 0.5),
+}
+"""Fields that take another form on their way: (field, value)."""
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(section, key) for section, (keys, _) in SECTIONS.items() for key in keys.model_fields if key not in keys.added],
+)
+def test_every_key_reaches_its_field(section: str, key: str) -> None:
+    value, others = VALUES.get(key, (not SECTIONS[section][0].model_fields[key].default, {}))
+    megatron = MegatronConfig.model_validate({section: {key: value, **BESIDE.get(key, {})}, **others})
+    config = EngineConfig(path="unused", backend=LAYOUT, megatron=megatron)
+    layout, shape = replace(parse_backend(LAYOUT), split=stage_split(megatron)), find_shape(MOE)
+    if key.startswith("account_for"):
+        shape = replace(shape, n_layers=47, moe_layers=shape.moe_layers[:47])
+    got: Any = {
+        "transformer": lambda: settings.transformer_config(config, layout, shape),
+        "ddp": lambda: settings.ddp_config(megatron, layout),
+        "optimizer": lambda: settings.optimizer_config(config, OptimizerConfig()),
+    }[section]()
+    name, wanted = ELSEWHERE.get(key, (key, value))
+    assert settings.effective_values(got)[name] == wanted
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(section, key) for section, (keys, _) in SECTIONS.items() for key in keys.model_fields if key not in keys.added],
+)
+def test_every_key_has_the_type_of_its_field(section: str, key: str) -> None:
+    keys, config = SECTIONS[section]
+    megatrons = _kinds(typing.get_type_hints(config)[key])
+    ours = _kinds(typing.get_type_hints(keys)[key])
+    # The default of a field may be left to the engine, as null.
+    assert ours - {type(None)} <= megatrons, f"{ours} are not among {megatrons}"
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the simple types, or the literal values, that an annotation allows; number formats are texts."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is typing.Annotated:
+        return _kinds(arguments[0])
+    if origin in (Union, UnionType):
+        return set().union(*map(_kinds, arguments))
+    if origin is Literal or annotation in (str, torch.dtype):
+        return {str}
+    return {list if origin is list else float if annotation in (int, float) else annotation}
