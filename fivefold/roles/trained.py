@@ -26,7 +26,7 @@ class TrainedRole:
 
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on."""
-        return self._trainer.group.call_first(TrainerWorker.effective_config)
+        return self.trainer.group.call_first(TrainerWorker.effective_config)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
