@@ -30,7 +30,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-PRELOADED = ("torch", "transformers", "fivefold.mcore.engine")
+PRELOADED = ("torch._dynamo", "transformers", "fivefold.mcore.engine")
+"""What processes import at the latest with their first optimizer, or their first model of transformers."""
 START_LIMIT_S = 180.0
 """Seconds for the imports, and for the processes to join torch.distributed."""
 GRACE_S = 3.0
