@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,19 +49,24 @@ class RunningCommand:
 
 
 @contextmanager
-def reporting_errors() -> Iterator[RunningCommand]:
+def reporting_errors(
+    *, interruptible_by: Callable[[], AbstractContextManager[None]] = interruptible
+) -> Iterator[RunningCommand]:
     """Turn what the body raises into one message on standard error and an exit code.
 
     The body raises ValueError for wrong input, OSError for a file or an address of the user's that cannot be read or
     written, RunFailed for a run that failed, and KeyboardInterrupt after the first Ctrl-C or SIGTERM. Anything else is
     a bug in Fivefold: it keeps its traceback, and Python exits with code 1.
 
+    Args:
+        interruptible_by: handles signals inside the body; `nullcontext` for a body that handles them itself.
+
     Raises:
         typer.Exit: with the exit code of the error.
     """
     command = RunningCommand()
     try:
-        with interruptible():
+        with interruptible_by():
             yield command
     except RunStopped as stop:
         typer.echo(f"\n{stop}\n{_how_to_go_on()}", err=True)

@@ -1,7 +1,8 @@
-"""`fivefold report` and `fivefold runs`."""
+"""`fivefold report`, `fivefold watch` and `fivefold runs`."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ Runs = Annotated[
     typer.Argument(metavar="RUN...", help="Folders of runs, to be laid over each other.", show_default=False),
 ]
 Out = Annotated[Path, typer.Option("-o", "--out", help="File to write.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder below which runs are looked for.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for each run, for programs.")]
 
@@ -38,6 +40,23 @@ def report(runs: Runs, out: Out = Path("report.html")) -> None:
         content = page([Run.read(path) for path in runs])
         out.write_text(content, encoding="utf-8")
         typer.echo(f"{out}: {len(content.encode()) / 1e6:.1f} MB")
+
+
+def watch(runs: Runs, port: Port = 0) -> None:
+    """Show the same page live, for runs that go on.
+
+    The page is served to this machine alone, under an address with a token, until Ctrl-C. To see it from another
+    machine, lead its port there: ssh -L 8000:127.0.0.1:8000 HOST.
+
+    \b
+    Examples:
+      fivefold watch runs/quickstart/trial-0
+      fivefold watch runs/quickstart/trial-0 --port 8000
+    """
+    with reporting_errors(interruptible_by=nullcontext):
+        from fivefold.report.live import watch
+
+        watch(runs, port, lambda address: typer.echo(f"{address}\nPress Ctrl-C to end."))
 
 
 def list_runs(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:

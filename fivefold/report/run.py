@@ -14,7 +14,7 @@ import numpy as np
 from fivefold.config.source import read_mapping
 from fivefold.observe.run_dir import STATUS, RunDir, State
 from fivefold.report.mfu import with_mfu
-from fivefold.report.series import Series, read_series
+from fivefold.report.series import MetricsFile, Series
 
 ACCURACY = "eval/accuracy"
 
@@ -36,8 +36,8 @@ class Run:
     series: Series
 
     @staticmethod
-    def read(path: Path) -> Run:
-        """Read the folder of a run.
+    def read(path: Path, metrics: MetricsFile | None = None) -> Run:
+        """Read the folder of a run; `metrics`, if it is given, keeps what it has read for the next call.
 
         Raises:
             ValueError: it is not the folder of a run.
@@ -56,7 +56,7 @@ class Run:
             about=about,
             summary=_json(folder.summary),
             recipe=read_mapping(folder.recipe) if folder.recipe.is_file() else {},
-            series=with_mfu(read_series(folder.metrics), about),
+            series=with_mfu((metrics or MetricsFile(folder.metrics)).read(), about),
         )
 
     @property

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 STEP = "step"
+NAN = float("nan")
 
 
 @dataclass(frozen=True)
@@ -39,34 +39,47 @@ class Series:
         return Series({name: column[row:] for name, column in self.columns.items()})
 
 
-def records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line of a file of JSON lines from byte `offset` on, with the offset behind it.
+@dataclass
+class MetricsFile:
+    """A file of metrics that grows: `read` reads what has come since the last call."""
 
-    A last line that is still being written, and one that a lost machine has torn, are left out.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as lines:
-        lines.seek(offset)
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record, offset
+    path: Path
+    _offset: int = 0
+    _file: int = 0
+    """Number of the file on its disk: a run that goes on replaces the file by a shorter one."""
+    _columns: dict[str, list[float]] = field(default_factory=lambda: {STEP: []})
 
+    def read(self) -> Series:
+        """Return the metrics of all steps; a file that is missing has none.
 
-def read_series(path: Path) -> Series:
-    """Read the metrics of all steps; a file that is missing has none."""
-    rows = [record for record, _ in records(path) if isinstance(record.get(STEP), int)]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: np.array([_number(row.get(name)) for row in rows], np.float32) for name in (STEP, *names)}
-    return Series(columns)
+        A last line that is still being written, and one that a lost machine has torn, are left out.
+        """
+        if self.path.exists():
+            with self.path.open("rb") as lines:
+                self._begin(self.path.stat().st_ino, lines.seek(0, 2))
+                lines.seek(self._offset)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._add(line)
+        return Series({name: np.array(values, np.float32) for name, values in self._columns.items()})
 
+    def _begin(self, file: int, size: int) -> None:
+        if file != self._file or size < self._offset:
+            self._offset, self._columns = 0, {STEP: []}
+        self._file = file
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
+    def _add(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(record, dict) or not isinstance(record.get(STEP), int):
+            return
+        n = len(self._columns[STEP])
+        for name in record.keys() - self._columns.keys():
+            self._columns[name] = [NAN] * n
+        for name, values in self._columns.items():
+            value = record.get(name)
+            values.append(float(value) if isinstance(value, (int, float)) else NAN)
