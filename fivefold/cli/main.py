@@ -20,7 +20,7 @@ from fivefold.cli.evaluate import evaluate
 from fivefold.cli.generate import generate
 from fivefold.cli.import_recipe import import_recipe
 from fivefold.cli.plan import plan
-from fivefold.cli.report import list_runs, report, watch
+from fivefold.cli.report import list_runs, report, timeline, watch
 from fivefold.cli.rm import rm
 from fivefold.cli.sft import sft
 from fivefold.cli.train import train
@@ -72,5 +72,6 @@ app.command("checkpoints", epilog=EXIT_CODES)(checkpoints)
 app.command("runs", epilog=EXIT_CODES)(list_runs)
 app.command("report", epilog=EXIT_CODES)(report)
 app.command("watch", epilog=EXIT_CODES)(watch)
+app.command("timeline", epilog=EXIT_CODES)(timeline)
 app.add_typer(data_app, name="data")
 app.command("doctor", epilog=EXIT_CODES)(doctor)

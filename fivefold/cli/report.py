@@ -1,7 +1,8 @@
-"""`fivefold report`, `fivefold watch` and `fivefold runs`."""
+"""`fivefold report`, `fivefold watch`, `fivefold timeline` and `fivefold runs`."""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,12 @@ Runs = Annotated[
     typer.Argument(metavar="RUN...", help="Folders of runs, to be laid over each other.", show_default=False),
 ]
 Out = Annotated[Path, typer.Option("-o", "--out", help="File to write.")]
+OneRun = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+TraceFile = Annotated[Path, typer.Option("-o", "--out", help="File to write.")]
+Steps = Annotated[
+    str | None, typer.Option(metavar="FIRST-LAST", help="Only these steps, such as 10-12.", show_default=False)
+]
+HtmlFile = Annotated[Path | None, typer.Option(help="Write the page about the run here, too.", show_default=False)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder below which runs are looked for.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for each run, for programs.")]
@@ -57,6 +64,44 @@ def watch(runs: Runs, port: Port = 0) -> None:
         from fivefold.report.live import watch
 
         watch(runs, port, lambda address: typer.echo(f"{address}\nPress Ctrl-C to end."))
+
+
+def timeline(run: OneRun, out: TraceFile = Path("trace.json"), steps: Steps = None, html: HtmlFile = None) -> None:
+    """Write when each process did what, as a trace.
+
+    https://ui.perfetto.dev and chrome://tracing open the trace.
+
+    \b
+    Examples:
+      fivefold timeline runs/quickstart/trial-0
+      fivefold timeline runs/quickstart/trial-0 --steps 10-12 -o trace.json
+    """
+    with reporting_errors():
+        import json
+
+        from fivefold.report.page import page
+        from fivefold.report.run import Run
+        from fivefold.report.timeline import Timeline, chrome_trace
+
+        read = Run.read(run)
+        events = Timeline.read(read.folder.logs)
+        if not events.events:
+            raise ValueError(f"{run} has no events: its logs are not here, or an earlier version has made them")
+        if steps is not None:
+            events = events.between(*_first_and_last(steps))
+        out.write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+        n_processes = len({event.process for event in events.events})
+        typer.echo(f"{out}: {len(events.events):,} events of {n_processes} processes")
+        if html is not None:
+            html.write_text(page([read]), encoding="utf-8")
+            typer.echo(f"{html}#timeline")
+
+
+def _first_and_last(steps: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
+    if match is None:
+        raise ValueError(f"--steps {steps}: give a step such as 12, or the first and the last one such as 10-12")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def list_runs(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:

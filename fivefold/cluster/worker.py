@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
 from fivefold.cluster.rendezvous import LOOPBACK
+from fivefold.observe.events import SUFFIX, EventLog
 
 SIDES = {"feed": 1, "control": 1, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, with one thread each, for methods that run beside the one in progress."""
@@ -94,6 +96,7 @@ class Worker:
         sys.path.extend(folder for folder in folders if folder not in sys.path)
         with _Reported():
             _redirect_output(Path(log))
+            self._events = EventLog(Path(log).with_suffix(SUFFIX))
         keep_exit_statuses()
         self._held: Any = None
         self._store: Any = None
@@ -122,7 +125,7 @@ class Worker:
         """Make the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
-        with _Reported():
+        with self._running("build"):
             build = cloudpickle.loads(pickled)
             if isinstance(build, str):
                 module, _, name = build.partition(":")
@@ -131,19 +134,19 @@ class Worker:
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)`, or None unless `reply`."""
-        with _Reported():
+        with self._running(method):
             result = getattr(self._held, method)(*args, **kwargs)
         return result if reply else None
 
     def keep(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
         """Return the pair (summary, payload) of `held.method(*args, **kwargs)`, as two objects of the store."""
-        with _Reported():
+        with self._running(method):
             summary, payload = getattr(self._held, method)(*args, **kwargs)
         return summary, payload
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)`, which runs at once and must be safe beside another method."""
-        with _Reported():
+        with self._running(method):
             return getattr(self._held, method)(*args, **kwargs)
 
     def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[Any]:
@@ -151,14 +154,14 @@ class Worker:
 
         The driver reads the None, which fails if the generator has failed, and passes the item on without reading it.
         """
-        with _Reported():
+        with self._running(method):
             for item in getattr(self._held, method)(*args, **kwargs):
                 yield None
                 yield item
 
     def drain(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
         """Run the generator `held.method` to its end and drop the items."""
-        with _Reported():
+        with self._running(method):
             for _ in getattr(self._held, method)(*args, **kwargs):
                 pass
 
@@ -166,7 +169,7 @@ class Worker:
         """Return `held.method(items, *args, **kwargs)`, with the items that `push` hands in under `feed_id`."""
         feed = self._feed(feed_id)
         try:
-            with _Reported():
+            with self._running(method):
                 result = getattr(self._held, method)(iter(feed), *args, **kwargs)
         finally:
             feed.close()
@@ -176,7 +179,7 @@ class Worker:
         """Do what `consume` does, for a method that returns a pair (summary, payload), as two objects of the store."""
         feed = self._feed(feed_id)
         try:
-            with _Reported():
+            with self._running(method):
                 summary, payload = getattr(self._held, method)(iter(feed), *args, **kwargs)
         finally:
             feed.close()
@@ -203,6 +206,12 @@ class Worker:
     def hold(self) -> None:
         """Never return, so that the driver's reference fails as soon as the process dies, whatever it is doing."""
         threading.Event().wait()
+
+    @contextmanager
+    def _running(self, method: str) -> Iterator[None]:
+        """Record the time of a method of the held object, and report its failure."""
+        with self._events.event(method), _Reported():
+            yield
 
     def _feed(self, feed_id: int) -> Feed:
         # `push` may come before `consume`, so the first of them makes the feed. Older feeds have ended.

@@ -10,7 +10,8 @@ runs/<experiment_name>/<trial_name>/
     samples.jsonl    generations of each step
     samples/         the same as parquet files, with values of each token
     tensorboard/
-    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; start-<n>/ of earlier starts
+    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; *.events: who did
+                     what when; start-<n>/ of earlier starts
     checkpoints/     step-<n>/: the whole run at a step, from which it can go on
     weights/         the trained model, Hugging Face format
     critic/          the critic, if there is one, Hugging Face format

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from fivefold.observe.events import EventLog
+
 SETUP = "setup"
 
 
@@ -32,14 +34,20 @@ class PhaseTimers:
     threads may each be in phases of their own (generation beside training): their seconds are added up by name.
     """
 
-    def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
-        """`on_change` is called, in the thread that enters or leaves a phase, with the names of all open phases."""
+    def __init__(self, on_change: Callable[[str], None] | None = None, events: EventLog | None = None) -> None:
+        """Start without phases.
+
+        Args:
+            on_change: is called, in the thread that enters or leaves a phase, with the names of all open phases.
+            events: records every phase; None: none is recorded.
+        """
         self._seconds: dict[str, float] = {}
         self._lane = _Lane()
         self._innermost: dict[int, str] = {}
         """The innermost phase of each thread that is in one, by the thread's id."""
         self._lock = threading.Lock()
         self._on_change = on_change
+        self._events = events
 
     @property
     def current(self) -> str:
@@ -52,11 +60,13 @@ class PhaseTimers:
         lane = self._lane
         lane.stack.append(name)
         self._tell()
-        start, inner_before = time.perf_counter(), lane.inner
+        start, began, inner_before = time.perf_counter(), time.time(), lane.inner
         lane.inner = 0.0
         yield
         # A failure skips this, so that its message can name the phase in which it happened.
         elapsed = time.perf_counter() - start
+        if self._events is not None:
+            self._events.add(name, began, elapsed)
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - lane.inner
         lane.inner = inner_before + elapsed

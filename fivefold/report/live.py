@@ -23,6 +23,7 @@ from fivefold.report.page import INSTALL, facts, metrics_block, render, sample_f
 from fivefold.report.run import Run
 from fivefold.report.samples import CHUNK
 from fivefold.report.series import MetricsFile
+from fivefold.report.timeline import Timeline, timeline_block
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 HOST = "127.0.0.1"
-_BLOCK = re.compile(r"(\d+)-(metrics|samples-index|samples-chunk)(?:-(\d+))?")
+_BLOCK = re.compile(r"(\d+)-(metrics|timeline|samples-index|samples-chunk)(?:-(\d+))?")
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",  # the address holds the token
@@ -62,6 +63,8 @@ class Watched:
         """Return a block of the page; None: there is none of that kind and number."""
         if kind == "metrics":
             return metrics_block(self.run, first)
+        if kind == "timeline":
+            return timeline_block(Timeline.read(self.run.folder.logs))
         if kind == "samples-index":
             return self.samples.index(range(len(self.samples.rows)))
         start = number * CHUNK

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from fivefold import __version__
+from fivefold.observe.events import SUFFIX
 from fivefold.observe.jsonl import finite
 from fivefold.report.blocks import inline, table_block
 from fivefold.report.recipe_table import with_defaults
 from fivefold.report.run import Run, duration
 from fivefold.report.samples import Embedded, Samples, embedded
+from fivefold.report.timeline import Timeline, timeline_block
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("core.js", "charts.js", "samples.js", "page.js")
+SCRIPTS = ("core.js", "charts.js", "timeline.js", "samples.js", "page.js")
 """Scripts of the page, in their order; the last one begins."""
 ROOM_FOR_SAMPLES = 12_000_000
 """Bytes of a page that samples may take: with plotly's script and the metrics it stays below 20 MB."""
@@ -40,6 +42,8 @@ def page(runs: Sequence[Run]) -> str:
         samples = samples_of(run)
         inside = embedded(samples, f"{number}-samples", ROOM_FOR_SAMPLES // len(runs))
         blocks |= {f"{number}-metrics": metrics_block(run), **inside.blocks}
+        if has_timeline(run):
+            blocks[f"{number}-timeline"] = timeline_block(Timeline.read(run.folder.logs))
         all_facts.append(facts(run) | {"samples": sample_facts(samples, inside)})
     return render(all_facts, {name: inline(block) for name, block in blocks.items()}, live=False)
 
@@ -115,11 +119,17 @@ def state(run: Run) -> dict[str, Any]:
         "step": run.step,
         "total_steps": run.total_steps,
         "rows": len(run.series),
+        "timeline": has_timeline(run),
         "duration": duration(run.seconds),
         "before": run.summary.get("accuracy_before"),
         "after": run.summary.get("accuracy_after"),
         "best": None if best is None else dict(zip(("name", "value", "step"), best, strict=True)),
     }
+
+
+def has_timeline(run: Run) -> bool:
+    """Return whether the run has recorded events."""
+    return any(run.folder.logs.glob(f"**/*{SUFFIX}"))
 
 
 @cache

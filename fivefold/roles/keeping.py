@@ -20,6 +20,7 @@ from fivefold.checkpoints.writer import Checkpointer, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunStopped
+from fivefold.observe.events import EventLog
 from fivefold.observe.metrics import MetricsLog
 from fivefold.observe.sample_log import SampleLog
 from fivefold.roles.opening import OpenRun
@@ -38,6 +39,7 @@ class Keeper:
         *,
         seconds: float,
         began: float,
+        events: EventLog | None = None,
     ) -> None:
         """Keep a run.
 
@@ -49,7 +51,9 @@ class Keeper:
             request: whether the user has asked the run to end.
             seconds: time that earlier starts of the run have taken.
             began: time on `time.perf_counter` at which the command was started.
+            events: records the ends of the steps; None: nothing is recorded.
         """
+        self._events = events
         self.metrics = metrics
         self.samples = samples
         self._checkpoints = checkpoints
@@ -87,6 +91,8 @@ class Keeper:
             RunFailed: a checkpoint could not be written.
             RunStopped: the run ends early; its checkpoint is on the disk.
         """
+        if self._events is not None:
+            self._events.step_ended(state.step)
         if self._begun:
             self.metrics.sync()
             self.samples.sync()
@@ -139,4 +145,6 @@ def keep(
         ending_after_a_step() if config.is_enabled else nullcontext(EndRequest()) as request,
         checkpoints,
     ):
-        yield Keeper(metrics, samples, checkpoints, limit, request, seconds=state.seconds, began=began)
+        yield Keeper(
+            metrics, samples, checkpoints, limit, request, seconds=state.seconds, began=began, events=run.events
+        )

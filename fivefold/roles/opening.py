@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.placement import Placement, place
 from fivefold.observe.about import about_run
 from fivefold.observe.console import RunConsole
+from fivefold.observe.events import SUFFIX, EventLog
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
@@ -128,6 +129,8 @@ class OpenRun:
     screen: RunConsole
     timers: PhaseTimers
     session: Session
+    events: EventLog | None = None
+    """Records the phases and the ends of the steps; None: nothing is recorded."""
 
 
 @contextmanager
@@ -153,9 +156,10 @@ def open_run(
     with ExitStack() as stack:
         folder = stack.enter_context(start.open_folder(recipe))
         screen = stack.enter_context(RunConsole(columns))
-        timers = PhaseTimers(on_change=screen.phase)
+        events = stack.enter_context(closing(EventLog(folder.logs / f"driver{SUFFIX}")))
+        timers = PhaseTimers(on_change=screen.phase, events=events)
         title = f"{recipe.experiment_name} / {recipe.trial_name}"
         folder.write_about(about_run(title, banner, total_steps))
         screen.banner(title, banner)
         session = stack.enter_context(Session.open(recipe.scheduler, recipe.cluster, folder.logs, timers))
-        yield OpenRun(folder, screen, timers, session)
+        yield OpenRun(folder, screen, timers, session, events)

@@ -1,0 +1,161 @@
+"""The time line of a run: which process did what, from its events.
+
+logs/*.events, logs/start-<n>/*.events ─> Timeline ─> chrome_trace   JSON that Perfetto and chrome://tracing open
+                                                   ─> timeline_block what the page draws
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.observe.events import SUFFIX
+from fivefold.report.blocks import table_block
+
+MOST_EVENTS = 40_000
+"""Events of a page: the newest ones, which its browser draws without delay."""
+DRIVER = "driver"
+_STEM = re.compile(r"(.+)-(\d+)")
+_START = re.compile(r"start-(\d+)")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A phase of the driver, or a call of a worker's method."""
+
+    process: str
+    """`driver`, or role and rank such as `actor-3`."""
+    thread: int
+    name: str
+    start: float
+    """Seconds since 1970, on the clock of the process's machine."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of all processes of a run, of all its starts."""
+
+    events: tuple[Event, ...]
+    """Sorted by their start."""
+    steps: tuple[tuple[int, float], ...]
+    """Each step's number and the time of its end."""
+
+    @staticmethod
+    def read(logs: Path) -> Timeline:
+        """Read the events below a run's folder of logs."""
+        events: list[Event] = []
+        steps: list[tuple[int, float]] = []
+        for file in sorted(logs.glob(f"**/*{SUFFIX}")):
+            for record in _records(file):
+                if "step" in record:
+                    steps.append((record["step"], record["at"]))
+                else:
+                    name = str(record["name"]).replace("_", " ")
+                    events.append(Event(file.stem, record["thread"], name, record["start"], record["seconds"]))
+        return Timeline(
+            tuple(sorted(events, key=lambda event: event.start)), tuple(sorted(steps, key=lambda each: each[1]))
+        )
+
+    def between(self, first: int, last: int) -> Timeline:
+        """Return the events of the steps from `first` to `last`.
+
+        Raises:
+            ValueError: there is no such step.
+        """
+        ends = dict(self.steps)
+        if first not in ends or last not in ends or last < first:
+            known = f"{min(ends)}-{max(ends)}" if ends else "none"
+            raise ValueError(f"--steps {first}-{last}: the run has events of steps {known}")
+        begin = max((at for step, at in self.steps if at < ends[first] and step < first), default=0.0)
+        kept = tuple(event for event in self.events if event.start < ends[last] and event.start + event.seconds > begin)
+        return Timeline(kept, tuple(each for each in self.steps if first <= each[0] <= last))
+
+    def tracks(self) -> list[tuple[str, int]]:
+        """Return each process and thread that has events: the driver first, then by role, rank and thread."""
+        found = {(event.process, event.thread) for event in self.events}
+        return sorted(found, key=lambda track: (track[0] != DRIVER, *_role_and_rank(track[0]), track[1]))
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Return the time line in Chrome's trace format: microseconds, a process for each rank."""
+    origin = timeline.events[0].start if timeline.events else 0.0
+    processes = list(dict.fromkeys(process for process, _ in timeline.tracks()))
+    numbers = {process: number for number, process in enumerate(processes, start=1)}
+    named = [
+        {"ph": "M", "name": name, "pid": number, "tid": 0, "args": {key: value}}
+        for process, number in numbers.items()
+        for name, key, value in (("process_name", "name", process), ("process_sort_index", "sort_index", number))
+    ]
+    spans = [
+        {
+            "ph": "X",
+            "name": event.name,
+            "cat": _role_and_rank(event.process)[0],
+            "pid": numbers[event.process],
+            "tid": event.thread,
+            "ts": round((event.start - origin) * 1e6, 1),
+            "dur": round(event.seconds * 1e6, 1),
+        }
+        for event in timeline.events
+    ]
+    marks = [
+        {
+            "ph": "i",
+            "s": "g",
+            "name": f"end of step {step}",
+            "pid": numbers.get(DRIVER, 0),
+            "tid": 0,
+            "ts": round((at - origin) * 1e6, 1),
+        }
+        for step, at in timeline.steps
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*named, *spans, *marks]}
+
+
+def timeline_block(timeline: Timeline) -> bytes:
+    """Return the newest events as a table block.
+
+    Its columns are `track`, `name` (indices into lists of the header), `since` (seconds since the start of the event
+    before, because a float32 holds no date) and `seconds`.
+    """
+    events = timeline.events[-MOST_EVENTS:]
+    origin = events[0].start if events else 0.0
+    tracks = timeline.tracks()
+    names = sorted({event.name for event in events})
+    starts = np.array([event.start for event in events])
+    columns = {
+        "track": np.array([tracks.index((event.process, event.thread)) for event in events]),
+        "name": np.array([names.index(event.name) for event in events]),
+        "since": np.diff(starts, prepend=starts[:1]),
+        "seconds": np.array([event.seconds for event in events]),
+    }
+    titles = [process if thread == 0 else f"{process}, thread {thread}" for process, thread in tracks]
+    ends = [[step, round(at - origin, 4)] for step, at in timeline.steps if at >= origin]
+    left_out = len(timeline.events) - len(events)
+    floats = {name: column.astype(np.float32) for name, column in columns.items()}
+    return table_block(floats, tracks=titles, labels=names, steps=ends, left_out=left_out)
+
+
+def _role_and_rank(process: str) -> tuple[str, int]:
+    match = _STEM.fullmatch(process)
+    return (match[1], int(match[2])) if match else (process, 0)
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a process that was killed may leave half a line
+                continue
+            if isinstance(record, dict) and (
+                record.keys() >= {"name", "start", "seconds", "thread"} or "step" in record
+            ):
+                yield record
