@@ -22,7 +22,7 @@ from tests.unit.report.test_report import table_of
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two steps: the driver trains, on two ranks, and generates in another thread; an earlier start had one."""
+    """A run of two steps: the driver trains, on two ranks, and generates in a thread; the first is an earlier start."""
     run = make_run(tmp_path, n_steps=2)
     logs = run / "logs"
     (logs / "start-1").mkdir()
