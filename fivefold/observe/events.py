@@ -32,14 +32,15 @@ class EventLog:
     @contextmanager
     def event(self, name: str) -> Iterator[None]:
         """Record the time of the block, also of one that fails."""
-        start, began = time.time(), time.perf_counter()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, start, time.perf_counter() - began)
+            self.add(name, time.perf_counter() - began)
 
-    def add(self, name: str, start: float, seconds: float) -> None:
-        """Record an event that began at `start`, in seconds since 1970, and took `seconds`."""
+    def add(self, name: str, seconds: float) -> None:
+        """Record an event that took `seconds` and has just ended."""
+        start = time.time() - seconds
         with self._lock:
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
             line = {"name": name, "start": round(start, 6), "seconds": round(seconds, 6), "thread": thread}

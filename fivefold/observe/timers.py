@@ -60,13 +60,13 @@ class PhaseTimers:
         lane = self._lane
         lane.stack.append(name)
         self._tell()
-        start, began, inner_before = time.perf_counter(), time.time(), lane.inner
+        start, inner_before = time.perf_counter(), lane.inner
         lane.inner = 0.0
         yield
         # A failure skips this, so that its message can name the phase in which it happened.
         elapsed = time.perf_counter() - start
         if self._events is not None:
-            self._events.add(name, began, elapsed)
+            self._events.add(name, elapsed)
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - lane.inner
         lane.inner = inner_before + elapsed
