@@ -1,26 +1,29 @@
-"""The decode loop over one wave of requests, which share a batch.
+"""The decode loop. Requests that begin together are a wave; the rows of all waves share one batch and one cache.
 
 prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> every few: stop? ──> rows that go on ─┐
                                                         └──────────────── one forward for all of them <──────────────┘
+
+    wave 1   p p p r r r r r r         rows are aligned at their last token, so that waves join at any time
+    wave 2         p p r r r r
+    wave 3             p p p p
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fivefold.rollout.forward import Tokens, forward_token, prefill
 from fivefold.rollout.kv_cache import RowCache
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.sampling import choose_tokens, uniform_numbers
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
 
-_PREFILL_TOKENS = 16384
-"""Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""
 _COMPACT_SHARE = 8
 """Finished rows leave the batch once they are 1/8 of it: copying the cache costs about as much as keeping them."""
 _MOST_UNSEEN = 8
@@ -29,44 +32,253 @@ _UNSEEN_SHARE = 16
 """The host also asks once 1/16 of a row's tokens are new, so that short completions have few tokens behind the end."""
 
 
-@dataclass
-class _Rows:
-    """The rows of the batch, as tensors [B]. A finished row stays and is ignored until the next compaction."""
+class Wave:
+    """Requests that begin together; the longest prompts come first, and equal prompts side by side.
 
-    request: Tensor
-    """int64: index in the wave of the row's request."""
-    position: Tensor
-    """int64: position of the row's next token."""
-    padding: Tensor | None
-    """int64: number of masked columns at the left of the row; None: no row has any."""
-    is_running: Tensor
-    """bool: whether the row's completion goes on."""
-
-    def select(self, rows: Tensor) -> _Rows:
-        """Return the rows at the indices `rows`."""
-        padding = None if self.padding is None else self.padding[rows]
-        return _Rows(self.request[rows], self.position[rows], padding, self.is_running[rows])
-
-
-class _Record:
-    """The samples of the wave, by request: tokens and log-probs [N, T], lengths [N] (0 while running).
-
-    A row may have some tokens behind its end, because the host asks for ends only every few tokens; `finished` cuts
-    them off.
+    Samples are kept by request, as [N, T]. A finished row stays in the batch and is ignored until the next compaction.
+    It may have some tokens behind its end, because the host asks for ends only every few tokens.
     """
 
-    def __init__(self, n_requests: int, max_new_tokens: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(n_requests, max_new_tokens, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(n_requests, max_new_tokens, dtype=torch.float32, device=device)
-        self.lengths = torch.zeros(n_requests, dtype=torch.int64, device=device)
+    def __init__(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: StopRule, device: torch.device
+    ) -> None:
+        """Begin without a token.
 
-    def finished(self, version: int) -> list[Completion]:
-        """Return the completions, in the order of the requests. Their arrays share the memory of the wave's."""
-        tokens, logprobs = self.tokens.to(torch.int32).cpu().numpy(), self.logprobs.cpu().numpy()
+        Args:
+            requests: the requests.
+            sampling: how tokens are chosen.
+            stop: when completions end.
+            device: device of the model.
+        """
+        self.requests = requests
+        self._sampling = sampling
+        self._stop = stop
+        n, most = len(requests), sampling.max_new_tokens
+        self._uniforms = uniform_numbers([request.seed for request in requests], most).to(device)
+        self._tokens = torch.zeros(n, most, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(n, most, dtype=torch.float32, device=device)
+        self._lengths = torch.zeros(n, dtype=torch.int64, device=device)
+        """Tokens of each completion; 0 while it is running."""
+        self._versions: list[int] = []
+        """Version of the weights that sampled each token, which all rows have in common."""
+        self._request_B = torch.arange(n, device=device)
+        """int64: index of each row's request."""
+        self._is_running_B = torch.ones(n, dtype=torch.bool, device=device)
+        self._n_seen = 0
+        self.n_rows = n
+        self.n_running = n
+        """Number of rows that were running when the host asked last."""
+        self.position_B = torch.empty(0, dtype=torch.int64)
+        """int64: position of each row's next token."""
+        self.padding_B: Tensor | None = None
+        """int64: number of masked columns at the left of each row; None: no row has any."""
+        self.width = 0
+        """Columns of the longest row."""
+        self.logits_BV = torch.empty(0)
+        """Logits of each row's next token."""
+        self.version = 0
+        """Version of the weights that computed `logits_BV`."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that were sampled for each row."""
+        return len(self._versions)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no row goes on."""
+        return self.n_running == 0 or self.length == self._sampling.max_new_tokens
+
+    def sample(self) -> Tensor:
+        """Choose the next token of each row; return them, int64 [B]."""
+        step = self.length
+        uniforms_B = self._uniforms[self._request_B, step]
+        tokens_B, logprobs_B = choose_tokens(self.logits_BV, uniforms_B, self._sampling, self._stop.forbidden(step))
+        self._tokens[self._request_B, step] = tokens_B
+        self._logprobs[self._request_B, step] = logprobs_B
+        self._versions.append(self.version)
+        return tokens_B
+
+    def check(self) -> bool:
+        """End the rows that their new tokens have ended, if it is time to ask for them. Returns whether it was.
+
+        Raises:
+            RuntimeError: logits that are not finite.
+        """
+        length = self.length
+        n_new = length - self._n_seen
+        is_last = length == self._sampling.max_new_tokens
+        if not is_last and n_new < min(_MOST_UNSEEN, 1 + (length - 1) // _UNSEEN_SHARE):
+            return False
+        tails_BW = self._tokens[self._request_B, max(0, self._n_seen + 1 - self._stop.window) : length]
+        ends_B = self._stop.ends(tails_BW, n_new, length) * self._is_running_B
+        self._lengths[self._request_B] += ends_B
+        self._is_running_B &= ends_B == 0
+        n_not_finite = (~self._logprobs[self._request_B, self._n_seen : length].isfinite()).sum()
+        # Both numbers come to the host in one transfer, for which it waits once.
+        self.n_running, n_bad = torch.stack([self._is_running_B.sum(), n_not_finite]).tolist()
+        if n_bad:
+            raise RuntimeError(
+                "the rollout model gave logits that are not finite (NaN or infinite): its weights or activations have "
+                "overflowed. Check the last update's gradient norm, or set rollout.dtype=float32"
+            )
+        self._n_seen = length
+        return True
+
+    def running(self) -> Tensor:
+        """Return the indices of the rows that go on, int64."""
+        return self._is_running_B.nonzero().squeeze(1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows except those at the indices `rows`. Their logits have been used, or are computed anew."""
+        self._request_B, self._is_running_B = self._request_B[rows], self._is_running_B[rows]
+        self.position_B = self.position_B[rows]
+        self.padding_B = None if self.padding_B is None else self.padding_B[rows]
+        self.n_rows = len(rows)
+
+    def shift(self, columns: int) -> None:
+        """Put `columns` masked columns in front of every row; a negative number takes away that many."""
+        if columns:
+            before_B = torch.zeros_like(self.position_B) if self.padding_B is None else self.padding_B
+            self.padding_B = before_B + columns
+
+    def sequences(self) -> list[Tokens]:
+        """Return the tokens of each row: its prompt, and what was sampled."""
+        sampled = self._tokens[self._request_B, : self.length].tolist()
+        prompts = [self.requests[index].token_ids for index in self._request_B.tolist()]
+        return [(*prompt, *tokens) for prompt, tokens in zip(prompts, sampled, strict=True)]
+
+    def lengths(self) -> list[int]:
+        """Return the tokens of each request's completion, 0 if it goes on; at the limit it does not."""
+        limit = self.length if self.length == self._sampling.max_new_tokens else 0
+        return [n or limit for n in self._lengths.tolist()]
+
+    def completions(self, indices: Sequence[int] | None = None) -> list[Completion]:
+        """Return the completions of the requests at `indices`, all of which have ended; None: of all requests."""
+        rows = list(range(len(self.requests))) if indices is None else list(indices)
+        tokens = self._tokens[rows].to(torch.int32).cpu().numpy()
+        logprobs = self._logprobs[rows].cpu().numpy()
+        versions = np.array(self._versions, dtype=np.int32)
         return [
-            Completion.of(row[: n or None], values[: n or None], "stop" if n else "length", version)
-            for row, values, n in zip(tokens, logprobs, self.lengths.tolist(), strict=True)
+            Completion(row[: n or None], values[: n or None], versions[: n or None], "stop" if n else "length")
+            for row, values, n in zip(tokens, logprobs, self._lengths[rows].tolist(), strict=True)
         ]
+
+
+class Decoder:
+    """The waves in progress, and their cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Begin without a wave."""
+        self._model = model
+        self._cache: RowCache | None = None
+        self.waves: list[Wave] = []
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the batch, those included that have ended since the last compaction."""
+        return sum(wave.n_rows for wave in self.waves)
+
+    def begin(self, wave: Wave, version: int) -> None:
+        """Compute the prompts of a wave with weights of version `version`, and let its rows join the batch."""
+        cache = self._filled(wave, version)
+        if self._cache is not None and self.waves:
+            shift = cache.length - self._cache.length
+            for other in self.waves:
+                other.shift(max(0, shift))
+            wave.shift(max(0, -shift))
+            self._cache.join(cache)
+        else:
+            self._cache = cache
+        self.waves.append(wave)
+
+    def forget(self) -> None:
+        """Drop keys, values and logits of all rows; `recompute` brings them back."""
+        self._cache = None
+        for wave in self.waves:
+            wave.logits_BV = wave.logits_BV.new_empty(0)
+
+    def recompute(self, version: int) -> None:
+        """Compute keys, values and logits of all rows anew, with weights of version `version`."""
+        self._cache = None
+        waves, self.waves = self.waves, []
+        for wave in waves:
+            wave.keep(wave.running())
+            wave.padding_B = None
+            self.begin(wave, version)
+
+    def step(self, version: int) -> list[Wave]:
+        """Sample a token in every row, and compute the logits of the next ones with weights of version `version`.
+
+        Returns:
+            The waves some of whose completions may have ended. Those that are done leave the batch.
+
+        Raises:
+            RuntimeError: logits that are not finite.
+        """
+        tokens = [wave.sample() for wave in self.waves]
+        checked = [wave for wave in self.waves if wave.check()]
+        if checked:
+            tokens = self._compact(tokens)
+        if self.waves:
+            self._forward(torch.cat(tokens) if len(tokens) > 1 else tokens[0], version)
+        return checked
+
+    def _filled(self, wave: Wave, version: int) -> RowCache:
+        """Compute what the rows of a wave have so far; return its keys and values."""
+        sequences = wave.sequences()
+        longest = max(map(len, sequences))
+        cache = RowCache(len(sequences), longest)
+        wave.logits_BV = prefill(self._model, cache, sequences)
+        wave.position_B = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
+        wave.padding_B = longest - wave.position_B if len(sequences[-1]) < longest else None
+        wave.width, wave.version = longest, version
+        return cache
+
+    def _compact(self, tokens: list[Tensor]) -> list[Tensor]:
+        """Drop waves that are done, and the finished rows of the others if there are enough of them."""
+        assert self._cache is not None
+        n_rows = self.n_rows
+        n_finished = n_rows - sum(wave.n_running for wave in self.waves if not wave.is_done)
+        none_is_done = not any(wave.is_done for wave in self.waves)
+        if none_is_done and n_finished * _COMPACT_SHARE < n_rows:
+            return tokens
+        kept, kept_tokens, start = [], [], 0
+        for wave, tokens_B in zip(self.waves, tokens, strict=True):
+            if not wave.is_done:
+                rows = wave.running()
+                kept.append(start + rows)
+                kept_tokens.append(tokens_B[rows])
+            start += wave.n_rows
+            if not wave.is_done:
+                wave.keep(rows)
+        self.waves = [wave for wave in self.waves if not wave.is_done]
+        if not self.waves:
+            self._cache = None
+            return []
+        self._cache.keep(torch.cat(kept) if len(kept) > 1 else kept[0])
+        if unused := self._cache.length - max(wave.width for wave in self.waves):
+            self._cache.cut_left(unused)
+            for wave in self.waves:
+                wave.shift(-unused)
+        return kept_tokens
+
+    def _forward(self, tokens_B: Tensor, version: int) -> None:
+        assert self._cache is not None
+        position_B = _joined([wave.position_B for wave in self.waves])
+        padding_B = None
+        if any(wave.padding_B is not None for wave in self.waves):
+            padding_B = _joined(
+                [torch.zeros_like(w.position_B) if w.padding_B is None else w.padding_B for w in self.waves]
+            )
+        logits_BV = forward_token(self._model, self._cache, tokens_B, position_B, padding_B)
+        start = 0
+        for wave in self.waves:
+            wave.logits_BV = logits_BV[start : start + wave.n_rows]
+            wave.position_B = wave.position_B + 1
+            wave.width += 1
+            wave.version = version
+            start += wave.n_rows
 
 
 def decode_wave(
@@ -88,136 +300,13 @@ def decode_wave(
     Raises:
         RuntimeError: logits that are not finite.
     """
-    device = model.device
-    lengths = torch.tensor([len(request.token_ids) for request in requests], device=device)
-    prompt_length = len(requests[0].token_ids)
-    rows = _Rows(
-        request=torch.arange(len(requests), device=device),
-        position=lengths,
-        padding=prompt_length - lengths if len(requests[-1].token_ids) < prompt_length else None,
-        is_running=torch.ones(len(requests), dtype=torch.bool, device=device),
-    )
-    cache = RowCache(len(requests), prompt_length)
-    logits_BV = _prefill(model, cache, requests)
-    uniforms = uniform_numbers([request.seed for request in requests], sampling.max_new_tokens).to(device)
-    record = _Record(len(requests), sampling.max_new_tokens, device)
-    n_seen = 0
-    for step in range(sampling.max_new_tokens):
-        tokens_B, logprobs_B = choose_tokens(logits_BV, uniforms[rows.request, step], sampling, stop.forbidden(step))
-        record.tokens[rows.request, step] = tokens_B
-        record.logprobs[rows.request, step] = logprobs_B
-        is_last = step + 1 == sampling.max_new_tokens
-        if is_last or step + 1 - n_seen >= min(_MOST_UNSEEN, 1 + step // _UNSEEN_SHARE):
-            n_running = _end_rows(record, rows, stop, n_seen, step + 1)
-            n_seen = step + 1
-            if n_running == 0 or is_last:
-                break
-            rows, tokens_B = _compact(rows, tokens_B, n_running, cache)
-        logits_BV = _forward_token(model, cache, rows, tokens_B)
-    return record.finished(version)
+    wave = Wave(requests, sampling, stop, model.device)
+    decoder = Decoder(model)
+    decoder.begin(wave, version)
+    while decoder.waves:
+        decoder.step(version)
+    return wave.completions()
 
 
-def _end_rows(record: _Record, rows: _Rows, stop: StopRule, n_seen: int, length: int) -> int:
-    """End the rows that a token between `n_seen` and `length` has ended; return how many go on."""
-    n_new = length - n_seen
-    tails_BW = record.tokens[rows.request, max(0, n_seen + 1 - stop.window) : length]
-    ends_B = stop.ends(tails_BW, n_new, length) * rows.is_running
-    record.lengths[rows.request] += ends_B
-    rows.is_running &= ends_B == 0
-    n_not_finite = (~record.logprobs[rows.request, n_seen:length].isfinite()).sum()
-    # Both numbers come to the host in one transfer, for which it waits once.
-    n_running, n_bad = torch.stack([rows.is_running.sum(), n_not_finite]).tolist()
-    if n_bad:
-        raise RuntimeError(
-            "the rollout model gave logits that are not finite (NaN or infinite): its weights or activations have "
-            "overflowed. Check the last update's gradient norm, or set rollout.dtype=float32"
-        )
-    return int(n_running)
-
-
-def _prefill(model: PreTrainedModel, cache: RowCache, requests: Sequence[GenerationRequest]) -> Tensor:
-    """Fill the cache with the prompts; return the logits [B, V] of the token after each prompt."""
-    logits = []
-    for start, stop, prompts, source in _prefill_batches(requests):
-        source_B = torch.tensor(source, device=model.device)
-        cache.begin_prompts(slice(start, stop), source_B)
-        logits.append(_forward_prompts(model, cache, prompts)[source_B])
-    return torch.cat(logits)
-
-
-def _prefill_batches(
-    requests: Sequence[GenerationRequest],
-) -> Iterator[tuple[int, int, list[tuple[int, ...]], list[int]]]:
-    """Yield (first row, row behind the last, distinct prompts, each row's index among them), in the order of rows."""
-    start = 0
-    prompts: list[tuple[int, ...]] = []
-    source: list[int] = []
-    for row, request in enumerate(requests):
-        if not prompts or request.token_ids != prompts[-1]:
-            if prompts and len(prompts[0]) * (len(prompts) + 1) > _PREFILL_TOKENS:
-                yield start, row, prompts, source
-                start, prompts, source = row, [], []
-            prompts.append(request.token_ids)
-        source.append(len(prompts) - 1)
-    yield start, len(requests), prompts, source
-
-
-def _forward_prompts(model: PreTrainedModel, cache: RowCache, prompts: list[tuple[int, ...]]) -> Tensor:
-    """Return the logits [U, V] of the token after each of U distinct prompts."""
-    width = len(prompts[0])
-    padding_U1 = torch.tensor([[width - len(prompt)] for prompt in prompts], device=model.device)
-    tokens_UP = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    columns_P = torch.arange(width, device=model.device)
-    is_ragged = len(prompts[-1]) < width
-    return _last_logits(
-        model,
-        cache,
-        tokens_UP,
-        (columns_P - padding_U1).clamp_(min=0),
-        _prompt_mask(columns_P, padding_U1) if is_ragged else None,
-    )
-
-
-def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
-    """Return bool [U, 1, P, P]: causal, without padding. Padding sees itself, because a softmax over nothing is NaN."""
-    is_token_UP = columns_P >= padding_U1
-    is_past_PP = columns_P[:, None] >= columns_P
-    is_self_PP = columns_P[:, None] == columns_P
-    return ((is_past_PP & is_token_UP[:, None, :]) | is_self_PP).unsqueeze(1)
-
-
-def _forward_token(model: PreTrainedModel, cache: RowCache, rows: _Rows, tokens_B: Tensor) -> Tensor:
-    """Feed one token to every row; return the logits [B, V] of the next ones."""
-    cache.begin_token()
-    mask = None
-    if rows.padding is not None:
-        columns = torch.arange(cache.length, device=model.device)
-        mask = (columns >= rows.padding[:, None])[:, None, None, :]
-    logits_BV = _last_logits(model, cache, tokens_B[:, None], rows.position[:, None], mask)
-    rows.position = rows.position + 1
-    return logits_BV
-
-
-def _last_logits(
-    model: PreTrainedModel, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None
-) -> Tensor:
-    output = model(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=mask,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits: Tensor = output.logits[:, -1]
-    return logits
-
-
-def _compact(rows: _Rows, tokens_B: Tensor, n_running: int, cache: RowCache) -> tuple[_Rows, Tensor]:
-    """Drop the finished rows from the batch and the cache, if there are enough of them."""
-    n_finished = len(tokens_B) - n_running
-    if n_finished * _COMPACT_SHARE < len(tokens_B):
-        return rows, tokens_B
-    running = rows.is_running.nonzero().squeeze(1)
-    cache.keep(running)
-    return rows.select(running), tokens_B[running]
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -60,6 +60,21 @@ class RowCache(Cache):
         """Drop all rows except those at the indices `rows` (int64)."""
         self._replace_buffers(lambda buffer: buffer.index_select(0, rows))
 
+    def join(self, other: RowCache) -> None:
+        """Append the rows of `other`. Rows stay aligned at their last column: shorter ones get columns at the left."""
+        length = max(self.length, other.length)
+        for own, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for layer in range(len(own)):
+                own[layer] = torch.cat(
+                    [_aligned(own[layer], self.length, length), _aligned(theirs[layer], other.length, length)]
+                )
+        self.length = length
+
+    def cut_left(self, columns: int) -> None:
+        """Drop the first `columns` columns of all rows, which are padding."""
+        self._replace_buffers(lambda buffer: buffer[:, :, columns:].clone())
+        self.length -= columns
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -102,3 +117,10 @@ class RowCache(Cache):
 
 def _grown(buffer: Tensor) -> Tensor:
     return torch.cat([buffer, buffer.new_zeros(*buffer.shape[:2], _GROWTH, buffer.shape[3])], dim=2)
+
+
+def _aligned(buffer: Tensor, used: int, length: int) -> Tensor:
+    """Return a copy whose `used` columns end at column `length`, with free columns behind them."""
+    aligned = buffer.new_zeros(*buffer.shape[:2], length + _GROWTH, buffer.shape[3])
+    aligned[:, :, length - used : length] = buffer[:, :, :used]
+    return aligned

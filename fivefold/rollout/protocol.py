@@ -133,6 +133,19 @@ class RolloutEngine(Protocol):
         A job is taken from `jobs`, which may wait, when the engine has room for it.
         """
 
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        """Begin to answer the requests of job `number`, beside those in progress, which all have the same sampling.
+
+        They go on while weights change: each token carries the version that sampled it.
+        """
+
+    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+        """Go on with submitted jobs until one is done, or about `seconds` have passed.
+
+        Returns:
+            Each job that is done, by its number, with its completions in the order of its requests.
+        """
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights in place; completions carry `version` from here on.
 

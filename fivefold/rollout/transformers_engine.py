@@ -12,6 +12,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.decode import decode_wave
+from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -34,6 +35,7 @@ class TransformersEngine:
         end_token_ids: Iterable[int],
         max_batch_size: int,
         weight_version: int | None,
+        recomputes: bool = False,
     ) -> None:
         """Wrap a model.
 
@@ -43,11 +45,14 @@ class TransformersEngine:
             end_token_ids: tokens after which a completion ends.
             max_batch_size: most rows that are decoded at one time.
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
+            recomputes: whether new weights compute the keys and values of submitted requests anew.
         """
         self._model = model
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
         self._max_batch_size = max_batch_size
+        self._recomputes = recomputes
+        self._stream: EmbeddedStream | None = None
         self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
         self._shapes = [parameter.shape for parameter in model.parameters()]
@@ -63,6 +68,7 @@ class TransformersEngine:
         max_batch_size: int,
         tokenizer_path: str | None,
         load_weights: bool,
+        recomputes: bool = False,
     ) -> TransformersEngine:
         """Build the engine of a model.
 
@@ -74,6 +80,7 @@ class TransformersEngine:
             tokenizer_path: like `path`; None: `path`.
             load_weights: True: the checkpoint's weights, as version 0. False: the config alone is read, and the engine
                 waits for `update_weights`.
+            recomputes: whether new weights compute the keys and values of submitted requests anew.
 
         Raises:
             ValueError: a path without a model or a tokenizer, or a model that cannot run here.
@@ -89,6 +96,7 @@ class TransformersEngine:
             end_token_ids=end_tokens(model, generation, tokenizer),
             max_batch_size=max_batch_size,
             weight_version=0 if load_weights else None,
+            recomputes=recomputes,
         )
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
@@ -103,7 +111,7 @@ class TransformersEngine:
         """
         version = self._state.require_weights()
         check_requests(requests, sampling, self._model.config)
-        stop = StopRule(sampling, self._end_token_ids, self._tokenizer, self._device)
+        stop = self._stop_rule(sampling)
         # Long prompts first, so that memory runs out at once or never; equal prompts side by side, so that each is
         # computed once.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
@@ -121,6 +129,35 @@ class TransformersEngine:
         """Yield each job's number and its completions; one job is decoded after the other."""
         for number, requests in enumerate(jobs):
             yield number, self.generate(requests, sampling)
+
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        """Begin to answer the requests of job `number`, beside those in progress, which all have the same sampling.
+
+        Raises:
+            ValueError: a request or a sampling that the model cannot take.
+        """
+        check_requests(requests, sampling, self._model.config)
+        if self._stream is None or self._stream.sampling != sampling:
+            assert self._stream is None or not self._stream.n_running
+            self._stream = EmbeddedStream(
+                self._model,
+                sampling,
+                self._stop_rule(sampling),
+                max_rows=self._max_batch_size,
+                recomputes=self._recomputes,
+            )
+        self._stream.submit(number, requests)
+
+    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+        """Go on with submitted jobs until one is done, or about `seconds` have passed. Returns those that are done.
+
+        Raises:
+            RuntimeError: the engine is asleep or has no weights, or the model's logits are not finite.
+        """
+        return [] if self._stream is None else self._stream.collect(self._state.require_weights(), seconds)
+
+    def _stop_rule(self, sampling: SamplingParams) -> StopRule:
+        return StopRule(sampling, self._end_token_ids, self._tokenizer, self._device)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy `weights`, named as in Hugging Face files, into the model in place, cast to its dtype.
@@ -166,11 +203,13 @@ class TransformersEngine:
         return ((name, tensor.view()) for name, tensor in self._tensors.items())
 
     def sleep(self) -> None:
-        """Forget the weights and free their memory. The cache exists only during `generate`.
+        """Forget the weights, and the keys and values of submitted requests, and free their memory.
 
         Buffers such as rotary frequencies stay: they are small, and no update brings them.
         """
         self._state.sleep()
+        if self._stream is not None:
+            self._stream.forget()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
         if self._device.type == "cuda":

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.rollout import decode, kv_cache
+from fivefold.rollout import decode, forward, kv_cache
 from fivefold.rollout.hf_model import build_model
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -156,7 +156,7 @@ def test_a_request_has_the_same_completion_in_any_batch(model_folder: Folder, mo
     order = random.Random(0).sample(range(len(requests)), len(requests))
     shuffled = engine_at(path, max_batch_size=5).generate([requests[i] for i in order], params)
     assert tokens_of(expected[i] for i in order) == tokens_of(shuffled)
-    monkeypatch.setattr(decode, "_PREFILL_TOKENS", 12)
+    monkeypatch.setattr(forward, "_PREFILL_TOKENS", 12)
     assert tokens_of(engine_at(path).generate(requests, params)) == tokens_of(expected)
     assert len({tuple(tokens) for tokens in tokens_of(expected[:4])}) == 4, "a group's samples must differ"
 

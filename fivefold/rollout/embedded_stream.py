@@ -1,0 +1,143 @@
+"""Jobs that the embedded engine answers beside one another, for as long as its weights change.
+
+submit ─> requests wait ─> a wave of them joins the batch when rows are free ─> tokens ─> collect: jobs that are done
+                                     new weights ─> keys and values are kept, or computed anew ─┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from fivefold.rollout.attention import rollout_kernels
+from fivefold.rollout.decode import Decoder, Wave
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.stopping import StopRule
+from fivefold.types import Completion
+
+_JOIN_SHARE = 8
+"""Requests join the batch once 1/8 of its rows are free: to compute prompts and copy the cache has a price."""
+
+
+@dataclass
+class _Job:
+    requests: Sequence[GenerationRequest]
+    done: dict[int, Completion] = field(default_factory=dict)
+    """Completions by the index of their request."""
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.done) == len(self.requests)
+
+
+@dataclass
+class _Begun:
+    """A wave with, for each of its requests, its job and its index there."""
+
+    wave: Wave
+    places: list[tuple[int, int]]
+    open: set[int]
+    """Indices in the wave of the requests whose completions have not ended."""
+
+
+class EmbeddedStream:
+    """Jobs in progress on one model. Completions carry, for each token, the version that sampled it."""
+
+    def __init__(
+        self, model: PreTrainedModel, sampling: SamplingParams, stop: StopRule, *, max_rows: int, recomputes: bool
+    ) -> None:
+        """Begin without a job.
+
+        Args:
+            model: the model, whose weights may change between calls.
+            sampling: how tokens are chosen.
+            stop: when completions end.
+            max_rows: most rows that are decoded at one time.
+            recomputes: whether new weights compute the keys and values of all tokens anew; otherwise they go on with
+                those of the weights before.
+        """
+        self._model = model
+        self.sampling = sampling
+        self._stop = stop
+        self._max_rows = max_rows
+        self._recomputes = recomputes
+        self._decoder = Decoder(model)
+        self._version: int | None = None
+        """Version of the weights that computed the cache; None: it has been forgotten."""
+        self._jobs: dict[int, _Job] = {}
+        self._waiting: deque[tuple[int, int]] = deque()
+        """Job and index of the requests that have not begun."""
+        self._begun: list[_Begun] = []
+
+    @property
+    def n_running(self) -> int:
+        """Number of jobs that are not done."""
+        return len(self._jobs)
+
+    def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
+        """Begin to answer the requests of job `number` when rows are free."""
+        self._jobs[number] = _Job(requests)
+        self._waiting += ((number, index) for index in range(len(requests)))
+
+    def forget(self) -> None:
+        """Free the keys and values of all rows, which the next `collect` computes anew."""
+        self._decoder.forget()
+        self._version = None
+
+    def collect(self, version: int, seconds: float) -> list[tuple[int, list[Completion]]]:
+        """Go on with weights of version `version` until a job is done, or about `seconds` have passed.
+
+        Returns:
+            Each job that is done, by its number, with its completions in the order of the requests.
+
+        Raises:
+            RuntimeError: logits that are not finite.
+        """
+        deadline = time.monotonic() + seconds
+        done: list[tuple[int, list[Completion]]] = []
+        with torch.inference_mode(), rollout_kernels():
+            if self._begun and self._version != version and (self._recomputes or self._version is None):
+                self._decoder.recompute(version)
+            self._version = version
+            while self._jobs and not done and time.monotonic() < deadline:
+                self._join(version)
+                checked = self._decoder.step(version)
+                for begun in self._begun if checked else ():
+                    self._note(begun)
+                self._begun = [begun for begun in self._begun if begun.open]
+                done = self._take_done()
+        return done
+
+    def _join(self, version: int) -> None:
+        """Let waiting requests join the batch if enough of its rows are free, or if it would be empty."""
+        free = self._max_rows - self._decoder.n_rows
+        if not self._waiting or (free < min(len(self._waiting), max(1, self._max_rows // _JOIN_SHARE))):
+            return
+        places = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        asked = [(self._jobs[number].requests[index], (number, index)) for number, index in places]
+        # As in `TransformersEngine.generate`: long prompts first, and equal ones side by side.
+        asked.sort(key=lambda pair: (-len(pair[0].token_ids), pair[0].token_ids))
+        wave = Wave([request for request, _ in asked], self.sampling, self._stop, self._model.device)
+        self._decoder.begin(wave, version)
+        self._begun.append(_Begun(wave, [place for _, place in asked], set(range(len(asked)))))
+
+    def _note(self, begun: _Begun) -> None:
+        """Take over the completions of a wave that have ended."""
+        lengths = begun.wave.lengths()
+        ended = sorted(index for index in begun.open if lengths[index])
+        if not ended:
+            return
+        for index, completion in zip(ended, begun.wave.completions(ended), strict=True):
+            number, place = begun.places[index]
+            self._jobs[number].done[place] = completion
+        begun.open.difference_update(ended)
+
+    def _take_done(self) -> list[tuple[int, list[Completion]]]:
+        numbers = [number for number, job in self._jobs.items() if job.is_done]
+        jobs = [(number, self._jobs.pop(number)) for number in numbers]
+        return [(number, [job.done[index] for index in range(len(job.requests))]) for number, job in jobs]

@@ -1,0 +1,103 @@
+"""Forward passes of the decode loop: of prompts, each distinct one once, and of one token in every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fivefold.rollout.kv_cache import RowCache
+
+_PREFILL_TOKENS = 16384
+"""Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""
+
+Tokens = tuple[int, ...]
+
+
+def prefill(model: PreTrainedModel, cache: RowCache, sequences: Sequence[Tokens]) -> Tensor:
+    """Fill an empty cache with a sequence for each row; return the logits [B, V] of the token after each.
+
+    The longest sequences come first, and equal ones side by side.
+    """
+    logits = []
+    for start, stop, distinct, source in _batches(sequences):
+        source_B = torch.tensor(source, device=model.device)
+        cache.begin_prompts(slice(start, stop), source_B)
+        logits.append(_forward_prompts(model, cache, distinct)[source_B])
+    return torch.cat(logits)
+
+
+def forward_token(
+    model: PreTrainedModel, cache: RowCache, tokens_B: Tensor, position_B: Tensor, padding_B: Tensor | None
+) -> Tensor:
+    """Feed one token to every row; return the logits [B, V] of the next ones.
+
+    Args:
+        model: the model.
+        cache: keys and values of the rows.
+        tokens_B: int64.
+        position_B: int64, position of each token in its sequence.
+        padding_B: int64, masked columns at the left of each row; None: no row has any.
+    """
+    cache.begin_token()
+    mask = None
+    if padding_B is not None:
+        columns = torch.arange(cache.length, device=model.device)
+        mask = (columns >= padding_B[:, None])[:, None, None, :]
+    return _last_logits(model, cache, tokens_B[:, None], position_B[:, None], mask)
+
+
+def _batches(sequences: Sequence[Tokens]) -> Iterator[tuple[int, int, list[Tokens], list[int]]]:
+    """Yield (first row, row behind the last, distinct sequences, each row's index among them), in the order of rows."""
+    start = 0
+    distinct: list[Tokens] = []
+    source: list[int] = []
+    for row, tokens in enumerate(sequences):
+        if not distinct or tokens != distinct[-1]:
+            if distinct and len(distinct[0]) * (len(distinct) + 1) > _PREFILL_TOKENS:
+                yield start, row, distinct, source
+                start, distinct, source = row, [], []
+            distinct.append(tokens)
+        source.append(len(distinct) - 1)
+    yield start, len(sequences), distinct, source
+
+
+def _forward_prompts(model: PreTrainedModel, cache: RowCache, prompts: list[Tokens]) -> Tensor:
+    """Return the logits [U, V] of the token after each of U distinct prompts."""
+    width = len(prompts[0])
+    padding_U1 = torch.tensor([[width - len(prompt)] for prompt in prompts], device=model.device)
+    tokens_UP = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    columns_P = torch.arange(width, device=model.device)
+    is_ragged = len(prompts[-1]) < width
+    return _last_logits(
+        model,
+        cache,
+        tokens_UP,
+        (columns_P - padding_U1).clamp_(min=0),
+        _prompt_mask(columns_P, padding_U1) if is_ragged else None,
+    )
+
+
+def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
+    """Return bool [U, 1, P, P]: causal, without padding. Padding sees itself, because a softmax over nothing is NaN."""
+    is_token_UP = columns_P >= padding_U1
+    is_past_PP = columns_P[:, None] >= columns_P
+    is_self_PP = columns_P[:, None] == columns_P
+    return ((is_past_PP & is_token_UP[:, None, :]) | is_self_PP).unsqueeze(1)
+
+
+def _last_logits(
+    model: PreTrainedModel, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None
+) -> Tensor:
+    output = model(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = output.logits[:, -1]
+    return logits
