@@ -8,6 +8,8 @@ next step <───────────────────── rollo
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +30,14 @@ from fivefold.engine.contract import OFFLOADABLE
 from fivefold.engine.scoring import N_APPENDED
 from fivefold.evaluate import Evaluator, check_requests
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
+from fivefold.experience.source import Source
 from fivefold.experience.step import StepSource
+from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
 from fivefold.observe.table import TRAIN_COLUMNS
+from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
@@ -150,17 +155,20 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, timers = setup.recipe, run.timers
     texts = TokenTexts(setup.ground.tokenizer)
-    reward_model = setup.reward_model(roles)
-    source = StepSource(recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers, reward_model)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
     update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic)
     update.guard.in_a_row = state.skips_in_a_row
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
-    with keep(run, recipe, state_owners(roles, recipe, timers), state, setup.schedule(recipe.recover), began) as keeper:
+    owners, schedule = state_owners(roles, recipe, timers), setup.schedule(recipe.recover)
+    with (
+        _source(setup, roles, timers, state.step) as source,
+        keep(run, recipe, owners, state, schedule, began) as keeper,
+    ):
         run.screen.start(setup.total_steps, state.step)
         roles.send_weights(state.step, timers)
+        source.weights_sent(state.step)
         if state.step == 0:
             evaluation = _evaluate(setup, roles, run, step=0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
@@ -179,6 +187,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                 with timers.phase("train"):
                     metrics |= update.run(batch, experience.groups, step)
             roles.send_weights(step, timers)
+            source.weights_sent(step)
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
             metrics |= reward_metrics(experience.samples, setup.rewards, by_source=len(setup.data.sources) > 1)
@@ -188,7 +197,7 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
             state = replace(
                 state,
                 step=step,
-                sampler=setup.sampler.state_dict(),
+                sampler=source.sampler_state,
                 weight_version=step,
                 skips_in_a_row=update.guard.in_a_row,
                 critic_skips_in_a_row=critic.guard.in_a_row if critic else 0,
@@ -216,6 +225,17 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
                 run.screen.samples(step, shown)
             keeper.step_logged(state)
     return state
+
+
+@contextmanager
+def _source(setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int) -> Iterator[Source]:
+    """Yield the source of the samples of all steps after `step`."""
+    common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
+    if setup.recipe.rollout.max_head_offpolicyness == 0:
+        yield StepSource(*common, setup.reward_model(roles))
+        return
+    with StreamSource(*common, first_step=step + 1, last_step=setup.total_steps) as source:
+        yield source
 
 
 def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> dict[str, float] | None:

@@ -8,6 +8,7 @@
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
     deal         every rank takes jobs from one queue  -> summaries, and references, as from keep_each
+    keep_on      one rank, without waiting             -> a call; first_kept waits for the first of several
 
 A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
 types and go-to-definition pass through. `start` is `call` without waiting. Any failure of any worker of the session
@@ -19,6 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -85,6 +87,19 @@ class Pending(Generic[R]):
             PhaseTimeout: `scheduler.timeout_s` passed first; all workers have been ended.
         """
         return self._session.watch.wait(self._refs, self._phase, self._session.timeout_s)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptCall(Generic[R]):
+    """A call in progress on one rank, which returns a pair (summary, payload)."""
+
+    rank: int
+    summary: ray.ObjectRef[R]
+    payload: Remote
+    """Reference to the payload, which stays in the object store for as long as the reference is held."""
+    phase: str
+    began: float
+    """Monotonic time of the call."""
 
 
 class WorkerGroup:
@@ -187,6 +202,29 @@ class WorkerGroup:
         summaries = self._pend([summary for summary, _ in pairs]).wait()
         return list(zip(summaries, [payload for _, payload in pairs], strict=True))
 
+    def keep_on(
+        self, rank: int, method: Callable[Concatenate[Any, P], tuple[R, Any]], *args: P.args, **kwargs: P.kwargs
+    ) -> KeptCall[R]:
+        """Start `method(*args, **kwargs)`, which returns a pair (summary, payload), on one rank."""
+        worker, phase = self._workers[rank], self._session.timers.current
+        summary, payload = worker.keep.options(num_returns=2).remote(method.__name__, kwargs, *_put(args))
+        self._pend([summary], [rank])
+        return KeptCall(rank, summary, payload, phase, time.monotonic())
+
+    def first_kept(self, calls: Sequence[KeptCall[R]]) -> tuple[KeptCall[R], R]:
+        """Wait for the first of some calls on single ranks, the oldest of which comes first; return it and its summary.
+
+        Raises:
+            WorkerError: some worker of the session raised or died; all workers have been ended.
+            PhaseTimeout: none returned within `scheduler.timeout_s`; all workers have been ended.
+        """
+        by_ref = {call.summary: call for call in calls}
+        first = calls[0]
+        ref, summary = self._session.watch.wait_any(
+            list(by_ref), first.phase, self._session.timeout_s, first.began
+        )  # fmt: skip
+        return by_ref[ref], summary
+
     def control(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method(*args, **kwargs)` on every rank at once, in a second thread of the worker.
 
@@ -262,7 +300,8 @@ class WorkerGroup:
         asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in range(len(self))}
         pushed = []
         for job in jobs:
-            rank = asking.pop(self._session.watch.wait_any(list(asking), phase, seconds, began))
+            ready, _ = self._session.watch.wait_any(list(asking), phase, seconds, began)
+            rank = asking.pop(ready)
             # A worker's feed runs its calls in their order, so that the question comes after the job.
             pushed.append(self._in_feed(rank, "push", feed_id, job))
             asking[self._in_feed(rank, "wanted", feed_id)] = rank

@@ -144,8 +144,8 @@ class Watch:
 
     def wait_any(
         self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float
-    ) -> ray.ObjectRef[Any]:
-        """Return the first of `wanted` that is ready, and forget it. Arguments and errors are those of `wait`."""
+    ) -> tuple[ray.ObjectRef[Any], Any]:
+        """Return the first of `wanted` that is ready with its value, and forget it. It has the arguments of `wait`."""
         while not (found := self._found(wanted)):
             ready = self._listen([], began + timeout_s)
             if not ready:
@@ -204,13 +204,10 @@ class Watch:
             self._raise_if_ended()
             return [self._open[ref] for ref in wanted if ref not in self._values]
 
-    def _found(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
-        """Return at most one of `wanted` whose value has come, and drop the value."""
+    def _found(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[tuple[ray.ObjectRef[Any], Any]]:
+        """Return at most one of `wanted` whose value has come, with the value, which is dropped here."""
         with self._lock:
-            found = [ref for ref in wanted if ref in self._values][:1]
-            for ref in found:
-                del self._values[ref]
-            return found
+            return [(ref, self._values.pop(ref)) for ref in [ref for ref in wanted if ref in self._values][:1]]
 
     def _raise_if_ended(self) -> None:
         if self._ended_by is not None:

@@ -17,3 +17,5 @@ LARGEST_SEED = 2**32 - 1
 """Of seeds: every library takes 32 bits."""
 MOST_SECONDS = 100_000_000
 """Of time-outs: about three years. Clocks of libraries overflow far beyond."""
+MOST_STALENESS = 1_000
+"""Of training steps by which rollouts may be ahead."""

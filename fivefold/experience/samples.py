@@ -49,6 +49,22 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
+def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """Return how old samples are, in versions between their oldest token and the weights that are trained on them.
+
+    Args:
+        samples: the samples of a step.
+        version: version of the weights that the step begins with.
+    """
+    ages = [version - sample.versions[0] for sample in samples if sample.n_sampled]
+    mixed = sum(sample.versions[0] < sample.versions[1] for sample in samples)
+    return {
+        "staleness/mean": fmean(ages) if ages else 0.0,
+        "staleness/max": float(max(ages, default=0)),
+        "staleness/mixed": mixed / len(samples),
+    }
+
+
 def accuracy(samples: Sequence[Sample]) -> float:
     """Return the share of samples with full reward, by the reward that counts for each."""
     return sum(sample.score >= FULL_REWARD for sample in samples) / len(samples)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.sampler import EpochSampler
+from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.experience.samples import judge
+from fivefold.experience.source import Experience
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
@@ -21,25 +22,6 @@ from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
-
-
-@dataclass(frozen=True, eq=False)
-class Experience:
-    """The samples that a step trains on."""
-
-    samples: list[Sample]
-    """Samples with their rewards, those of one prompt side by side."""
-    batch: RemoteBatch
-    """The same sequences, in the same order."""
-    metrics: dict[str, float]
-    """Metrics of the rollout."""
-    greedy: Sequence[Sample] = ()
-    """The greedy sample of each prompt, with its reward, if the advantage compares with it; they are not trained on."""
-
-    @property
-    def groups(self) -> list[int]:
-        """Index of each sample's prompt: samples with the same one are a group."""
-        return [sample.prompt.index for sample in self.samples]
 
 
 @dataclass(frozen=True)
@@ -54,6 +36,14 @@ class StepSource:
     timers: PhaseTimers
     reward_model: RewardModel | None = None
     """The model of which one of the rewards is the score."""
+
+    @property
+    def sampler_state(self) -> SamplerState:
+        """Position in the training data behind the prompts that were taken."""
+        return self.sampler.state_dict()
+
+    def weights_sent(self, version: int) -> None:
+        """Do nothing: every step begins after the weights were sent."""
 
     def take(self, step: int) -> Experience:
         """Return the experience of training step `step`, counted from 1."""

@@ -58,6 +58,8 @@ class PolicyUpdate:
             and not recipe.gconfig.truncates_distribution
             and config.recompute_logprob is not False
         )
+        # Weights that sampled some steps ago differ from the trained ones for certain.
+        self._always_corrects = recipe.rollout.max_head_offpolicyness > 0
         self.state = AlgorithmState.of(config)
         self.guard = SkipGuard()
         self.news: str | None = None
@@ -124,7 +126,7 @@ class PolicyUpdate:
         loss = self._base_loss
         if loss.kl_coeff:
             loss = replace(loss, kl_coeff=self.state.kl_ctl)
-        if self.state.corrects_rollout and self._may_correct:
+        if (self.state.corrects_rollout or self._always_corrects) and self._may_correct:
             loss = replace(loss, correction=RolloutCorrection.automatic())
         return loss
 
@@ -155,7 +157,7 @@ class PolicyUpdate:
         )
         if self._config.kl_ctl > 0:
             averages["kl_ctl"] = self.state.kl_ctl
-        corrected = self.state.corrects_rollout
+        corrected = self.state.corrects_rollout or self._always_corrects
         self.state = self.state.after(self._config, averages, len(batch))
         if self._reference is not None and self._refresh_steps is not None and step % self._refresh_steps == 0:
             with self._timers.phase("reference"):

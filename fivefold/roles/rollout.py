@@ -26,6 +26,7 @@ from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.roles.actor import Actor
+from fivefold.roles.gate import Gate
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.engines import build_engine, weights_device
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
@@ -35,7 +36,7 @@ from fivefold.sync.buckets import unpack
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
-from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Prompt, Sample, Trajectory
+from fivefold.types import NOT_SAMPLED, Columns, Completion, FinishReason, Prompt, Sample, Trajectory
 
 if TYPE_CHECKING:
     from fivefold.rollout.servers.engine import ServerEngine
@@ -68,6 +69,8 @@ class Rollout:
 
     def __init__(self, group: WorkerGroup, shares_devices: bool, *, is_server: bool) -> None:
         self._group = group
+        self.gate = Gate()
+        """Open while the replicas can generate."""
         self.shares_devices = shares_devices
         self._is_server = is_server
         self._expected = ExpectedLengths()
@@ -78,6 +81,11 @@ class Rollout:
     def device_share(self) -> int | None:
         """Bytes of each of its devices that an awake replica takes; None: it takes what it needs at the time."""
         return max((share for share in self._group.call(RolloutWorker.device_share) if share is not None), default=None)
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The processes of the replicas."""
+        return self._group
 
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
@@ -120,6 +128,7 @@ class Rollout:
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
         self.version = None
+        self.gate.close()
         self._group.call(RolloutWorker.sleep)
 
     def wake_weights(self) -> None:
@@ -129,6 +138,7 @@ class Rollout:
     def wake(self) -> None:
         """Take the rest of the device memory back, so that `generate` has its cache."""
         self._group.call(RolloutWorker.wake)
+        self.gate.open()
 
 
 class ExpectedLengths:
@@ -199,6 +209,17 @@ def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]],
         kept: each replica's report, and the reference to its columns.
         seconds: how long the call took.
     """
+    samples, batch = samples_of(asked, kept)
+    return Generated(samples, batch, load_metrics([responses for responses, _ in kept], seconds))
+
+
+def samples_of(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> tuple[list[Sample], RemoteBatch]:
+    """Return the samples of some replicas' reports in the order of the requests, and the batch of their sequences.
+
+    Args:
+        asked: the prompt of each request of the reports, in order.
+        kept: each replica's report, and the reference to its columns.
+    """
     reports = [responses for responses, _ in kept]
     order_N = np.argsort(np.concatenate([responses.indices_N for responses in reports]))
     texts = [text for responses in reports for text in responses.texts]
@@ -212,8 +233,14 @@ def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]],
             asked, order_N.tolist(), lengths_N.tolist(), sampled_N.tolist(), versions_N2.tolist(), strict=True
         )
     ]
-    pieces = [Piece(columns, responses.indices_N) for responses, columns in kept if responses.texts]
-    return Generated(samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces)), load_metrics(reports, seconds))
+    places = np.argsort(order_N)
+    ends = np.cumsum([len(responses.texts) for responses in reports])
+    pieces = [
+        Piece(columns, places[end - len(responses.texts) : end])
+        for (responses, columns), end in zip(kept, ends, strict=True)
+        if responses.texts
+    ]
+    return samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces))
 
 
 def load_metrics(reports: Sequence[Responses], seconds: float) -> dict[str, float]:
@@ -239,6 +266,8 @@ class RolloutWorker:
         self._route = spec.route
         self._n_devices = spec.tp * spec.pp
         self._engine = build_engine(spec, place, save)
+        self._jobs: dict[int, Job] = {}
+        """Jobs of a stream that are not done, by their first index."""
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
     def generate(self, jobs: Iterator[Job], sampling: SamplingParams) -> tuple[Responses, Columns | None]:
@@ -248,9 +277,7 @@ class RolloutWorker:
             The report for the driver, and the columns of the trajectories; None if there are no trajectories.
         """
         taken: list[Job] = []
-        indices: list[int] = []
-        trajectories: list[Trajectory] = []
-        texts: list[str] = []
+        answers: list[tuple[Job, list[Completion]]] = []
         starts: list[float] = []
 
         def requests() -> Iterator[Sequence[GenerationRequest]]:
@@ -260,13 +287,38 @@ class RolloutWorker:
                 yield job.requests
 
         for number, completions in self._engine.generate_each(requests(), sampling):
-            indices += taken[number].indices
-            pairs = zip(taken[number].prompts, completions, strict=True)
+            answers.append((taken[number], completions))
+        return self._reported(answers, starts[0] if starts else time.perf_counter())
+
+    def advance(
+        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
+    ) -> tuple[Responses, Columns | None]:
+        """Begin further jobs of a stream, and go on with all of them until one is done or about `seconds` have passed.
+
+        Returns:
+            The report on the jobs that are done, and the columns of their trajectories, as from `generate`.
+        """
+        began = time.perf_counter()
+        for job in jobs:
+            self._jobs[job.indices.start] = job
+            self._engine.submit(job.indices.start, job.requests, sampling)
+        done = self._engine.collect(seconds)
+        return self._reported([(self._jobs.pop(number), completions) for number, completions in done], began)
+
+    def _reported(
+        self, answers: Sequence[tuple[Job, list[Completion]]], began: float
+    ) -> tuple[Responses, Columns | None]:
+        """Return the report on jobs with their completions, and the columns of the trajectories."""
+        indices: list[int] = []
+        trajectories: list[Trajectory] = []
+        texts: list[str] = []
+        for job, completions in answers:
+            indices += job.indices
+            pairs = zip(job.prompts, completions, strict=True)
             trajectories += [Trajectory.single_turn(prompt, completion) for prompt, completion in pairs]
             token_ids = [completion.token_ids.tolist() for completion in completions]
             texts += self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        busy_s = time.perf_counter() - starts[0] if starts else 0.0
-        report = Responses.of(indices, trajectories, texts, busy_s)
+        report = Responses.of(indices, trajectories, texts, time.perf_counter() - began)
         return report, Columns.of(trajectories) if trajectories else None
 
     def take_weights(self, buckets: Iterator[Any], version: int) -> None:

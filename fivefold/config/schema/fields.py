@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from fivefold.config.duration import parse_duration
-from fivefold.config.limits import LARGEST, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES
+from fivefold.config.limits import LARGEST, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES, MOST_STALENESS
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\s][^\x00-\x1f\x7f]*$"
 """Pattern of a text in one line that is not blank."""
@@ -19,6 +19,7 @@ Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 Passes = Annotated[int, Field(ge=1, le=MOST_PASSES)]
+Staleness = Annotated[int, Field(ge=0, le=MOST_STALENESS)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 PathText = Annotated[str, Field(pattern=ONE_LINE)]

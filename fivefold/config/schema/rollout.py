@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fivefold.config.schema.fields import DeviceList, Dtype, NonNegative, PathText, Positive, Section, Sequences
+from fivefold.config.schema.fields import (
+    DeviceList,
+    Dtype,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Sequences,
+    Staleness,
+)
 
 
 class GenerationConfig(Section):
@@ -57,6 +66,15 @@ class RolloutConfig(Section):
     """Dtype of the engine's weights; null: `actor.dtype`."""
     max_batch_size: Sequences = 256
     """Most sequences that one replica decodes at one time."""
+    max_head_offpolicyness: Staleness = 0
+    """Most training steps by which the weights that sample a token may be older than those that are trained on it
+    (docs/async.md). Above 0, the next steps' prompts are answered while a step is trained; 0: one after the other."""
+    max_concurrent_rollouts: Sequences | None = None
+    """Most prompts that are answered at one time with `max_head_offpolicyness` above 0, on all replicas together; null:
+    all that are young enough."""
+    recompute_kv_cache: bool | None = None
+    """When weights change while completions are sampled, compute keys and values of their tokens so far anew; otherwise
+    they go on with the old ones. null: servers do, the embedded engine does not."""
     colocate: bool | None = None
     """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None

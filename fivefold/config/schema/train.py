@@ -178,6 +178,31 @@ class TrainRecipe(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_staleness(self) -> TrainRecipe:
+        rollout, actor = self.rollout, self.actor
+        key = f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}"
+        if rollout.max_head_offpolicyness == 0:
+            for name in ("max_concurrent_rollouts", "recompute_kv_cache"):
+                if getattr(rollout, name) is not None:
+                    raise ValueError(f"rollout.{name} has no effect with {key}: raise that, or drop rollout.{name}")
+            return self
+        if actor.dynamic_sampling or actor.advantage == "remax":
+            what = "actor.dynamic_sampling" if actor.dynamic_sampling else "actor.advantage=remax"
+            raise ValueError(
+                f"{what} samples further completions with the weights of the step itself, but with {key} those of the "
+                "next steps are sampled ahead: set one of them to its default"
+            )
+        corrects = actor.rollout_correction.method == "auto" and actor.recompute_logprob is not False
+        part = "rollout.logprob_share" if rollout.logprob_share < 1 else "top_p, top_k or min_new_tokens"
+        if corrects and (rollout.logprob_share < 1 or self.gconfig.truncates_distribution):
+            raise ValueError(
+                f"{key} corrects losses for the age of the samples, which needs the log-probs of all tokens under the "
+                f"whole distribution, and {part} leaves them unknown: drop it, or set "
+                "actor.rollout_correction.method to none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_lengths(self) -> TrainRecipe:
         actor, most = self.actor, self.gconfig.max_new_tokens
         if actor.overlong_tokens is not None and actor.overlong_tokens > most:

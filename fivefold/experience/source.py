@@ -1,0 +1,47 @@
+"""Where the samples of a step come from: the step itself, or a stream that is ahead of it by a bounded age."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fivefold.data.sampler import SamplerState
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.types import Sample
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """The samples that a step trains on."""
+
+    samples: list[Sample]
+    """Samples with their rewards, those of one prompt side by side."""
+    batch: RemoteBatch
+    """The same sequences, in the same order."""
+    metrics: dict[str, float]
+    """Metrics of the rollout."""
+    greedy: Sequence[Sample] = ()
+    """The greedy sample of each prompt, with its reward, if the advantage compares with it; they are not trained on."""
+
+    @property
+    def groups(self) -> list[int]:
+        """Index of each sample's prompt: samples with the same one are a group."""
+        return [sample.prompt.index for sample in self.samples]
+
+
+class Source(Protocol):
+    """Gives each step its samples, every prompt of the data set once in an epoch and in the sampler's order."""
+
+    def take(self, step: int) -> Experience:
+        """Return the experience of training step `step`, counted from 1; steps are taken in order.
+
+        None of its tokens was sampled by weights older than `rollout.max_head_offpolicyness` allows.
+        """
+
+    def weights_sent(self, version: int) -> None:
+        """Take note that the rollout has weights of version `version`, which is the number of steps behind them."""
+
+    @property
+    def sampler_state(self) -> SamplerState:
+        """Position in the training data behind the prompts that were taken."""

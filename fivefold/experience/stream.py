@@ -1,0 +1,259 @@
+"""Asynchronous experience: prompts are answered ahead of their step, by weights that are at most so many versions old.
+
+    main thread        take(step): waits until the step's groups are there          weights_sent: more prompts may begin
+                            ^                                                              │
+    thread "rewards"   groups with rewards <─── queue <─── groups                          v
+    thread "rollout"                                          └── replicas <── jobs <── the rule of data/turns.py
+
+Step s trains the same prompts in the same order as without a look-ahead, with the same seeds. What differs is which
+weights have sampled their tokens. The number of groups that wait is bounded by the rule, so nothing is ever dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from types import TracebackType
+from typing import Self
+
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.sampler import EpochSampler, SamplerState
+from fivefold.data.turns import Turns
+from fivefold.experience.samples import judge, staleness_metrics
+from fivefold.experience.source import Experience
+from fivefold.observe.errors import RunFailed
+from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.rollout import Generated, Job, Rollout
+from fivefold.roles.rollout_stream import Group, RolloutStream
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
+from fivefold.types import Prompt, Sample
+
+ENDING_S = 30.0
+"""Seconds that the threads have to end, which they do after their slice on the replicas or their rewards."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The prompts of one step."""
+
+    prompts: Sequence[Prompt]
+    requests: Sequence[GenerationRequest]
+    """Those of one prompt side by side."""
+    behind: SamplerState
+    """Position in the training data behind them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A group with its rewards, which waits for its step."""
+
+    samples: list[Sample]
+    batch: RemoteBatch
+    since: float
+    """Time on `time.perf_counter` from which it waits."""
+
+
+class StreamSource:
+    """Answers the prompts of the next steps while others are trained. It is a context manager."""
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        sampler: EpochSampler[Prompt],
+        rollout: Rollout,
+        sampling: SamplingParams,
+        rewards: RewardSet,
+        timers: PhaseTimers,
+        *,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last."""
+        self._recipe = recipe
+        self._sampler = sampler
+        self._sampling = sampling
+        self._rewards = rewards
+        self._timers = timers
+        self._size = recipe.gconfig.n_samples
+        self._stream = RolloutStream(rollout, sampling, recipe.rollout.max_batch_size)
+        self._rollout = rollout
+        self._turns = Turns(
+            recipe.train_dataset.batch_size,
+            recipe.rollout.max_head_offpolicyness,
+            first_turn=first_step - 1,
+            last_turn=last_step - 1,
+            max_running=recipe.rollout.max_concurrent_rollouts,
+        )
+        self._behind = sampler.state_dict()
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._read: dict[int, _Turn] = {}
+        """Turns that have been read and not taken."""
+        self._begun: list[int] = []
+        """Prompts that may begin, and have not been handed to the replicas."""
+        self._to_judge: deque[Group] = deque()
+        self._judged: dict[int, Judged] = {}
+        self._failure: BaseException | None = None
+        self._has_ended = False
+        self._progress = self._last_take = time.perf_counter()
+        """Times at which the last group finished, and at which the last step was taken."""
+        self._busy = [0.0] * len(self._stream.busy_s)
+        """Seconds that each replica had worked by then."""
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for name, work in (("rollout", self._generate), ("rewards", self._judge))
+        ]
+
+    @property
+    def sampler_state(self) -> SamplerState:
+        """Position in the training data behind the prompts that were taken."""
+        return self._behind
+
+    def weights_sent(self, version: int) -> None:
+        """Let the prompts begin that are young enough with weights of version `version`."""
+        with self._changed:
+            self._turns.version = version
+            self._admit()
+
+    def take(self, step: int) -> Experience:
+        """Return the experience of training step `step`, once all of its groups have their rewards.
+
+        Raises:
+            RunFailed: no group was finished within `scheduler.timeout_s`.
+            ValueError: a reward function failed.
+            WorkerError: a worker failed.
+        """
+        turn, began = step - 1, time.perf_counter()
+        numbers = self._turns.prompts_of(turn)
+        with self._timers.phase("rollout"), self._changed:
+            self._progress = max(self._progress, began)
+            self._wait_for(lambda: all(number in self._judged for number in numbers))
+            groups = [self._judged.pop(number) for number in numbers]
+            self._turns.take(turn)
+            self._behind = self._read.pop(turn).behind
+        samples = [sample for group in groups for sample in group.samples]
+        metrics = self._metrics(groups, began) | staleness_metrics(samples, version=turn)
+        return Experience(samples, RemoteBatch.joined([group.batch for group in groups]), metrics)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Wait for other threads; raise what one of them has raised."""
+        limit = self._recipe.scheduler.timeout_s
+        while not is_there():
+            if self._failure is not None:
+                raise self._failure
+            left = self._progress + limit - time.perf_counter()
+            if left <= 0:
+                raise RunFailed(
+                    f"no group of samples was finished for scheduler.timeout_s={limit:g} s, while the trainer waited: "
+                    f"{self._turns.n_running} prompts are being answered, {len(self._to_judge)} groups wait for their "
+                    "rewards. See the logs of the rollout; if the completions need longer, raise scheduler.timeout_s"
+                )
+            self._changed.wait(left)
+
+    def _metrics(self, groups: Sequence[Judged], began: float) -> dict[str, float]:
+        """Return how long groups have waited for their step, and which share of the time each side had no work."""
+        now = time.perf_counter()
+        seconds, self._last_take = now - self._last_take, now
+        busy = [now_s - before_s for now_s, before_s in zip(self._stream.busy_s, self._busy, strict=True)]
+        self._busy = list(self._stream.busy_s)
+        waits = [now - group.since for group in groups]
+        return {
+            "staleness/wait_seconds": fmean(waits),
+            "staleness/wait_seconds/max": max(waits),
+            "idle/trainer": (now - began) / seconds,
+            "idle/rollout": max(0.0, 1.0 - fmean(busy) / seconds),
+        }
+
+    def _admit(self) -> None:
+        """Let prompts begin, as many as the rule allows."""
+        while (number := self._turns.begin()) is not None:
+            turn = self._turns.turn_of(number)
+            if turn not in self._read:
+                self._read[turn] = self._next_turn(turn)
+            self._begun.append(number)
+        self._changed.notify_all()
+
+    def _next_turn(self, turn: int) -> _Turn:
+        prompts = self._sampler.next_batch()
+        requests = group_requests(
+            [prompt.token_ids for prompt in prompts],
+            self._size,
+            # The seeds of a step without a look-ahead.
+            (self._recipe.seed, "train", turn + 1),
+            self._sampling.logprob_share,
+        )
+        return _Turn(prompts, requests, self._sampler.state_dict())
+
+    def _job(self, number: int) -> Job:
+        turn = self._read[self._turns.turn_of(number)]
+        row = number - self._turns.prompts_of(self._turns.turn_of(number)).start
+        return Job(
+            range(number * self._size, (number + 1) * self._size),
+            [turn.prompts[row]] * self._size,
+            turn.requests[row * self._size : (row + 1) * self._size],
+        )
+
+    def _generate(self) -> None:
+        """Keep the replicas at work until the source is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_ended or self._begun or self._stream.has_work)
+                if self._has_ended:
+                    return
+                jobs, self._begun = [self._job(number) for number in self._begun], []
+            for job in jobs:
+                self._stream.submit(job)
+            with self._timers.phase("generation"):
+                groups = self._stream.advance()
+            with self._changed:
+                for group in groups:
+                    self._turns.finish(group.number // self._size)
+                self._to_judge += groups
+                self._admit()
+
+    def _judge(self) -> None:
+        """Compute the rewards of groups as they finish, until the source is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_ended or self._to_judge)
+                if self._has_ended:
+                    return
+                groups = list(self._to_judge)
+                self._to_judge.clear()
+            for group in groups:
+                with self._timers.phase("rewards"):
+                    samples = judge(Generated(group.samples, group.batch, {}), self._rewards)
+                with self._changed:
+                    self._progress = time.perf_counter()
+                    self._judged[group.number // self._size] = Judged(samples, group.batch, self._progress)
+                    self._changed.notify_all()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Run the work of a thread; hand what it raises to the main thread."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - `take` raises it
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+        self._rollout.gate.end()
+        for thread in self._threads:
+            thread.join(ENDING_S)

@@ -1,0 +1,120 @@
+"""Keeps the replicas at work on jobs that come and finish at any time, while their weights change.
+
+submit ─> queue ─> the replica with the fewest requests ─> a slice of time on it ─> groups that are done
+                                                            └──── again, as long as it has work
+
+Between two slices a replica does what else it is asked for: it takes new weights, sleeps, or evaluates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fivefold.cluster.group import KeptCall
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.rollout import Job, Responses, Rollout, RolloutWorker, samples_of
+from fivefold.rollout.protocol import SamplingParams
+from fivefold.types import Sample
+
+SLICE_S = 0.2
+"""Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The samples of one job, without rewards."""
+
+    number: int
+    """The job's first index."""
+    samples: list[Sample]
+    batch: RemoteBatch
+    """The same sequences, in the same order."""
+
+
+class RolloutStream:
+    """Jobs in progress on all replicas. Only one thread may use it."""
+
+    def __init__(self, rollout: Rollout, sampling: SamplingParams, capacity: int) -> None:
+        """Begin without a job.
+
+        Args:
+            rollout: the replicas.
+            sampling: how tokens are chosen, for all jobs.
+            capacity: requests that a replica gets at one time, unless a single job has more.
+        """
+        self._rollout = rollout
+        self._sampling = sampling
+        self._capacity = capacity
+        n = len(rollout.group)
+        self._queue: deque[Job] = deque()
+        self._jobs: list[dict[int, Job]] = [{} for _ in range(n)]
+        """Jobs of each replica, by their number."""
+        self._news: list[list[Job]] = [[] for _ in range(n)]
+        """Those of them that the replica does not know yet."""
+        self._calls: dict[int, KeptCall[Responses]] = {}
+        """The call in progress on each replica, the oldest first."""
+        self.busy_s = [0.0] * n
+        """Seconds that each replica has worked."""
+        self.n_tokens = [0] * n
+        """Tokens that each replica has sampled in the jobs that are done."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some job is not done."""
+        return bool(self._queue) or any(self._jobs)
+
+    def submit(self, job: Job) -> None:
+        """Add a job, which begins when a replica has room for it."""
+        self._queue.append(job)
+
+    def advance(self) -> list[Group]:
+        """Go on until a job is done, or a replica has reported that none is. Returns the jobs that are done.
+
+        There must be work. It is not done while the replicas sleep.
+
+        Raises:
+            WorkerError: some worker of the session raised or died.
+            PhaseTimeout: a replica did not report in time.
+        """
+        self._hand_out()
+        for rank, jobs in enumerate(self._jobs):
+            if jobs and rank not in self._calls:
+                with self._rollout.gate.passing() as is_open:
+                    if not is_open:
+                        return []
+                    self._calls[rank] = self._rollout.group.keep_on(
+                        rank, RolloutWorker.advance, self._news[rank], self._sampling, SLICE_S
+                    )
+                self._news[rank] = []
+        call, report = self._rollout.group.first_kept(list(self._calls.values()))
+        del self._calls[call.rank]
+        return self._done(call, report)
+
+    def _hand_out(self) -> None:
+        loads = [sum(len(job.requests) for job in jobs.values()) for jobs in self._jobs]
+        while self._queue:
+            rank = min(range(len(loads)), key=loads.__getitem__)
+            size = len(self._queue[0].requests)
+            if loads[rank] and loads[rank] + size > self._capacity:
+                return
+            job = self._queue.popleft()
+            self._jobs[rank][job.indices.start] = job
+            self._news[rank].append(job)
+            loads[rank] += size
+
+    def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
+        jobs = self._jobs[call.rank]
+        self.busy_s[call.rank] += report.busy_s
+        self.n_tokens[call.rank] += int(report.sampled_N.sum())
+        numbers = sorted(jobs.keys() & set(report.indices_N.tolist()))
+        done = [jobs.pop(number) for number in numbers]
+        if not done:
+            return []
+        samples, batch = samples_of([prompt for job in done for prompt in job.prompts], [(report, call.payload)])
+        groups, start = [], 0
+        for job in done:
+            end = start + len(job.requests)
+            groups.append(Group(job.indices.start, samples[start:end], batch.select(range(start, end))))
+            start = end
+        return groups
