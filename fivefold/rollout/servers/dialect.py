@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,10 @@ class Ask:
     wants_logprobs: bool
 
 
+AnswerEnd = FinishReason | Literal["abort"]
+"""Why an answer ended; `abort`: the server was told to abort its requests, and the completion is not whole."""
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """A completion that a server sampled, of T tokens."""
@@ -47,7 +51,7 @@ class Answer:
     token_ids_T: npt.NDArray[np.int32]
     logprobs_T: npt.NDArray[np.float32] | None
     """None: they were not asked for."""
-    finish_reason: FinishReason
+    finish_reason: AnswerEnd
 
     def __post_init__(self) -> None:
         if self.logprobs_T is None:
@@ -91,13 +95,13 @@ def found(pattern: re.Pattern[bytes], text: bytes) -> bytes:
     return match[1]
 
 
-def finish_reason(said: str) -> FinishReason:
-    """Return the reason that a server gives for a completion's end.
+def finish_reason(said: str) -> AnswerEnd:
+    """Return the reason that a server gives for a completion's end; it reports an abort with the status of a success.
 
     Raises:
-        RuntimeError: the completion is not whole, as after an abort, which servers report with the status of a success.
+        RuntimeError: it is an unknown reason, so that the completion may not be whole.
     """
-    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+    reasons: dict[str, AnswerEnd] = {"stop": "stop", "length": "length", "abort": "abort"}
     if said not in reasons:
         raise RuntimeError(f"the server ended a completion with {said!r}: it is not whole")
     return reasons[said]
@@ -129,8 +133,14 @@ class Dialect(Protocol):
         """Return the `ask.n` completions in a reply from `generate_path`.
 
         Raises:
-            RuntimeError: a completion that is not whole, or lacks a log-prob that was asked for.
+            RuntimeError: a completion that ended for an unknown reason, or lacks a log-prob that was asked for.
         """
+
+    def pause(self, http: HttpClient) -> None:
+        """Make the server answer all requests with what it has, and hold back new ones; return once it has."""
+
+    def resume(self, http: HttpClient) -> None:
+        """Make a paused server answer requests again."""
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         """Make the server load all weights from a Hugging Face folder, and drop what it has cached with others."""

@@ -26,6 +26,7 @@ from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.process import ServerProcess
 from fivefold.rollout.servers.room import Room, asks_of
+from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
@@ -71,7 +72,10 @@ class ServerEngine:
         self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
         listening = dialect.place()
-        self._http = HttpClient(listening.address, n_connections=spec.max_batch_size)
+        # For a stream, for other requests beside it, and for what controls the server.
+        self._http = HttpClient(listening.address, n_connections=2 * spec.max_batch_size + 1)
+        self._stream: ServerStream | None = None
+        self._is_interrupted = False
         command = server_command(dialect, spec, listening.address)
         self._server = ServerProcess(command, dialect.environment(spec), listening)
         self._server.wait_until_ready(self._http)
@@ -103,13 +107,8 @@ class ServerEngine:
         room = Room(most)
 
         def complete(ask: Ask) -> list[Completion]:
-            with room.held(ask), self._served():
-                body = self._dialect.request(ask, sampling, self._end_token_ids)
-                reply = self._http.send("POST", self._dialect.generate_path, body)
-                answers = self._dialect.answers(reply, ask)
-            if len(answers) != ask.n:
-                raise RuntimeError(f"the server gave {len(answers)} completions where {ask.n} were asked for")
-            return [_completion(answer, version) for answer in answers]
+            with room.held(ask):
+                return [_completion(answer, version) for answer in self._answers(ask, sampling)]
 
         running: dict[int, list[Future[list[Completion]]]] = {}
         threads = ThreadPoolExecutor(most)
@@ -124,6 +123,54 @@ class ServerEngine:
         finally:
             threads.shutdown(cancel_futures=True)
 
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        """Begin to answer the requests of job `number` (`RolloutEngine`).
+
+        Raises:
+            ValueError: a request or a sampling that the model cannot take.
+            RuntimeError: the engine is asleep or has no weights.
+        """
+        check_requests(requests, sampling, self._config)
+        if self._stream is None or self._stream.sampling != sampling:
+            assert self._stream is None or not self._stream.n_running
+            self._stream = ServerStream(self._answers, sampling, most=self._spec.max_batch_size)
+        self._stream.submit(number, requests, self._state.require_weights())
+
+    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+        """Wait until a submitted job is done, or `seconds` have passed (`RolloutEngine`).
+
+        Raises:
+            RuntimeError: the engine is asleep or has no weights, or the server failed.
+        """
+        return [] if self._stream is None else self._stream.collect(self._state.require_weights(), seconds)
+
+    def _answers(self, ask: Ask, sampling: SamplingParams) -> list[Answer]:
+        """Ask the server; any thread may."""
+        with self._served():
+            body = self._dialect.request(ask, sampling, self._end_token_ids)
+            reply = self._http.send("POST", self._dialect.generate_path, body)
+            answers = self._dialect.answers(reply, ask)
+        if len(answers) != ask.n:
+            raise RuntimeError(f"the server gave {len(answers)} completions where {ask.n} were asked for")
+        return answers
+
+    def _interrupt(self) -> None:
+        """Take what the jobs of the stream have so far from the server, which must not go on with them."""
+        if self._stream is not None and self._stream.n_running and not self._is_interrupted:
+            with self._served():
+                self._dialect.pause(self._http)
+            self._stream.interrupted()
+            self._is_interrupted = True
+
+    def _go_on(self) -> None:
+        """Let an interrupted server answer again, if it has all of its memory and its weights."""
+        if self._is_interrupted and self._state.memory == "all":
+            assert self._stream is not None
+            self._stream.resumed(self._state.require_weights())
+            with self._served():
+                self._dialect.resume(self._http)
+            self._is_interrupted = False
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights of the server, cast to its dtype; the server drops what it has cached with other weights.
 
@@ -132,11 +179,13 @@ class ServerEngine:
                 generate until an update succeeds.
             RuntimeError: the engine is asleep, or the server failed.
         """
+        self._interrupt()
         self._state.begin_update()
         sent = Checksum(self._cast(audited(self._tensors, weights)), self._spec.route.checksum)
         with self._weights.holding(sent, version) as folder, self._served(), self._checked(lambda: sent.total):
             self._dialect.load(self._http, folder, version)
         self._state.end_update(version)
+        self._go_on()
 
     def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         """Replace all weights of the server by those in buckets on the trainer's devices.
@@ -146,6 +195,7 @@ class ServerEngine:
                 generate until an update succeeds.
             RuntimeError: the engine is asleep, the server failed, or what arrived is not what was sent.
         """
+        self._interrupt()
         self._state.begin_update()
         sent: list[DeviceBucket] = []
 
@@ -160,6 +210,7 @@ class ServerEngine:
         for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
             pass
         self._state.end_update(version)
+        self._go_on()
 
     @property
     def meeting(self) -> Meeting:
@@ -180,6 +231,7 @@ class ServerEngine:
         """
         if self._state.memory == "none":
             return
+        self._interrupt()
         self.wake()  # servers cannot give back twice what they have not taken since
         self._state.sleep()
         if self._spec.can_sleep:
@@ -210,6 +262,7 @@ class ServerEngine:
             with self._served():
                 self._dialect.wake_cache(self._http)
         self._state.wake()
+        self._go_on()
 
     def close(self) -> None:
         """End the server, and wait until it is gone."""
@@ -249,6 +302,8 @@ def _finished(running: dict[int, list[Future[list[Completion]]]]) -> Iterator[tu
 
 
 def _completion(answer: Answer, version: int) -> Completion:
+    if answer.finish_reason == "abort":
+        raise RuntimeError(f"the server ended a completion with {answer.finish_reason!r}: it is not whole")
     logprobs_T = answer.logprobs_T
     if logprobs_T is None:
         logprobs_T = np.full(len(answer.token_ids_T), np.nan, dtype=np.float32)

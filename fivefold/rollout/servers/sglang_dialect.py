@@ -111,6 +111,12 @@ class SGLangDialect:
             for piece in pieces(reply, _TOKEN_IDS)
         ]
 
+    def pause(self, http: HttpClient) -> None:
+        http.post("/pause_generation", {"mode": "abort"})
+
+    def resume(self, http: HttpClient) -> None:
+        http.post("/continue_generation")
+
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         update = {"model_path": str(folder), "weight_version": str(version)}
         # Without a load format, a server that began with dummy weights would make up dummy weights again.

@@ -20,7 +20,7 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import Address, HttpClient
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
 from fivefold.rollout.servers.place import Place, private_socket
-from fivefold.rollout.servers.vllm_weights import VLLMWeights
+from fivefold.rollout.servers.vllm_weights import PAUSE, RESUME, VLLMWeights
 from fivefold.rollout.servers.weights import WeightLoader
 
 INSIDE = Path(__file__).with_name("inside_vllm")
@@ -131,6 +131,12 @@ class VLLMDialect:
             reason = finish_reason(row["finish_reason"])
             answers[row["index"]] = Answer(token_ids_T, logprobs_T if ask.wants_logprobs else None, reason)
         return [answers[index] for index in sorted(answers)]
+
+    def pause(self, http: HttpClient) -> None:
+        http.post(PAUSE)
+
+    def resume(self, http: HttpClient) -> None:
+        http.post(RESUME)
 
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         # Without a load format, a server that began with dummy weights would make up dummy weights again.

@@ -18,6 +18,8 @@ from fivefold.rollout.servers.weights import check_version
 from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting
 
+PAUSE, RESUME = "/pause?mode=abort", "/resume"
+"""Endpoints between which nothing is generated. The first ends all requests, and drops what was cached."""
 NEWER = (0, 26)
 """First release with the newer form."""
 _WHOLE = 2**62
@@ -110,12 +112,12 @@ class VLLMWeights:
 
     def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         # Nothing is generated meanwhile; the pause drops what was cached with other weights.
-        self._http.post("/pause?mode=abort")
+        self._http.post(PAUSE)
         self._http.post("/start_weight_update")
         for bucket in buckets:
             self._http.post("/update_weights", {"update_info": self._update_info(bucket)})
         self._form.finish(self._http, version)
-        self._http.post("/resume")
+        self._http.post(RESUME)
 
     def _update_info(self, bucket: DeviceBucket) -> dict[str, Any]:
         info = {

@@ -49,6 +49,10 @@ STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
 
 ABORTED, ABORTED_AT_ONCE, NOT_FINITE, CUT_SHORT, DEADLY, LATE, TOGETHER = range(60, 67)
+LONG = 59
+"""First token of a prompt, of `LONG_PROMPT` tokens, that is not answered before the server pauses as many times as the
+second token says. It then has two more tokens each time."""
+LONG_PROMPT, LONG_TOKENS = 4, 2
 """First tokens of prompts with a special answer. In this order: the answer ends with `abort` after two tokens, or after
 none; its last log-prob is no number, or is missing; the server dies; it is given after another answer; it is given only
 once as many such prompts have come as the server decodes together."""
@@ -194,6 +198,7 @@ class FakeServer:
     load_format: str
     has_stale_cache: bool = False
     is_paused: bool = False
+    n_pauses: int = 0
     is_prepared: bool = False
     is_in_update: bool = False
     weight_version: str = "default"
@@ -219,6 +224,8 @@ class FakeServer:
         n, most_tokens = sampling.get("n", 1), sampling[self.flavour.most_tokens]
         seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(n)
         answers = [_spoilt(prompt[0], *answer_to(prompt, seed, most_tokens)) for seed in seeds]
+        if self._is_cut_short(prompt):
+            answers = [(tokens[:LONG_TOKENS], logprobs[:LONG_TOKENS], "abort") for tokens, logprobs, _ in answers]
         if self.flavour.prompt == "input_ids":
             replies = [_sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"]) for answer in answers]
             return 200, replies if n > 1 else replies[0]
@@ -229,7 +236,7 @@ class FakeServer:
             return "there are no weights"
         if self.released:
             return f"an illegal memory access was encountered: {', '.join(sorted(self.released))}"
-        if self.is_paused or self.is_in_update:
+        if self.is_in_update:
             return "the server is paused"
         if self.has_stale_cache:
             return "keys and values of other weights are in the prefix cache"
@@ -240,6 +247,15 @@ class FakeServer:
         if unknown := sampling.keys() - self.flavour.sampling_keys:
             return f"unknown sampling parameters {sorted(unknown)}"
         return None
+
+    def _is_cut_short(self, prompt: Sequence[int]) -> bool:
+        """Return whether the server has paused before an answer was whole; while it is paused, nothing is answered."""
+        with self.changed:
+            if prompt[0] != LONG or (len(prompt) - LONG_PROMPT) // LONG_TOKENS >= prompt[1]:
+                assert self.changed.wait_for(lambda: not self.is_paused, PATIENCE_S)
+                return False
+            n_pauses = self.n_pauses
+            return self.changed.wait_for(lambda: self.n_pauses > n_pauses, PATIENCE_S)
 
     def _wait_for_its_turn(self, first_token: int) -> None:
         with self.changed:
@@ -309,11 +325,20 @@ class FakeServer:
         return _release() >= (0, 26)
 
     def pause(self, body: dict[str, Any]) -> Reply:
-        self.is_paused, self.has_stale_cache = True, False
+        if self.flavour.prompt == "input_ids":
+            assert body == {"mode": "abort"}
+        else:
+            self.has_stale_cache = False
+        with self.changed:
+            self.is_paused = True
+            self.n_pauses += 1
+            self.changed.notify_all()
         return 200, {"status": "paused"}
 
     def resume(self, body: dict[str, Any]) -> Reply:
-        self.is_paused = False
+        with self.changed:
+            self.is_paused = False
+            self.changed.notify_all()
         return 200, {"status": "resumed"}
 
     def init_transfer(self, body: dict[str, Any]) -> Reply:
@@ -423,6 +448,8 @@ class FakeServer:
                 "/init_weights_update_group": self.enter_group,
                 "/update_weights_from_tensor": self.update_by_bucket,
                 "/update_weights_from_distributed": self.update_by_bucket,
+                "/pause_generation": self.pause,
+                "/continue_generation": self.resume,
                 "/flush_cache": self.flush_cache,
                 "/update_weight_version": self.update_version,
                 "/release_memory_occupation": lambda body: self.release(body.get("tags") or SGLANG_MEMORY),

@@ -1,0 +1,122 @@
+"""Jobs that a server answers beside one another while its weights change: a server that answers by a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.types import Completion
+from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
+from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
+from tests.unit.rollout.test_server_engine import COMMANDS, Served, requests_of, sampling, start
+
+Folder = Callable[..., Path]
+
+PAUSES = {"vllm": ("/pause?mode=abort", "/resume"), "sglang": ("/pause_generation", "/continue_generation")}
+
+
+@pytest.fixture(scope="module", params=list(COMMANDS))
+def server(
+    request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder, model = tmp_path_factory.mktemp(request.param), model_folder("qwen3_moe")
+    spec = spec_of(request.param, model, python=write_python(folder))
+    engine = start(spec)
+    yield Served(spec, engine, folder, load_file(model / "model.safetensors"))
+    engine.close()
+
+
+def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
+    answers: dict[int, list[Completion]] = {}
+    while len(answers) < n_jobs:
+        answers |= dict(served.engine.collect(5.0))
+    return answers
+
+
+def long_request(n_pauses: int, seed: int = 77) -> GenerationRequest:
+    return GenerationRequest((LONG, n_pauses, 11, 12), seed)
+
+
+def continued(request: GenerationRequest, n_pauses: int, params: SamplingParams) -> tuple[list[int], list[float]]:
+    """Return what the server's formula gives if each pause leaves two tokens more."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for pause in range(n_pauses + 1):
+        seed = request.seed + len(tokens)
+        more, their_logprobs, _ = answer_to(
+            (*request.token_ids, *tokens), seed, params.max_new_tokens - len(tokens)
+        )  # fmt: skip
+        n = LONG_TOKENS if pause < n_pauses else len(more)
+        tokens += more[:n]
+        logprobs += their_logprobs[:n]
+    return tokens, logprobs
+
+
+def test_jobs_come_back_as_they_finish(server: Served) -> None:
+    server.engine.wake()
+    server.update(3)
+    params = sampling()
+    jobs: list[Sequence[GenerationRequest]] = [requests_of(4), requests_of(2), requests_of(2 * BATCH_SIZE)]
+    for number, requests in enumerate(jobs):
+        server.engine.submit(number, requests, params)
+    answers = collected(server, len(jobs))
+    for number, requests in enumerate(jobs):
+        for request, completion in zip(requests, answers[number], strict=True):
+            tokens, logprobs, reason = answer_to(request.token_ids, request.seed, params.max_new_tokens)
+            assert completion.token_ids.tolist() == list(tokens)
+            assert completion.logprobs.tolist() == list(logprobs)
+            assert set(completion.versions.tolist()) == {3}
+            assert completion.finish_reason == reason
+    assert server.engine.collect(0.01) == []
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_requests_go_on_over_updates_and_tell_which_weights_sampled_each_token(server: Served, sleeps: bool) -> None:
+    server.engine.wake()
+    server.update(0)
+    params = sampling(max_new_tokens=20)
+    requests = {0: long_request(2), 1: long_request(1), 2: long_request(0)}
+    for number, request in requests.items():
+        server.engine.submit(number, [request], params)
+    answers = collected(server, 1)
+    assert set(answers) == {2}, "only what needs no pause is done"
+    before = len(server.log.posts())
+    for version in (1, 2):
+        if sleeps:
+            server.engine.sleep()
+            server.engine.wake_weights()
+        server.update(version)
+        server.engine.wake()
+        # What is asked beside the stream is answered meanwhile.
+        assert {c.versions[0] for c in server.engine.generate(requests_of(3), sampling())} == {version}
+        answers |= collected(server, 1)
+    for number, request in requests.items():
+        [completion] = answers[number]
+        n_pauses = request.token_ids[1]
+        tokens, logprobs = continued(request, n_pauses, params)
+        assert completion.token_ids.tolist() == tokens
+        assert completion.logprobs.tolist() == logprobs
+        first = [version for version in range(n_pauses) for _ in range(LONG_TOKENS)]
+        assert completion.versions.tolist() == first + [n_pauses] * (len(tokens) - len(first))
+    pause, resume = PAUSES[server.backend]
+    posts = [path for path in server.log.posts()[before:] if path in (pause, resume)]
+    assert posts == [pause, resume] * 2
+
+
+def test_groups_are_asked_for_together_and_go_on_one_by_one(server: Served) -> None:
+    server.engine.wake()
+    server.update(0)
+    params = replace(sampling(max_new_tokens=20), seeded=False)
+    before = len(server.bodies())
+    server.engine.submit(0, [long_request(1, seed) for seed in range(3)], params)
+    assert server.engine.collect(0.3) == []
+    assert [body["sampling_params"]["n"] for body in server.bodies()[before:]] == [3]
+    server.update(1)
+    [completions] = collected(server, 1).values()
+    assert [body["sampling_params"]["n"] for body in server.bodies()[before:]] == [3, 1, 1, 1]
+    assert all(set(c.versions.tolist()) <= {0, 1} and c.versions[0] == 0 for c in completions)
