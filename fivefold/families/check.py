@@ -110,6 +110,11 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                     f"rollout.{name}={str(value).lower()} is for servers ({server_titles()}): "
                     f"{backend.name} always has a seed for each request, and gives every log-prob; drop it"
                 )
+    elif recipe.rollout.recompute_kv_cache is False:
+        yield (
+            f"rollout.recompute_kv_cache=false is for the embedded engine: {backend.title} reads the tokens so far "
+            "anew when weights change; drop it"
+        )
     if backend.temperatures is not None:
         low, high = backend.temperatures
         for section, value in (("gconfig", recipe.gconfig), ("evaluator", recipe.evaluator)):

@@ -38,6 +38,7 @@ MISSING = "???"
 """Stands in the recipe for a value that the user has to give."""
 NEEDED = ("actor.path", "train_dataset.path")
 YIELDING = (
+    "rollout.max_concurrent_rollouts",
     "actor.kl_estimator",
     "actor.recompute_logprob",
     "actor.rollout_correction.method",
@@ -48,6 +49,7 @@ YIELDING = (
     "evaluator.n_samples",
     "gconfig.min_new_tokens",
     "scheduler.address",
+    "rollout.max_head_offpolicyness",
 )
 """If two keys of the recipe contradict each other, the one that is listed here is taken back."""
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave, because they are not offloaded"

@@ -18,7 +18,7 @@ from typing import Any
 
 from fivefold.importing import reasons
 from fivefold.importing.draft import Draft, Rule
-from fivefold.importing.values import Convert, flag, whole
+from fivefold.importing.values import Convert, flag, rounded_up, whole
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,22 @@ def every_steps(key: str) -> Rule:
 def checkpoint_every_steps() -> Rule:
     """Map the number of steps between checkpoints; without one, those of Fivefold's own frequency are written."""
     return MappedSteps("recover.freq_steps", whole, never=reasons.OWN_FREQUENCY)
+
+
+def staleness() -> Rule:
+    """Map how many steps the rollout may be ahead of the trainer, where a part of a step counts as a whole one."""
+    return MappedSteps("rollout.max_head_offpolicyness", rounded_up, never=reasons.SYNCHRONOUS)
+
+
+def concurrent_rollouts(age: str) -> Rule:
+    """Map the most prompts that are answered at one time, which has an effect if the source's key `age` is above 0."""
+
+    def rule(draft: Draft, source: str) -> None:
+        if draft.get(age, 0):
+            draft.mapped(source, "rollout.max_concurrent_rollouts", whole(draft.get(source)))
+        draft.implied(source, "a replica decodes up to rollout.max_batch_size sequences at one time")
+
+    return rule
 
 
 def offload_all(draft: Draft, source: str) -> None:

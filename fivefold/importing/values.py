@@ -32,6 +32,11 @@ def positive(value: Any) -> int:
     return int(value)
 
 
+def rounded_up(value: Any) -> int:
+    """Return the smallest whole number that is not below a number."""
+    return math.ceil(number(value))
+
+
 def number(value: Any) -> float:
     """Return a number as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -45,5 +45,7 @@ class ReplicaSpec:
     """Further arguments of the server's command line."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
+    recomputes: bool = False
+    """Whether the embedded engine computes keys and values of running completions anew when weights change."""
     route: Route = FOLDER
     """How weights reach the engine."""

@@ -78,6 +78,8 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "covariance_chosen",
         *(f"seconds/{phase}" for phase in ("values", "advantages", "critic train")),
         *(f"dynamic_sampling/{name}" for name in ("rounds", "kept")),
+        *("seconds/generation", "idle/trainer", "idle/rollout"),  # asynchronous training: test_asynchronous_runs.py
+        *(name for name in listed_metrics() if name.startswith("staleness/")),
         *("kl", "margin", "seconds/scores"),  # preferences: test_preferences.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),
         *(name for name in listed_metrics() if "<" in name),  # several rewards or data sources

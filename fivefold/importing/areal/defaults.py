@@ -55,6 +55,7 @@ RUN: Mapping[str, Any] = {
     # None of these is switched on, or has a value, unless it is written.
     **none("actor.eps_clip_higher", "actor.c_clip", "gconfig.stop_token_ids", "gconfig.stop", "total_train_steps"),
     **none("tokenizer_path", "ref.path"),
+    **none("rollout.max_head_offpolicyness"),  # 0
     # Checkpoints change nothing about the training, so Fivefold's own hold unless the source has some.
     **none(*(f"{part}.{name}" for part in ("saver", "evaluator", "recover", "checkpointer") for name in FREQUENCIES)),
     # The plan decides, unless it is switched on.

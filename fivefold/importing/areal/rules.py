@@ -8,7 +8,20 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import loss_by_name, option_of_loss
 from fivefold.importing.critic import of_critic
 from fivefold.importing.draft import Draft, Rule
-from fivefold.importing.rules import for_each, if_on, implied, off, offload_all, only, to, under, unknown, unsupported
+from fivefold.importing.rules import (
+    concurrent_rollouts,
+    for_each,
+    if_on,
+    implied,
+    off,
+    offload_all,
+    only,
+    staleness,
+    to,
+    under,
+    unknown,
+    unsupported,
+)
 from fivefold.importing.values import (
     DTYPE,
     LR_SCHEDULE,
@@ -249,14 +262,14 @@ CRITIC: Mapping[str, Rule] = of_critic(
 )
 
 ROLLOUT: Mapping[str, Rule] = {
-    "max_concurrent_rollouts": implied("a replica decodes up to rollout.max_batch_size sequences at one time"),
-    "queue_size": off(reasons.SYNCHRONOUS),
+    "max_concurrent_rollouts": concurrent_rollouts("rollout.max_head_offpolicyness"),
+    "queue_size": implied(reasons.AHEAD),
     "consumer_batch_size": unsupported(reasons.FIXED_BATCH),
-    "max_head_offpolicyness": off(reasons.SYNCHRONOUS),
+    "max_head_offpolicyness": staleness(),
     "enable_rollout_tracing": off(reasons.SAMPLES_FILE),
     "check_trajectory_format": implied("samples are typed, so their format needs no check"),
     "dump_to_file": implied(reasons.SAMPLES_FILE),
-    "pause_grace_period": implied(reasons.SYNCHRONOUS),
+    "pause_grace_period": implied(reasons.GOES_ON),
     "request_retries": implied(reasons.NO_RETRY),
     "use_lora": off(reasons.NO_LORA),
     "lora_name": implied(reasons.ONLY_LORA),
@@ -305,7 +318,7 @@ TOP: Mapping[str, Rule] = {
     "cluster.name_resolve.*": implied("Ray finds the workers"),
     "cluster.cluster_name": implied("Ray finds the workers"),
     "cluster.*": unknown("the cluster"),
-    "async_training": off(reasons.SYNCHRONOUS),
+    "async_training": implied(reasons.AHEAD),
     "enable_offload": offload_all,
     "dynamic_bs": off("each step trains on whole groups of train_dataset.batch_size prompts"),
     "total_train_n_seqs": unsupported("training ends after epochs or steps"),

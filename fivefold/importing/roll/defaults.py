@@ -41,6 +41,7 @@ RUN: Mapping[str, Any] = {
     "num_gpus_per_node": 8,
     "rpc_timeout": 3600,
     **none("reward_pretrain"),
+    **none("async_generation_ratio"),  # 0
     "max_running_requests": 128,
     TRAIN + "model_args.disable_gradient_checkpointing": False,
     TRAIN + "model_args.dtype": "bf16",

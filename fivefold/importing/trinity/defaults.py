@@ -58,6 +58,7 @@ RUN: Mapping[str, Any] = {
     **none(TASKS + "format.response_key", HELD_OUT + "format.response_key"),
     **none(HELD_OUT + "repeat_times", HELD_OUT + "rollout_args.max_tokens"),
     **none(ENGINE + "dtype"),  # bfloat16, as the actor's
+    **none("synchronizer.sync_offset"),  # 0
     **none(*(f"trainer.{kind}_offload" for kind in OFFLOADED)),
     # The trainer's own tree repeats the keys above, with the same defaults.
     **none(TREE + MODEL + "tokenizer_path", *under(TREE + ACTOR + "optim.", OPTIMIZER), *under(TREE + ACTOR, MEGATRON)),

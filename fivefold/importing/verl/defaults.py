@@ -92,6 +92,7 @@ TREE: Mapping[str, Any] = {
     ROLLOUT + "gpu_memory_utilization": 0.5,
     ROLLOUT + "val_kwargs.n": 1,
     **none(ROLLOUT + "dtype"),  # bfloat16, as the actor's
+    **none("async_training.staleness_threshold"),  # the section exists only in recipes of the asynchronous trainer
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
     "trainer.critic_warmup": 0,

@@ -20,6 +20,7 @@ from fivefold.importing.rules import (
     implied,
     off,
     only,
+    staleness,
     to,
     under,
     unknown,
@@ -75,7 +76,7 @@ ROLLOUT_RULES: Mapping[str, Rule] = {
     "expert_parallel_size": only(1, holds="experts are not spread over ranks", otherwise=reasons.ROLLOUT_DEGREES),
     "data_parallel_size": only(1, holds="replicas are counted from the devices", otherwise="replicas are independent"),
     "moe_tensor_parallel_size": unsupported(reasons.ROLLOUT_DEGREES),
-    "nnodes": only(0, holds="the rollout shares the actor's devices", otherwise=reasons.SYNCHRONOUS),
+    "nnodes": only(0, holds="the rollout shares the actor's devices", otherwise="rollout.backend lays out the rollout"),
     "enable_rollout_routing_replay": off(reasons.NO_ROUTER_REPLAY),
     "limit_images": implied(reasons.NO_MULTIMODAL),
     "layer_name_map.*": implied("the bridge maps every weight's name"),
@@ -320,8 +321,14 @@ RULES: Mapping[str, Rule] = {
     **under(REF, REFERENCE_RULES),
     **under(ROLLOUT, ROLLOUT_RULES),
     "actor_rollout_ref.hybrid_engine": only(
-        True, holds="rollout and actor share devices", otherwise=reasons.SYNCHRONOUS
+        True, holds="rollout and actor share devices", otherwise="rollout.colocate says whether they share devices"
     ),
+    "async_training.staleness_threshold": staleness(),
+    "async_training.partial_rollout": implied(reasons.GOES_ON),
+    "async_training.trigger_parameter_sync_step": only(1, holds="weights are updated after every step"),
+    "async_training.require_batches": only(1, holds="each step trains on train_dataset.batch_size prompts"),
+    "async_training.compute_prox_log_prob": implied(reasons.OLD_LOGPROBS),
+    "async_training.*": unknown("asynchronous training"),
     "actor_rollout_ref.nccl_timeout": implied(reasons.TIMEOUT),
     **under(CRITIC, CRITIC_RULES),
     **under("algorithm.", ALGORITHM_RULES),

@@ -74,6 +74,9 @@ def test_a_correction_sets_its_bounds(recipe: Path) -> None:
     )
 
 
+STALE = "rollout.max_head_offpolicyness=1"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -86,6 +89,15 @@ def test_a_correction_sets_its_bounds(recipe: Path) -> None:
         ),
         (["actor.rollout_correction.method=tis", "gconfig.top_p=0.9"], "a truncated distribution"),
         (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "they are the same"),
+        (
+            ["rollout.max_concurrent_rollouts=8"],
+            "max_concurrent_rollouts has no effect with rollout.max_head_offpolicy",
+        ),
+        (["rollout.recompute_kv_cache=false"], "rollout.recompute_kv_cache has no effect"),
+        ([STALE, "actor.dynamic_sampling=true"], "samples further completions with the weights of the step itself"),
+        ([STALE, "algorithm=remax"], "actor.advantage=remax samples further"),
+        ([STALE, "gconfig.top_p=0.9"], "top_p, top_k or min_new_tokens leaves them unknown"),
+        ([STALE, "rollout.logprob_share=0.5"], "rollout.logprob_share leaves them unknown"),
         (["actor.kl_target=0.1"], "actor.kl_ctl, which is 0 and stays 0"),
         (["actor.overlong_reward_penalty=true", "actor.overlong_tokens=2000"], "above gconfig.max_new_tokens=1024"),
         (["algorithm=rloo", "gconfig.n_samples=1"], "compares the completions of a group"),

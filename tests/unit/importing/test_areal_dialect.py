@@ -209,6 +209,8 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "actor.reward_bias": -0.5,
         "actor.reward_clip": 20.0,  # AReaL's default
         "rollout.memory_fraction": 0.7,
+        "rollout.max_head_offpolicyness": 2,
+        "rollout.max_concurrent_rollouts": 64,
         "gconfig.n_samples": 6,
         "gconfig.max_new_tokens": 512,
         "gconfig.min_new_tokens": 0,
@@ -226,10 +228,7 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "recover.mode": "disabled",
         "evaluator.freq_steps": 20,
     }
-    assert conversion.unsupported() == {
-        "async_training",
-        "rollout.max_head_offpolicyness",
-    }
+    assert conversion.unsupported() == set()
     assert conversion["recover.freq_secs"].outcome == "implied"  # nothing is checkpointed
     # `${gconfig.n_samples}` is filled in before the group's size is compared with the number of samples.
     assert conversion["actor.group_size"].outcome == "implied"

@@ -210,3 +210,24 @@ def test_a_share_of_the_memory_is_implied_on_shared_devices_and_for_the_embedded
         assert conversion[key].outcome == "implied", (fixture, overrides)
         assert note in conversion[key].note, (fixture, overrides)
         assert "rollout.memory_fraction" not in conversion.recipe, (fixture, overrides)
+
+
+@pytest.mark.parametrize(
+    ("framework", "fixture", "override", "expected"),
+    [
+        ("roll", "roll_grpo_moe.yaml", "async_generation_ratio=1.5", 2),
+        ("verl", "verl_trainer.yaml", "async_training.staleness_threshold=0.3", 1),
+        ("trinity", "trinity_grpo.yaml", "synchronizer.sync_offset=1", 1),
+        ("areal", "areal_grpo_fsdp.yaml", "rollout.max_head_offpolicyness=4", 4),
+        ("areal", "areal_grpo_fsdp.yaml", "rollout.max_head_offpolicyness=0", None),
+    ],
+)
+def test_a_rollout_that_is_ahead_stays_ahead(
+    framework: Framework, fixture: str, override: str, expected: int | None
+) -> None:
+    conversion = convert_fixture(framework, fixture, [override])
+    key = override.partition("=")[0]
+    assert conversion[key].outcome == ("implied" if expected is None else "mapped")
+    assert conversion.recipe.get("rollout.max_head_offpolicyness") == expected
+    if expected is None:
+        assert "rollout.max_concurrent_rollouts" not in conversion.recipe

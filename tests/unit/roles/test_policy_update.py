@@ -139,3 +139,18 @@ def test_effective_sample_sizes_follow_from_the_weights() -> None:
     assert averages["rollout_ratio"] == pytest.approx(sum(weights) / 3)
     assert averages["rollout_ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
     assert "rollout_ratio_square" not in averages
+
+
+def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None:
+    stale = "rollout.max_head_offpolicyness=1"
+    actor = RecordingActor(rollout_mismatch_kl=0.01)
+    assert updates(actor, ONE_UPDATE, stale).news is None
+    assert [loss.correction for loss in actor.losses] == [RolloutCorrection("token", 2.0)]
+    assert actor.n_recomputed == 0, "with one update, the policy before the step is the current one"
+    several = RecordingActor()
+    updates(several, "actor.ppo_n_minibatches=2", stale)
+    assert several.n_recomputed == 1
+    for method, correction in {"none": None, "decoupled": RolloutCorrection("token")}.items():
+        chosen = RecordingActor()
+        updates(chosen, ONE_UPDATE, stale, f"actor.rollout_correction.method={method}")
+        assert [loss.correction for loss in chosen.losses] == [correction], method

@@ -106,3 +106,10 @@ def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() 
         "rollout.logprob_share=0.5",
     ]
     assert all("transformers always has a seed" in line for line in lines)
+
+
+def test_servers_cannot_keep_keys_and_values_of_older_weights() -> None:
+    keys = {"max_head_offpolicyness": 1, "recompute_kv_cache": False}
+    assert list(server_problems(recipe_of("transformers:d1", keys))) == []
+    [line] = server_problems(recipe_of("vllm:d1", keys))
+    assert line.startswith("rollout.recompute_kv_cache=false is for the embedded engine: vLLM reads")

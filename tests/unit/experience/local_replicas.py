@@ -1,0 +1,81 @@
+"""Replicas in this process: a group of rollout workers, each of which runs its calls one by one in a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from fivefold.cluster.group import KeptCall, WorkerGroup
+from fivefold.roles.gate import Gate
+from fivefold.roles.rollout import ExpectedLengths, Rollout, RolloutWorker
+from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rollout.transformers_engine import TransformersEngine
+
+MODEL = "package:tiny-moe"
+
+
+class LocalWorker(RolloutWorker):
+    """A replica of the package's small model."""
+
+    def __init__(self, max_batch_size: int) -> None:
+        self._engine = TransformersEngine.from_path(
+            MODEL, dtype="float32", device="cpu", max_batch_size=max_batch_size, tokenizer_path=None, load_weights=True
+        )
+        self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
+        self._jobs = {}
+
+    def set_version(self, version: int) -> None:
+        """Give the replica the weights that it has, under another version."""
+        assert isinstance(self._engine, TransformersEngine)
+        self._engine.update_weights(list(self._engine.weights()), version)
+
+
+class LocalGroup(WorkerGroup):
+    """Workers whose calls run in threads of this process."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = list(workers)
+        self._threads = [ThreadPoolExecutor(1) for _ in workers]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def keep_on(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> KeptCall[Any]:
+        future = self._submit(rank, method.__name__, *args)
+        return KeptCall(rank, future, future, "", time.monotonic())  # type: ignore[arg-type]
+
+    def first_kept(self, calls: Sequence[KeptCall[Any]]) -> tuple[KeptCall[Any], Any]:
+        futures: list[Any] = [call.summary for call in calls]
+        done, _ = wait(futures, return_when=FIRST_COMPLETED)
+        call = next(call for call in calls if call.summary in done)
+        return call, call.summary.result()[0]  # type: ignore[attr-defined]
+
+    def deal(self, method: Callable[..., Any], jobs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        shares = [list(jobs)[rank :: len(self)] for rank in range(len(self))]
+        futures = [
+            self._submit(rank, method.__name__, iter(share), *args)
+            for rank, share in enumerate(shares)
+        ]  # fmt: skip
+        return [future.result() for future in futures]
+
+    def each(self, method: str, *args: Any) -> None:
+        """Run a method on every worker, after the calls that are in progress."""
+        for future in [self._submit(rank, method, *args) for rank in range(len(self))]:
+            future.result()
+
+    def _submit(self, rank: int, method: str, *args: Any) -> Future[Any]:
+        return self._threads[rank].submit(getattr(self._workers[rank], method), *args)
+
+
+class LocalRollout(Rollout):
+    """The driver's handle of a local group."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self._group = group
+        self.gate = Gate()
+        self.shares_devices = False
+        self._is_server = False
+        self._expected = ExpectedLengths()
+        self.version = 0

@@ -1,0 +1,167 @@
+"""Samples that are answered ahead of their step, over replicas in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.sampler import EpochSampler
+from fivefold.experience.source import Experience
+from fivefold.experience.step import StepSource
+from fivefold.experience.stream import StreamSource
+from fivefold.observe.errors import RunFailed
+from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.rollout import Job, Responses, RolloutWorker
+from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.types import Columns, Completion, Prompt, Trajectory
+from tests.unit.experience.local_replicas import LocalGroup, LocalRollout, LocalWorker
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
+BATCH, SAMPLES, STEPS = 4, 2, 6
+
+
+def full_marks(response: str, ground_truth: Any, **_: Any) -> float:
+    return 1.0
+
+
+def recipe_of(*overrides: str) -> TrainRecipe:
+    words = ["actor.ppo_n_minibatches=1", f"train_dataset.batch_size={BATCH}", f"gconfig.n_samples={SAMPLES}"]
+    return load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
+
+
+def common(recipe: TrainRecipe, group: LocalGroup, reward: Callable[..., float], prompts: list[Prompt]) -> Any:
+    sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=True, seed=1)
+    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    return recipe, sampler, LocalRollout(group), sampling, RewardSet.of(NamedReward("f", reward, None)), PhaseTimers()
+
+
+def arithmetic(n: int) -> list[Prompt]:
+    tokenizer = load_tokenizer("fivefold/models/tiny-moe")
+    texts = [f"{12 + i}+{37 + 2 * i}=" for i in range(n)]
+    return [Prompt(i, text, tuple(tokenizer(text).input_ids), "") for i, text in enumerate(texts)]
+
+
+def told(experience: Experience) -> list[tuple[int, str, int]]:
+    return [(sample.prompt.index, sample.response_text, sample.n_sampled) for sample in experience.samples]
+
+
+@pytest.fixture(scope="module")
+def workers() -> list[LocalWorker]:
+    return [LocalWorker(max_batch_size=6) for _ in range(2)]
+
+
+@pytest.mark.parametrize("age", [0, 2])
+def test_steps_have_the_samples_of_synchronous_training_if_the_weights_are_the_same(
+    age: int, workers: list[LocalWorker]
+) -> None:
+    group, prompts = LocalGroup(workers), arithmetic(11)
+    group.each("set_version", 0)
+    synchronous = StepSource(*common(recipe_of(), group, full_marks, prompts))
+    expected = [synchronous.take(step) for step in range(1, STEPS + 1)]
+    recipe = recipe_of().model_copy(
+        update={"rollout": recipe_of().rollout.model_copy(update={"max_head_offpolicyness": age})}
+    )
+    with StreamSource(*common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS) as source:
+        source.weights_sent(0)
+        for step in range(1, STEPS + 1):
+            taken = source.take(step)
+            assert told(taken) == told(expected[step - 1])
+            assert taken.batch.lengths_N.tolist() == expected[step - 1].batch.lengths_N.tolist()
+            source.weights_sent(step)
+        assert source.sampler_state == synchronous.sampler_state
+
+
+@pytest.mark.parametrize("most", ["null", "3"])
+def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: str, workers: list[LocalWorker]) -> None:
+    group = LocalGroup(workers)
+    recipe = recipe_of("rollout.max_head_offpolicyness=2", f"rollout.max_concurrent_rollouts={most}")
+    group.each("set_version", 0)
+    with StreamSource(*common(recipe, group, full_marks, arithmetic(40)), first_step=1, last_step=STEPS) as source:
+        source.weights_sent(0)
+        for step in range(1, STEPS + 1):
+            taken = source.take(step)
+            assert len(taken.samples) == len(taken.batch) == BATCH * SAMPLES
+            ages = [step - 1 - version for sample in taken.samples for version in sample.versions]
+            assert 0 <= min(ages) <= max(ages) <= 2
+            assert taken.metrics["staleness/max"] == max(ages)
+            assert 0 <= taken.metrics["staleness/mean"] <= max(ages)
+            assert 0 <= taken.metrics["idle/trainer"] <= 1
+            assert 0 <= taken.metrics["idle/rollout"] <= 1
+            group.each("set_version", step)
+            source.weights_sent(step)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("rollout", "rewards")]
+
+
+class ScriptedWorker(RolloutWorker):
+    """Answers each job in a slice of its own with one token, and fails at the jobs of the prompts `fails`."""
+
+    def __init__(self, fails: frozenset[int] = frozenset()) -> None:
+        self._waiting: list[Job] = []
+        self._fails = fails
+        self.n_answered = 0
+
+    def advance(
+        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
+    ) -> tuple[Responses, Columns | None]:
+        self._waiting += jobs
+        job = self._waiting.pop(0)
+        if job.prompts[0].index in self._fails:
+            raise OSError("the replica is gone")
+        self.n_answered += 1
+        trajectories = [Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0)) for prompt in job.prompts]
+        return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
+
+
+def scripted(worker: ScriptedWorker, reward: Callable[..., float], *overrides: str) -> StreamSource:
+    recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
+    prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
+    return StreamSource(*common(recipe, LocalGroup([worker]), reward, prompts), first_step=1, last_step=STEPS)
+
+
+def test_slow_rewards_do_not_hold_generation() -> None:
+    worker, may_judge = ScriptedWorker(), threading.Event()
+
+    def reward(response: str, ground_truth: Any, **_: Any) -> float:
+        assert may_judge.wait(20)
+        return 1.0
+
+    with scripted(worker, reward) as source:
+        source.weights_sent(0)
+        deadline = time.monotonic() + 20
+        while worker.n_answered < 3 * BATCH and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert worker.n_answered == 3 * BATCH, "as many as the age admits, and no more"
+        may_judge.set()
+        assert len(source.take(1).samples) == BATCH * SAMPLES
+
+
+def test_what_fails_beside_the_trainer_ends_its_wait() -> None:
+    def reward(response: str, ground_truth: Any, **_: Any) -> float:
+        raise KeyError("no such answer")
+
+    with scripted(ScriptedWorker(), reward) as source:
+        source.weights_sent(0)
+        with pytest.raises(ValueError, match="no such answer"):
+            source.take(1)
+    with scripted(ScriptedWorker(frozenset(range(40))), full_marks) as source:
+        source.weights_sent(0)
+        with pytest.raises(OSError, match="the replica is gone"):
+            source.take(1)
+
+
+def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:
+    with scripted(ScriptedWorker(), full_marks, "scheduler.timeout_s=1") as source:
+        source._rollout.gate.close()
+        source.weights_sent(0)
+        with pytest.raises(RunFailed, match=r"no group of samples was finished for scheduler.timeout_s=1 s"):
+            source.take(1)
