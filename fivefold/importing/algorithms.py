@@ -117,6 +117,20 @@ def settle_clip_range(draft: Draft) -> None:
         draft.revise("actor.eps_clip", 1.0, "no ratio is below 0, so 1 is no bound")
 
 
+def settle_staleness(draft: Draft) -> None:
+    """Correct nothing for the age of samples of a truncated distribution, whose log-probs do not compare."""
+    recipe = draft.recipe
+    truncates = (
+        recipe.get("gconfig.top_p", 1) < 1 or recipe.get("gconfig.top_k") or recipe.get("gconfig.min_new_tokens")
+    )
+    if recipe.get("rollout.max_head_offpolicyness") and truncates and "actor.rollout_correction.method" not in recipe:
+        recipe["actor.rollout_correction.method"] = "none"
+        draft.notes.append(
+            "actor.rollout_correction.method=none: with top_p, top_k or min_new_tokens, the log-probs of older samples "
+            "are those of a truncated distribution, with which losses cannot be corrected for the samples' age"
+        )
+
+
 def correct_rollout(draft: Draft, key: str, keys: Mapping[str, Any], note: str = "") -> None:
     """Map `key`, which asks for a correction of the rollout's log-probs, to `method: custom` with other keys.
 

@@ -19,7 +19,7 @@ from fivefold.config.problems import RecipeError, known_keys, problems_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
-from fivefold.importing.algorithms import settle_clip_range
+from fivefold.importing.algorithms import settle_clip_range, settle_staleness
 from fivefold.importing.checks import problems_of_recipe
 from fivefold.importing.critic import complete
 from fivefold.importing.draft import Draft
@@ -151,6 +151,7 @@ def convert(
     lay_out(draft)
     dialect.after_layout(draft)
     settle_clip_range(draft)
+    settle_staleness(draft)
     draft.finish(f"not a key of {dialect.title} that is known here")
     draft.notes[:0] = source.notes
     if unknown := draft.unknown_defaults:
