@@ -86,4 +86,4 @@ def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
         section = role_section(recipe, role.role)
         if isinstance(section, EngineConfig) and role.backend == "megatron":
             model, path = others.get(role.role, shape), ROLE_SECTIONS[role.role]
-            yield from megatron_problems(path, section, model, pp=role.pp, vpp=role.vpp)
+            yield from megatron_problems(path, section, model, role)

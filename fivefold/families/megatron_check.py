@@ -7,24 +7,30 @@ from collections.abc import Iterator
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.megatron import RecomputeModule
 from fivefold.families.shape import ModelShape
+from fivefold.layout.allocation import RoleAllocation
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.stages import chunk_sizes
 
 
-def check_megatron(config: EngineConfig, shape: ModelShape, *, pp: int, vpp: int) -> None:
+def check_megatron(config: EngineConfig, shape: ModelShape, layout: ParallelLayout) -> None:
     """Refuse options of Megatron-Core that the model or the pipeline cannot take.
 
     Raises:
         ValueError: a line for each problem.
     """
-    if problems := list(megatron_problems("actor", config, shape, pp=pp, vpp=vpp)):
+    if problems := list(megatron_problems("actor", config, shape, layout)):
         raise ValueError("\n".join(problems))
 
 
-def megatron_problems(role: str, config: EngineConfig, shape: ModelShape, *, pp: int, vpp: int) -> Iterator[str]:
+def megatron_problems(
+    role: str, config: EngineConfig, shape: ModelShape, layout: ParallelLayout | RoleAllocation
+) -> Iterator[str]:
     """Yield a line for each key of a role's section `megatron` that its model or its pipeline cannot take."""
     prefix = f"{role}.megatron.transformer"
     yield from _router_problems(prefix, config, shape)
     yield from _recompute_problems(prefix, config, shape)
-    yield from _schedule_problems(prefix, config, pp, vpp)
+    yield from _recomputed_layers_problems(prefix, config, shape, layout)
+    yield from _schedule_problems(prefix, config, layout.pp, layout.vpp)
 
 
 def _router_problems(prefix: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
@@ -53,6 +59,23 @@ def _recompute_problems(prefix: str, config: EngineConfig, shape: ModelShape) ->
     for inner in ("moe_act", "shared_experts"):
         if "moe" in chosen and inner in chosen:
             yield f"{prefix}.recompute_modules has {inner} and moe, of which {inner} is a part: drop {inner}"
+
+
+def _recomputed_layers_problems(
+    prefix: str, config: EngineConfig, shape: ModelShape, layout: ParallelLayout | RoleAllocation
+) -> Iterator[str]:
+    fields, count = config.megatron.transformer, config.megatron.transformer.recompute_num_layers
+    if count is None or fields.recompute_method == "block":
+        return
+    try:
+        sizes = chunk_sizes(shape.n_layers, layout.pp, layout.vpp, layout.split)
+    except ValueError:  # a problem of the layout, which is told there
+        return
+    if uneven := sorted({size for size in sizes if size % count}):
+        yield (
+            f"{prefix}.recompute_num_layers={count} does not divide the {' and '.join(map(str, uneven))} layers of a "
+            "(virtual) stage: choose a divisor, or recompute_method=block"
+        )
 
 
 def _schedule_problems(prefix: str, config: EngineConfig, pp: int, vpp: int) -> Iterator[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import nn
@@ -34,17 +36,24 @@ class PackedSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         projected, _ = self.linear_qkv(hidden_states)
+        if self.checkpoint_core_attention and torch.is_grad_enabled():
+            output = tensor_parallel.checkpoint(partial(self._attend, packed=packed_seq_params), False, projected)
+        else:
+            output = self._attend(projected, packed=packed_seq_params)
+        return self.linear_proj(output)
+
+    def _attend(self, projected: torch.Tensor, *, packed: PackedSequences) -> torch.Tensor:
+        """Return the attention [T, 1, heads * D] of joint projections [T, 1, ...], before the output projection."""
         query, key, value = split_heads(
             projected.squeeze(1),
             self.q_layernorm.weight if self.config.qk_layernorm else None,
             self.k_layernorm.weight if self.config.qk_layernorm else None,
-            packed_seq_params.cos_T1D,
-            packed_seq_params.sin_T1D,
+            packed.cos_T1D,
+            packed.sin_T1D,
             self.num_query_groups_per_partition,
             self.config.layernorm_epsilon,
         )
-        output = self.core_attention(query, key, value, packed_seq_params.attention)
-        return self.linear_proj(output.flatten(1).unsqueeze(1))
+        return self.core_attention(query, key, value, packed.attention).flatten(1).unsqueeze(1)
 
 
 class PackedCoreAttention(nn.Module):

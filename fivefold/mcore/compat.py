@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers, mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -26,13 +26,14 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Patch Megatron-Core in this process. With CUDA the first three patches are needed, without it all of them."""
+    """Patch Megatron-Core in this process. With CUDA the first four patches are needed, without it all of them."""
     global _prepared
     if _prepared:
         return
     _fix_router_without_transformer_engine()
     _balance_load_without_tokens()
     _accumulate_gradients_without_apex()
+    _recompute_outputs_without_transformer_engine()
     if not torch.cuda.is_available():
         _redirect_cuda_runtime()
         _redirect_rng_tracker()
@@ -83,6 +84,15 @@ def _accumulate_gradients_without_apex() -> None:
         vars(kernel)[name] = lambda inputs, grad, main_grad: add_matmul(main_grad, grad.t(), inputs)
     layers.fused_weight_gradient_mlp_cuda = kernel
     layers._grad_accum_fusion_available = True
+
+
+def _recompute_outputs_without_transformer_engine() -> None:
+    """Symptom: AttributeError `is_fp8_enabled` as soon as norms or activations of experts are recomputed.
+
+    Cause: `CheckpointWithoutOutput(fp8=False)` asks TransformerEngine whether it uses fp8; only None does not.
+    Remove when: its default asks nothing.
+    """
+    CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 class _CudaToCpu(TorchFunctionMode):

@@ -111,7 +111,7 @@ class MegatronEngine:
         if value_head:
             self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
         check_layout(layout, shape)
-        check_megatron(config, shape, pp=layout.pp, vpp=layout.vpp)
+        check_megatron(config, shape, layout)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._bridge = BRIDGES[config.megatron.bridge_type](self.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.module import MegatronModule
@@ -27,6 +28,9 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         width = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
         self.weight1 = self._parameter(num_local_experts, 2 * width, config.hidden_size, partition_dim=1)
+        self.recomputes_activation = (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        )
         self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, partition_dim=2)
 
     def _parameter(self, *shape: int, partition_dim: int) -> nn.Parameter:
@@ -52,7 +56,12 @@ class GroupedExperts(MegatronModule):
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up = GroupedLinear.apply(tokens, self.weight1, ends)
-        return GroupedLinear.apply(swiglu(gate_up, permuted_probs), self.weight2, ends), None
+        if not (self.recomputes_activation and torch.is_grad_enabled()):
+            return GroupedLinear.apply(swiglu(gate_up, permuted_probs), self.weight2, ends), None
+        activation = CheckpointWithoutOutput()
+        output = GroupedLinear.apply(activation.checkpoint(swiglu, gate_up, permuted_probs), self.weight2, ends)
+        activation.discard_output_and_register_recompute(output)
+        return output, None
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fivefold.config.schema.megatron import RecomputeModule
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
@@ -32,6 +33,12 @@ class LayerCosts:
     """What is saved between the halves: the residual stream and its norm, from where selective recomputation starts."""
     mlp: int
     """What the second half saves behind its norm."""
+    core_attention: int
+    """What attention saves between its projections, besides their own inputs and outputs."""
+    expert_activation: int
+    """The activation of the experts, which the down projection saves."""
+    shared_expert: int
+    """What a shared expert saves."""
     attention_backward: int
     """What the first half's backward pass needs at its worst moment, besides what is saved."""
     mlp_forward: int
@@ -43,6 +50,17 @@ class LayerCosts:
     def saved(self) -> int:
         """Bytes that the layer saves without recomputation."""
         return self.attention + self.mlp_input + self.mlp
+
+    def module_bytes(self, module: RecomputeModule, *, is_moe: bool) -> int:
+        """Return the bytes that are not saved if a module is computed again."""
+        return {
+            "core_attn": self.core_attention,
+            "layernorm": 2 * self.input,
+            "mlp": 0 if is_moe else self.mlp,
+            "moe": self.mlp if is_moe else 0,
+            "moe_act": self.expert_activation if is_moe else 0,
+            "shared_experts": self.shared_expert if is_moe else 0,
+        }[module]
 
 
 def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
@@ -58,6 +76,9 @@ def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is
         mlp_input=int(2 * stream),
         mlp=int(mlp),
         attention_backward=int(attention_backward + 2 * stream),
+        core_attention=max(0, int(attention - _projections(shape, layout, work, tokens))),
+        expert_activation=int(_expert_activation(shape, layout, work, tokens)) if is_moe else 0,
+        shared_expert=int(_shared_expert(shape, layout, work, tokens)) if is_moe else 0,
         mlp_forward=int(mlp_forward + stream),
         mlp_backward=int(mlp_backward + 2 * stream),
     )
@@ -85,6 +106,30 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     return saved, backward
 
 
+def _projections(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
+    """Return the bytes of the joint projection of q, k and v, and of the output projection's input."""
+    joint = shape.query_width + shape.key_width + shape.value_width
+    return work.element_bytes * tokens * (joint + shape.output_width) / layout.tp
+
+
+def _expert_activation(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
+    rows = tokens / layout.tp * shape.top_k * layout.etp
+    return rows * work.element_bytes * shape.expert_ffn_hidden / layout.etp
+
+
+def _shared_expert(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
+    """Return the bytes that a shared expert saves: as a dense MLP of its width, and the gate's product."""
+    if not shape.shared_expert_ffn_hidden:
+        return 0.0
+    widths = _saved_widths(work) * shape.shared_expert_ffn_hidden / layout.tp
+    return work.element_bytes * tokens * (widths + shape.hidden / layout.tp)
+
+
+def _saved_widths(work: Workload) -> int:
+    """Return the widths that a gated MLP saves: gate, up, product; unfused, silu(gate) and a copy of up too."""
+    return 3 if work.fused_activation else 5
+
+
 def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
     """Return the bytes of a dense MLP: (saved, forward, backward).
 
@@ -93,7 +138,7 @@ def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     element = work.element_bytes
     width = shape.ffn_hidden / layout.tp
     rows = element * tokens
-    saved = rows * 5 * width
+    saved = rows * _saved_widths(work) * width
     forward = rows * shape.hidden
     # Each projection's backward pass returns a gradient of undefined content, which only starts the hook of Megatron's
     # DDP; the real one has been added to the float32 buffer.
@@ -128,8 +173,7 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
     backward = weight + rows * (row + 2 * width) - rows * 3 * width
     backward = max(backward, weight + rows * (row + width), (3 if exchanges else 1) * rows * row - rows * 3 * width)
     if shape.shared_expert_ffn_hidden:
-        saved += element * tokens * 5 * shape.shared_expert_ffn_hidden / layout.tp
-        saved += element * tokens / layout.tp * shape.hidden
+        saved += _shared_expert(shape, layout, work, tokens)
     return saved, forward, backward
 
 

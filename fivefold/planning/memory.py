@@ -172,21 +172,25 @@ def _kept_and_temporary(
     counts = {
         is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
     }
-    kept = temporary = 0
+    share = stage.n_recomputed(work) / stage.n_layers if stage.n_layers else 0.0
+    kept = temporary = 0.0
     for is_moe, count in counts.items():
         cost = costs[is_moe]
         passes = max(cost.mlp_forward, cost.mlp_backward, cost.attention_backward - cost.mlp)
+        again = 0
         if work.recompute == "full":
-            kept += count * cost.input
-            again = cost.saved - cost.input
+            # Uniformly, one input is kept for each few layers, which are computed again together.
+            together = 1 if work.recompute_block else work.recompute_layers
+            kept += count * (share * cost.input / together + (1 - share) * cost.saved)
+            again = together * cost.saved - cost.input
         elif work.recompute == "selective":
-            kept += count * (cost.attention + cost.mlp_input)
-            again = cost.mlp
+            parts = [cost.module_bytes(module, is_moe=is_moe) for module in work.recompute_modules]
+            kept += count * (cost.saved - sum(parts))
+            again = max(parts)
         else:
             kept += count * cost.saved
-            again = 0
         temporary = max(temporary, again + passes)
-    return kept, temporary
+    return int(kept), int(temporary)
 
 
 def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) -> float:
@@ -199,7 +203,7 @@ def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) 
     count = work.micro_batches(layout)
     if layout.vpp == 1:
         return min(layout.pp - stage, count)
-    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp
+    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * (work.micro_batch_group or layout.pp)
     return min(warm_up + 1, count * layout.vpp) / layout.vpp
 
 

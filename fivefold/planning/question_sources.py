@@ -45,7 +45,9 @@ class Changes:
 
     def applied(self, work: Workload) -> Workload:
         """Return `work` with these changes."""
-        return replace(work, **{name: value for name, value in vars(self).items() if value is not None})
+        changes = {name: value for name, value in vars(self).items() if value is not None and name != "recompute"}
+        changed = replace(work, **changes)
+        return changed if self.recompute is None else changed.recomputing(self.recompute)
 
 
 def question_of_model(
@@ -262,7 +264,12 @@ def _work(config: EngineConfig, length: int, sequences: int) -> Workload:
         sequence_length=length,
         sequences=sequences,
         micro_tokens=config.mb_spec.max_tokens_per_mb,
-        recompute=config.megatron.recompute,
+        recompute=config.megatron.recompute_granularity,
+        recompute_modules=config.megatron.recompute_modules(is_moe=True) or ("mlp", "moe"),
+        recompute_layers=config.megatron.transformer.recompute_num_layers or 1,
+        recompute_block=config.megatron.transformer.recompute_method == "block",
+        micro_batch_group=config.megatron.transformer.microbatch_group_size_per_vp_stage,
+        fused_activation=config.megatron.transformer.bias_activation_fusion,
         element_bytes=element,
         logprob_chunk=config.megatron.logprob_chunk_size,
         gradient_bytes=4 if config.megatron.ddp.grad_reduce_in_fp32 else element,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class Stage:
     def n_layers(self) -> int:
         """Layers of all its virtual stages."""
         return sum(len(chunk) for chunk in self.chunks)
+
+    def n_recomputed(self, work: Workload) -> int:
+        """Return the layers that `full` recomputes."""
+        if not work.recompute_block:
+            return self.n_layers
+        return sum(min(len(chunk), work.recompute_layers) for chunk in self.chunks)
 
     @property
     def spans(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.gpus import Gpu
 from fivefold.planning.stages import Stage, rank_parameters, stages
-from fivefold.planning.traffic import Dimension, Traffic, step_traffic
+from fivefold.planning.traffic import Dimension, Traffic, repeated_halves, step_traffic
 from fivefold.planning.workload import Workload
 
 DENSE_EFFICIENCY = 0.70
@@ -192,7 +192,8 @@ class _StageTime:
         # The logits are computed twice, so that they need not be kept.
         head = 4 * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
         exposed = sum(item.seconds(gpu) / count for item in traffic if item.dimension in _COLLECTIVES_IN_THE_WAY)
-        launch = LAUNCH_SECONDS * stage.n_layers * (4 / 3 if work.recompute == "full" else 1)
+        repeated, _ = repeated_halves(stage, work)
+        launch = LAUNCH_SECONDS * stage.n_layers * (1 + repeated / 3)
         launching = max(0.0, launch - layers - again - exposed)
         if layout.ep > 1 or layout.etp > 1:
             launching += EXCHANGE_SECONDS * stage.n_moe
@@ -227,11 +228,13 @@ def _layer_seconds(
     element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
     computing = 3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY
     again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
-    again = {
-        "none": 0.0,
-        "selective": mlps / gpu.peak + mlp_saved * again_bytes,
-        "full": (matmuls + scores) / gpu.peak + saved * again_bytes,
-    }[work.recompute]
+    attention_again, mlp_again = repeated_halves(stage, work)
+    if work.recompute == "full":
+        again = attention_again * ((matmuls + scores) / gpu.peak + saved * again_bytes)
+    else:
+        again = mlp_again * (mlps / gpu.peak + mlp_saved * again_bytes)
+        if work.recompute == "selective" and "core_attn" in work.recompute_modules:
+            again += scores / gpu.peak
     return computing / gpu.peak + moved / element_wise, again
 
 

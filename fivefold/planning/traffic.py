@@ -103,7 +103,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     tokens = work.tokens / (layout.dp * layout.cp)
     stream = tokens * shape.hidden * element
     n_dense = stage.n_layers - stage.n_moe
-    again = {"none": (0, 0), "selective": (0, 1), "full": (1, 1)}[work.recompute]
+    again = repeated_halves(stage, work)
     # The forward pass communicates the stream twice, the backward pass three times, and recomputation twice again.
     attention, mlps = 5 + 2 * again[0], 5 + 2 * again[1]
     shared = stage.n_moe if shape.shared_expert_ffn_hidden else 0
@@ -122,6 +122,15 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
         "dp": _share(layout.dp * layout.cp) * parameters.dense * (work.gradient_bytes + element),
         "edp": _share(layout.edp) * parameters.experts * (work.gradient_bytes + element),
     }
+
+
+def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:
+    """Return how often the forward pass of a layer is computed again, collectives included: (attention, MLP)."""
+    if work.recompute == "full":
+        share = stage.n_recomputed(work) / stage.n_layers
+        return share, share
+    repeats_mlp = work.recompute == "selective" and bool({"mlp", "moe"} & set(work.recompute_modules))
+    return 0.0, float(repeats_mlp)
 
 
 def _share(size: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from fivefold.config.schema.megatron import RecomputeModule
 from fivefold.layout.parallel import ParallelLayout
 
 Recompute = Literal["none", "selective", "full"]
@@ -41,6 +42,16 @@ class Workload:
     micro_tokens: int
     """Most tokens of a micro-batch, over its context-parallel ranks. A longer sequence has a micro-batch of its own."""
     recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = ("mlp", "moe")
+    """Modules that `selective` recomputes."""
+    recompute_layers: int = 1
+    """Layers that `full` recomputes at a time; with `recompute_block`, the first layers of each virtual stage."""
+    recompute_block: bool = False
+    """Whether `full` recomputes some layers of each virtual stage, instead of all."""
+    micro_batch_group: int | None = None
+    """Micro-batches that a virtual stage computes before the next one's turn; None: as many as stages."""
+    fused_activation: bool = False
+    """Whether dense MLPs and shared experts compute their activation in one kernel."""
     element_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
     logprob_chunk: int = 1024
@@ -58,8 +69,12 @@ class Workload:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def recomputing(self, recompute: Recompute) -> Workload:
-        """Return the same work under another recompute mode."""
-        return replace(self, recompute=recompute)
+        """Return the same work under a recompute mode: as it is if that is its own, else with the mode's defaults."""
+        if recompute == self.recompute:
+            return self
+        plain = Workload(self.sequence_length, self.sequences, self.micro_tokens)
+        details = ("recompute_modules", "recompute_layers", "recompute_block")
+        return replace(self, recompute=recompute, **{name: getattr(plain, name) for name in details})
 
     @property
     def sequences_per_micro_batch(self) -> int:

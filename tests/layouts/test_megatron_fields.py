@@ -71,22 +71,50 @@ def test_fields_that_change_only_the_way_keep_the_gradients(workers: Workers, mo
     assert_close(got.gradients, wanted.gradients, 1e-4)
 
 
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "two layers at a time": {"recompute": "full", "transformer": {"recompute_num_layers": 2}},
+    "one layer of each stage": {
+        "recompute": "full",
+        "transformer": {"recompute_method": "block", "recompute_num_layers": 1},
+    },
+    "attention": {"recompute": "selective", "transformer": {"recompute_modules": ["core_attn"]}},
+    "norms": {"recompute": "selective", "transformer": {"recompute_modules": ["layernorm"]}},
+    "parts of layers with experts": {
+        "recompute": "selective",
+        "transformer": {"recompute_modules": ["moe_act", "shared_experts", "layernorm", "core_attn"]},
+    },
+    "layers with experts": {"transformer": {"moe_layer_recompute": True}},
+}
+
+
+@pytest.mark.parametrize("layout", ["megatron:p2", "megatron:(attn:t2|ffn:e2)"])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_gradients_are_the_same_whatever_is_recomputed(workers: Workers, models: Path, name: str, layout: str) -> None:
+    batch, folder = uneven_batch(), models / "qwen2_moe"
+    got, wanted = (
+        workers(case.world_size).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
+        for case in (Case(layout, MegatronConfig(**RECOMPUTED[name])), Case(layout))
+    )
+    torch.testing.assert_close(got.logprobs_T, wanted.logprobs_T, rtol=0, atol=0)
+    assert_close(got.gradients, wanted.gradients, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("layout", "fields", "rule"),
     [
         ("megatron:p2", {"microbatch_group_size_per_vp_stage": 2}, "no virtual stages"),
         ("megatron:p2v2", {"microbatch_group_size_per_vp_stage": 3}, "must be a multiple of the 2 stages"),
         ("megatron:d1", {"moe_layer_recompute": True}, "qwen3 has none"),
+        ("megatron:p2", {"recompute_num_layers": 3}, "does not divide the 2 layers of a"),
     ],
 )
 def test_fields_that_the_layout_or_the_model_cannot_take_are_refused(
     models: Path, layout: str, fields: dict[str, Any], rule: str
 ) -> None:
-    degrees, config = parse_backend(layout), MegatronConfig(transformer=fields)
+    granularity = "full" if "recompute_num_layers" in fields else "none"
+    config = EngineConfig(path="unused", megatron=MegatronConfig(recompute=granularity, transformer=fields))
     with pytest.raises(ValueError, match=rule):
-        check_megatron(
-            EngineConfig(path="unused", megatron=config), load_shape(models / "qwen3"), pp=degrees.pp, vpp=degrees.vpp
-        )
+        check_megatron(config, load_shape(models / "qwen3"), parse_backend(layout))
 
 
 def bfloat16_norms(case: Case, folder: Path) -> tuple[float, int]:

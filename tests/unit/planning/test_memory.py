@@ -85,6 +85,32 @@ def test_every_layer_is_on_one_stage() -> None:
                 assert sorted(layer for chunk in chunks for layer in chunk) == list(range(shape.n_layers))
 
 
+def test_what_is_recomputed_is_not_kept() -> None:
+    """The modules of a layer with experts, and the layers of a stage, add up."""
+    shape, layout = find_shape("Qwen3-30B-A3B"), parse_backend("megatron:p4")
+    work = Workload(sequence_length=4096, sequences=64, micro_tokens=8192)
+
+    def kept(**recompute: Any) -> int:
+        return training_memory(layout, shape, replace(work, **recompute))[1].activations
+
+    nothing, whole = kept(), kept(recompute="full")
+    halves = kept(recompute="full", recompute_block=True, recompute_layers=6)
+    assert halves == pytest.approx((nothing + whole) / 2, rel=1e-6)
+    assert kept(recompute="full", recompute_layers=2) < whole
+    saved = {
+        module: nothing - kept(recompute="selective", recompute_modules=(module,))
+        for module in ("core_attn", "layernorm", "moe_act", "moe")
+    }
+    assert all(amount > 0 for amount in saved.values())
+    assert saved["moe_act"] < saved["moe"]
+    # One activation of 768 channels for each of 8 experts of a token, in 12 layers and 3 micro-batches in flight.
+    assert saved["moe_act"] == 3 * 12 * 8192 * 8 * 768 * 2
+    # Two norms, whose outputs are the inputs of projections.
+    assert saved["layernorm"] == 3 * 12 * 8192 * 2 * 2048 * 2
+    both = kept(recompute="selective", recompute_modules=("core_attn", "moe"))
+    assert nothing - both == pytest.approx(saved["core_attn"] + saved["moe"], rel=1e-6)
+
+
 def test_a_stage_without_a_layer_is_refused() -> None:
     assert not list(layout_problems(parse_backend("megatron:p16"), layers_of("Qwen3-30B-A3B", 47)))
     assert list(layout_problems(parse_backend("megatron:p64"), find_shape("DeepSeek-V3")))
