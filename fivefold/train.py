@@ -8,7 +8,7 @@ next step <───────────────────── rollo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Finished, Resume
-from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
+from fivefold.checkpoints.store import CRITIC, EXPERIENCE, REFERENCE, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.load import resolved_yaml
 from fivefold.config.presets import deviations
@@ -34,6 +34,7 @@ from fivefold.experience.source import Source
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
+from fivefold.experience.waiting import SavedGroup, read_groups
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
 from fivefold.observe.table import TRAIN_COLUMNS
@@ -144,15 +145,17 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         trained = {"actor": roles.actor, **({} if roles.critic is None else {"critic": roles.critic})}
         run.folder.write_engines({name: role.effective_config() for name, role in trained.items()})
         run.folder.started()
-        state = _loop(setup, roles, run, state, began)
+        state = _loop(setup, roles, run, state, began, _saved_groups(start))
         summary = _summary(setup, state)
         run.folder.write_summary(summary)
         run.screen.end(_headline(state), run.folder.saved())
     return summary
 
 
-def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float) -> RunState:
-    """Run the training loop from `state` on. Returns the state after its last step."""
+def _loop(
+    setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float, saved: Sequence[SavedGroup] = ()
+) -> RunState:
+    """Run the training loop from `state` on, with samples that a checkpoint has. Returns the state after its end."""
     recipe, timers = setup.recipe, run.timers
     texts = TokenTexts(setup.ground.tokenizer)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
@@ -163,8 +166,8 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
     owners, schedule = state_owners(roles, recipe, timers), setup.schedule(recipe.recover)
     with (
-        _source(setup, roles, timers, state.step) as source,
-        keep(run, recipe, owners, state, schedule, began) as keeper,
+        _source(setup, roles, timers, state.step, saved) as source,
+        keep(run, recipe, owners | dict(source.owners), state, schedule, began) as keeper,
     ):
         run.screen.start(setup.total_steps, state.step)
         roles.send_weights(state.step, timers)
@@ -227,14 +230,22 @@ def _loop(setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began:
     return state
 
 
+def _saved_groups(start: Anew | Resume) -> list[SavedGroup]:
+    """Return the samples that wait for their step in the checkpoint from which the run goes on."""
+    folder = start.checkpoint.path / EXPERIENCE if isinstance(start, Resume) else None
+    return read_groups(folder) if folder is not None and folder.is_dir() else []
+
+
 @contextmanager
-def _source(setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int) -> Iterator[Source]:
-    """Yield the source of the samples of all steps after `step`."""
+def _source(
+    setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, saved: Sequence[SavedGroup]
+) -> Iterator[Source]:
+    """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
     common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
     if setup.recipe.rollout.max_head_offpolicyness == 0:
         yield StepSource(*common, setup.reward_model(roles))
         return
-    with StreamSource(*common, first_step=step + 1, last_step=setup.total_steps) as source:
+    with StreamSource(*common, first_step=step + 1, last_step=setup.total_steps, saved=saved) as source:
         yield source
 
 

@@ -29,6 +29,8 @@ CRITIC = "critic"
 """Folder of a checkpoint with the critic's state, if there is a critic."""
 REFERENCE = "reference"
 """Folder of a checkpoint with the weights of a reference that follows the actor."""
+EXPERIENCE = "experience"
+"""Folder of a checkpoint with the samples that wait for their step, in asynchronous training."""
 MOST_NAMES = 5
 """Most files that a message lists."""
 _NAME = re.compile(r"step-(\d{6,})")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fivefold.checkpoints.writer import StateOwner
 from fivefold.data.sampler import SamplerState
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.types import Sample
@@ -41,6 +42,10 @@ class Source(Protocol):
 
     def weights_sent(self, version: int) -> None:
         """Take note that the rollout has weights of version `version`, which is the number of steps behind them."""
+
+    @property
+    def owners(self) -> Mapping[str, StateOwner]:
+        """What a checkpoint has of the source besides its position in the data, by folder."""
 
     @property
     def sampler_state(self) -> SamplerState:

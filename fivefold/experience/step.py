@@ -7,10 +7,11 @@ next prompts ─> samples ─> rewards ─> groups with signal ─> enough? ─>
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.experience.samples import judge
@@ -36,6 +37,11 @@ class StepSource:
     timers: PhaseTimers
     reward_model: RewardModel | None = None
     """The model of which one of the rewards is the score."""
+
+    @property
+    def owners(self) -> Mapping[str, StateOwner]:
+        """Return nothing: between two steps, no samples wait."""
+        return {}
 
     @property
     def sampler_state(self) -> SamplerState:

@@ -14,17 +14,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from types import TracebackType
 from typing import Self
 
+from fivefold.checkpoints.store import EXPERIENCE
+from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.data.turns import Turns
 from fivefold.experience.samples import judge, staleness_metrics
 from fivefold.experience.source import Experience
+from fivefold.experience.waiting import SavedGroup, WaitingGroups
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
@@ -73,8 +76,13 @@ class StreamSource:
         *,
         first_step: int,
         last_step: int,
+        saved: Sequence[SavedGroup] = (),
     ) -> None:
-        """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last."""
+        """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last.
+
+        Of `saved`, the groups that a checkpoint has, those are taken over that answer these prompts and are young
+        enough; all other prompts are answered anew.
+        """
         self._recipe = recipe
         self._sampler = sampler
         self._sampling = sampling
@@ -97,6 +105,8 @@ class StreamSource:
         """Turns that have been read and not taken."""
         self._begun: list[int] = []
         """Prompts that may begin, and have not been handed to the replicas."""
+        self._groups: dict[int, Group] = {}
+        """Groups that are not taken, without their rewards, by prompt."""
         self._to_judge: deque[Group] = deque()
         self._judged: dict[int, Judged] = {}
         self._failure: BaseException | None = None
@@ -109,6 +119,12 @@ class StreamSource:
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
             for name, work in (("rollout", self._generate), ("rewards", self._judge))
         ]
+        self._restore(saved, first_step - 1)
+
+    @property
+    def owners(self) -> Mapping[str, StateOwner]:
+        """What a checkpoint has besides the position in the data: the groups that wait for their step."""
+        return {EXPERIENCE: WaitingGroups(self._waiting)}
 
     @property
     def sampler_state(self) -> SamplerState:
@@ -135,6 +151,8 @@ class StreamSource:
             self._progress = max(self._progress, began)
             self._wait_for(lambda: all(number in self._judged for number in numbers))
             groups = [self._judged.pop(number) for number in numbers]
+            for number in numbers:
+                del self._groups[number]
             self._turns.take(turn)
             self._behind = self._read.pop(turn).behind
         samples = [sample for group in groups for sample in group.samples]
@@ -169,6 +187,25 @@ class StreamSource:
             "idle/trainer": (now - began) / seconds,
             "idle/rollout": max(0.0, 1.0 - fmean(busy) / seconds),
         }
+
+    def _waiting(self) -> dict[int, Group]:
+        with self._changed:
+            return dict(self._groups)
+
+    def _restore(self, saved: Sequence[SavedGroup], turn: int) -> None:
+        """Take over groups of a checkpoint after which step `turn` + 1 is the next."""
+        age = self._recipe.rollout.max_head_offpolicyness
+        by_number = {group.number: group for group in saved}
+        for later in range(turn, turn + 1 + age) if by_number else ():
+            self._read[later] = self._next_turn(later)
+            for number, prompt in zip(self._turns.prompts_of(later), self._read[later].prompts, strict=True):
+                group = by_number.get(number)
+                if group is None or not group.is_of(prompt) or later - group.oldest > age:
+                    continue
+                if len(group.samples) == self._size:
+                    self._groups[number] = group.restored(prompt, self._size)
+        self._turns.restore(self._groups)
+        self._to_judge += self._groups.values()
 
     def _admit(self) -> None:
         """Let prompts begin, as many as the rule allows."""
@@ -214,6 +251,7 @@ class StreamSource:
             with self._changed:
                 for group in groups:
                     self._turns.finish(group.number // self._size)
+                    self._groups[group.number // self._size] = group
                 self._to_judge += groups
                 self._admit()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import pytest
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
+from fivefold.engine.state_store import finish
 from fivefold.experience.source import Experience
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
+from fivefold.experience.waiting import WaitingGroups, read_groups
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles import remote_batch
 from fivefold.roles.rollout import Job, Responses, RolloutWorker
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -165,3 +170,69 @@ def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:
         source.weights_sent(0)
         with pytest.raises(RunFailed, match=r"no group of samples was finished for scheduler.timeout_s=1 s"):
             source.take(1)
+
+
+@pytest.fixture
+def local_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let columns stay in this process, without an object store."""
+    monkeypatch.setattr(remote_batch, "put", lambda value: value)
+    monkeypatch.setattr(remote_batch, "fetch", lambda kept: kept.result()[1] if isinstance(kept, Future) else kept)
+
+
+@pytest.mark.usefixtures("local_objects")
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
+    after: int, workers: list[LocalWorker], tmp_path: Path
+) -> None:
+    group, prompts = LocalGroup(workers), arithmetic(11)
+    group.each("set_version", 0)
+    recipe = recipe_of("rollout.max_head_offpolicyness=2")
+    steps = range(1, STEPS + 1)
+    expected, columns = {}, {}
+    with StreamSource(*common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS) as source:
+        source.weights_sent(0)
+        for step in steps:
+            taken = source.take(step)
+            expected[step] = told(taken)
+            columns[step] = remote_batch.read_columns(taken.batch, len(taken.batch))
+            group.each("set_version", step)
+            source.weights_sent(step)
+            if step == after:
+                while len(source._groups) < BATCH:  # some wait, others are being answered
+                    time.sleep(0.01)
+                position, [(folder, owner)] = source.sampler_state, source.owners.items()
+                assert folder == "experience"
+                owner.snapshot(tmp_path)
+                finish(tmp_path, owner.write_snapshot())
+    saved = read_groups(tmp_path)
+    assert BATCH <= len(saved) <= 2 * BATCH
+    arguments = common(recipe, group, full_marks, prompts)
+    arguments[1].load_state_dict(position)
+    with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, saved=saved) as resumed:
+        assert {number // BATCH for number in resumed._groups} <= {after, after + 1}
+        assert len(resumed._groups) == len([group for group in saved if group.number < STEPS * BATCH])
+        resumed.weights_sent(after)
+        for step in range(after + 1, STEPS + 1):
+            taken = resumed.take(step)
+            assert told(taken) == expected[step]
+            for mine, theirs in zip(
+                remote_batch.read_columns(taken.batch, len(taken.batch)), columns[step], strict=True
+            ):
+                assert mine.keys() == theirs.keys()
+                assert mine["tokens"].tolist() == theirs["tokens"].tolist()
+                assert mine["mask"].tolist() == theirs["mask"].tolist()
+            resumed.weights_sent(step)
+    # Groups of another data set, or of weights that are too old, are answered anew.
+    others = [Prompt(prompt.index, "?", (3,), "") for prompt in prompts]
+    old = [replace(group, samples=[{**each, "versions": [-9, -9]} for each in group.samples]) for group in saved]
+    for given, offered in ((others, saved), (prompts, old)):
+        arguments = common(recipe, group, full_marks, given)
+        arguments[1].load_state_dict(position)
+        assert StreamSource(*arguments, first_step=after + 1, last_step=STEPS, saved=offered)._groups == {}
+
+
+def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:
+    owner = WaitingGroups(dict)
+    assert owner.snapshot(tmp_path) == 0
+    finish(tmp_path, owner.write_snapshot())
+    assert read_groups(tmp_path) == []

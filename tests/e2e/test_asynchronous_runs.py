@@ -1,0 +1,74 @@
+"""A run whose samples are ahead of its steps, is killed, and goes on when the same command is run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from fivefold.checkpoints.store import EXPERIENCE, CheckpointStore
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.prompts import load_prompts
+from fivefold.experience.waiting import read_groups
+from fivefold.rollout.tokenizer import load_tokenizer
+from tests.e2e.conftest import COMMAND, ROOT
+from tests.e2e.documents import listed_metrics
+
+BATCH, SAMPLES, STEPS, AGE = 8, 4, 6, 2
+KEYS = (
+    "rollout.max_head_offpolicyness=2", f"total_train_steps={STEPS}", f"train_dataset.batch_size={BATCH}",
+    f"gconfig.n_samples={SAMPLES}", "valid_dataset=null", "recover.freq_steps=1", "stats.n_logged_samples=32",
+    "actor.backend=megatron:d1", "actor.ppo_n_minibatches=1",
+)  # fmt: skip
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+
+def start(root: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, "train", str(QUICKSTART), *KEYS, f"cluster.fileroot={root}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -> None:
+    run = tmp_path / "quickstart" / "trial-0"
+    first, checkpoints = start(tmp_path), CheckpointStore(run / "checkpoints")
+    deadline = time.monotonic() + 240
+    while (latest := checkpoints.latest()) is None or latest.step < 2:
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step < STEPS
+    waiting = read_groups(latest.path / EXPERIENCE)
+    turns = {group.number // BATCH for group in waiting}
+    assert turns <= set(range(latest.step, latest.step + AGE + 1))
+
+    second = start(tmp_path)
+    output, errors = second.communicate(timeout=300)
+    assert second.returncode == 0, errors
+    assert "goes on" in output
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    recipe = load_recipe(QUICKSTART, list(KEYS), TrainRecipe)
+    data = load_prompts(recipe.train_dataset, load_tokenizer(str(ROOT / "fivefold/models/tiny-moe")))
+    sampler = data.sampler(recipe.train_dataset, recipe.seed)
+    expected = [
+        (step, prompt.text) for step in range(1, STEPS + 1) for prompt in sampler.next_batch() for _ in range(SAMPLES)
+    ]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == expected
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    own = {name for name in listed_metrics() if name.startswith(("staleness/", "idle/", "correction/"))}
+    for row in rows:
+        assert own <= row.keys()
+        assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= min(AGE, row["step"] - 1)
+        assert row["rollout_mismatch_share"] == 1
+    assert max(row["staleness/max"] for row in rows) > 0, "the rollout was ahead"
+    assert "seconds/generation" in set().union(*rows)
