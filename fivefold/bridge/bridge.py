@@ -58,13 +58,9 @@ class Bridge:
                 every tensor of `source` is used and all shapes are equal.
             ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
         """
-        if self._shape.value_head:
-            source = WithValueHead(source, self._shape.hidden, has_bias=self._shape.value_bias)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_model(self._mappings, over_stages(shapes, groups), groups)
-        check_files(self._shape, source)
-        if self._shape.tied_embeddings:
-            check_tied_output(source)
+        source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
         for name, parameter in parameters.items():
             mapping = self._mappings[name]
@@ -73,7 +69,7 @@ class Bridge:
             if not is_finite(parameter):
                 suspects |= dict.fromkeys(mapping.sources(), parameter.dtype)
         if suspects:
-            raise _not_finite(suspects, source)
+            raise not_finite_weights(suspects, source)
 
     def export(
         self,
@@ -126,7 +122,23 @@ class Bridge:
         return plan
 
 
-def _not_finite(suspects: Mapping[str, torch.dtype], source: TensorReader) -> ValueError:
+def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:
+    """Return the tensors of a model of `shape`, after a check of their names and shapes.
+
+    A value head begins at 0 if `source` lacks it.
+
+    Raises:
+        WeightMismatchError: tensors that are missing or unused, or that have another shape.
+    """
+    if shape.value_head:
+        source = WithValueHead(source, shape.hidden, has_bias=shape.value_bias)
+    check_files(shape, source)
+    if shape.tied_embeddings:
+        check_tied_output(source)
+    return source
+
+
+def not_finite_weights(suspects: Mapping[str, torch.dtype], source: TensorReader) -> ValueError:
     """Return the error that names the tensors with NaN or infinite values.
 
     Args:

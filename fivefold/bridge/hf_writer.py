@@ -27,11 +27,19 @@ from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
 from fivefold.bridge.weight_files import TOKENIZER_FILES
 from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
 
 _LISTED = 5
 """Most tensors that an error names."""
 Classified = Literal["Token", "Sequence"]
 """What a model with a value head gives a number: each token (a critic), or the whole sequence (a reward model)."""
+
+
+def classified(shape: ModelShape) -> Classified | None:
+    """Return what a model of `shape` gives a number; None if it is a language model."""
+    if not shape.value_head:
+        return None
+    return "Token" if shape.value_bias else "Sequence"
 
 
 def save_hf(

@@ -23,7 +23,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import save_blocks, shared_blocks
-from fivefold.bridge.hf_writer import Classified, HFFolder
+from fivefold.bridge.hf_writer import HFFolder, classified
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
@@ -276,10 +276,7 @@ class MegatronEngine:
         dtype = getattr(torch, self.config.dtype)
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._bridge.expected_names().items()}
         plan = plan_shards(tensors, max_shard_bytes)
-        scores: Classified | None = None
-        if self.shape.value_head:
-            scores = "Token" if self.shape.value_bias else "Sequence"
-        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=scores)
+        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
         save_blocks(new, shared_blocks(self._bridge.mapped(self.parameters), self._shards))
 
     def snapshot(self, folder: Path) -> HostSnapshot:

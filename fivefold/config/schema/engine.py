@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fivefold.config.schema.fields import DeviceList, Dtype, Fraction, PathText, Positive, Section, Sequences
+from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 
 
@@ -63,7 +64,7 @@ class EngineConfig(Section):
     path: PathText
     """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold."""
     backend: str = "megatron:d1"
-    """Backend and layout, for example `megatron:d2p2t2c2e2` or `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)`
+    """Backend and layout, for example `megatron:d2p2t2c2e2`, `megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)` or `fsdp:d8`
     (docs/layouts.md)."""
     device_mapping: DeviceList | None = None
     """GPUs of the ranks, numbered from 0 over all nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
@@ -76,6 +77,7 @@ class EngineConfig(Section):
     tokenizer."""
     mb_spec: MicroBatchConfig = MicroBatchConfig()
     megatron: MegatronConfig = MegatronConfig()
+    fsdp: FSDPConfig = FSDPConfig()
 
     @model_validator(mode="after")
     def _check_precision(self) -> EngineConfig:

@@ -1,0 +1,1 @@
+"""The training engine on PyTorch FSDP2, over models of transformers."""

@@ -1,0 +1,307 @@
+"""The training engine on FSDP2 and a model of transformers.
+
+share of this replica ─> micro-batches ─> this rank's tokens of them ─> model and head, one micro-batch at a time
+      ─> whole sequences ─> loss ─> gradients, each layer's summed over all ranks and sharded in the backward pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from fivefold.algorithms.loss import Loss
+from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
+from fivefold.bridge.hf_saver import save_blocks
+from fivefold.bridge.hf_writer import HFFolder, classified
+from fivefold.bridge.random_weights import RandomWeights
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.machines import SchedulerConfig
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
+from fivefold.engine.host_copy import Parkable
+from fivefold.engine.metrics import reduce_metrics
+from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
+from fivefold.engine.passes import (
+    Scoring,
+    apply_loss,
+    assemble_predictions,
+    check_head,
+    keep_predictions,
+    no_optimizer,
+    whole_sequences,
+)
+from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.state_store import HostSnapshot
+from fivefold.engine.training_state import TorchGenerators, TrainingState
+from fivefold.families.check import check_layout
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
+from fivefold.fsdp.groups import make_groups
+from fivefold.fsdp.mappings import mappings
+from fivefold.fsdp.model import build_model, units
+from fivefold.fsdp.optimizer import Optimizer
+from fivefold.fsdp.shards import Shards, local_elements
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.types import StepResult
+
+
+class FSDPEngine:
+    """A model on FSDP2. With an optimizer it trains, without one it only computes predictions.
+
+    torch.distributed must be initialised, with one process for each rank of `layout`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        *,
+        seed: int,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
+        value_head: bool = False,
+        value_bias: bool = True,
+    ) -> None:
+        """Build the model of `config.path`.
+
+        Args:
+            config: the model and its options.
+            layout: how the model is spread over processes.
+            seed: seed of random weights (`init_from_scratch`).
+            optimizer: hyper-parameters; None for a model that is not trained.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            timeout_s: longest time, in seconds, that a collective may wait for another rank.
+            value_head: whether the model has a value head in place of its output layer.
+            value_bias: whether that head has a bias: a critic's has, a reward model's has not.
+
+        Raises:
+            ValueError: a layout that the model cannot take, or weights that do not fit.
+        """
+        self.config, self.layout = config, layout
+        self._folder = resolve_model_folder(config.path)
+        stored = load_shape(self._folder)
+        self.shape = stored
+        if value_head:
+            self.shape = stored.as_critic() if value_bias else stored.as_reward_model()
+        check_layout(layout, self.shape)
+        self.groups = make_groups(layout, timeout_s)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        is_cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        self.head: Head = (
+            ValueHead(self.groups.tp)
+            if value_head
+            else LogprobHead(stored.vocab, config.fsdp.logprob_chunk_size, self.groups.tp)
+        )
+        known = mappings(self.shape)
+        trains = optimizer is not None
+        self.model = build_model(
+            self._folder, config, self.shape, known, self.head, self.groups, self._device, trains=trains
+        )
+        self.shards = Shards(self.model, self.shape, known, self.groups)
+        self._load(seed, stored)
+        self.optimizer: Optimizer | None = None
+        self._state: TrainingState | None = None
+        if optimizer is not None:
+            self.optimizer = Optimizer(optimizer, self.shards, self.groups, total_steps)
+            self._state = TrainingState(
+                self.optimizer, known, expected_tensors(self.shape), self.groups.weights, layout, TorchGenerators()
+            )
+        self._away: set[Offloadable] = set()
+        """What is offloaded."""
+        self._parkable = [Parkable(shard.values_N) for shard in self.shards]
+        self.planner = BatchPlanner.of(config, layout, self.shape)
+        self._builder = MicroBatchBuilder(
+            layout=layout,
+            cp_rank=self.groups.cp.rank(),
+            same_length=False,
+            flash=is_cuda and self._dtype == torch.bfloat16,
+            device=self._device,
+        )
+
+    def _load(self, seed: int, stored: ModelShape) -> None:
+        """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
+        if self.config.init_from_scratch:
+            self.shards.load(RandomWeights(expected_tensors(stored), self._folder, seed, self._device))
+            return
+        with HFWeights(self._folder) as weights:
+            self.shards.load(weights)
+
+    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+        """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
+
+        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
+        the split into micro-batches and the packing.
+        """
+        self._trained("train")
+        self._require("params", "grads")
+        normalizer = loss.normalizer(share.totals)
+        kept = []
+        for micro_batch in self._builder.build(share):
+            total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, self._predict(micro_batch, loss))
+            total.backward()
+            kept.append(metrics)
+        counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
+        reduced = reduce_metrics(kept, counts=counts, n_trained=share.totals.n_trained_tokens)
+        reduced["loss"] = reduced.pop("loss/sum") / normalizer
+        return reduced
+
+    def optim_step(self) -> StepResult:
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
+        self._require(*OFFLOADABLE)
+        return self._trained("train").step()
+
+    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
+
+        Returns:
+            float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
+        logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
+        return logprobs, entropy
+
+    def compute_values(self, share: Share) -> torch.Tensor:
+        """Compute the value of the state before each of the share's trained tokens.
+
+        Returns:
+            float32 [T], on the CPU; 0 on tokens that are not trained.
+
+        Raises:
+            ValueError: the model has no value head.
+        """
+        [values] = self._forward(share, ValueHead.names, temperature=1.0)
+        return values
+
+    @torch.no_grad()
+    def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
+        """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
+        check_head(self.head, names)
+        self._require("params")
+        kept = [
+            keep_predictions(micro_batch, self._predict(micro_batch, Scoring(temperature)))[1]
+            for micro_batch in self._builder.build(share)
+        ]
+        # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
+        for unit in units(self.model):
+            unit.reshard()
+        return assemble_predictions(kept, len(names), share.batch.n_tokens, self._device).cpu()
+
+    def _predict(self, micro_batch: MicroBatch, options: HeadOptions) -> dict[str, torch.Tensor]:
+        """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
+        return whole_sequences(micro_batch, self.model(micro_batch.local, options), self.groups.cp)
+
+    def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step.
+
+        Args:
+            readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
+        """
+        self._require("params")
+        return self.shards.export(self._dtype, readers)
+
+    def save_hf(
+        self,
+        folder: str | Path,
+        tokenizer_source: str | Path | None = None,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write the model as a Hugging Face folder that transformers loads. Every rank writes its own pieces.
+
+        The files are the same for every layout. An earlier folder is replaced when the new one is whole.
+
+        Args:
+            folder: the folder to write, which all ranks must see.
+            tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
+            max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
+
+        Raises:
+            OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
+        """
+        self._require("params")
+        tensors = {name: TensorSpec(self._dtype, shape) for name, shape in expected_tensors(self.shape).items()}
+        plan = plan_shards(tensors, max_shard_bytes)
+        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
+        save_blocks(new, self.shards.blocks(self._dtype))
+
+    def snapshot(self, folder: Path) -> HostSnapshot:
+        """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
+
+        Raises:
+            ValueError: the last snapshot still exists and is not written yet, the engine has no optimizer, or its
+                state was offloaded.
+        """
+        self._require("params", "optimizer")
+        return self._trained_state("save").snapshot(folder)
+
+    def load(self, folder: Path) -> None:
+        """Load the training state in `folder`, of any layout of any engine; accumulated gradients are lost.
+
+        On the same layout, training then continues with the same bits.
+
+        Raises:
+            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
+                optimizer, or its state was offloaded.
+        """
+        self._require(*OFFLOADABLE)
+        self._trained_state("load").load(folder)
+
+    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
+        """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
+
+        Parameters, which are the master weights too, and moments are copied to pinned host memory, gradients are lost.
+        Call `onload` before the next method that needs what was moved.
+
+        Returns:
+            The bytes that were freed on this rank's device.
+        """
+        freed = 0
+        if "params" in what:
+            freed += sum(tensor.park(keep_values=True) for tensor in self._parkable)
+        if self.optimizer is not None and "grads" in what:
+            freed += self._gradient_bytes()
+            self.optimizer.zero_grad()
+        if self.optimizer is not None and "optimizer" in what:
+            freed += self.optimizer.state.park()
+        self._away |= set(what)
+        torch.cuda.empty_cache()
+        return freed
+
+    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
+        """Bring back what `offload` moved; gradients are zero then, and take no memory until they are computed.
+
+        Returns:
+            The bytes that were allocated on this rank's device.
+        """
+        allocated = 0
+        if "params" in what:
+            allocated += sum(tensor.fetch(keep_values=True) for tensor in self._parkable)
+        if self.optimizer is not None and "optimizer" in what:
+            allocated += self.optimizer.state.fetch()
+        self._away -= set(what)
+        return allocated
+
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of the accumulated gradients."""
+        grads = [shard.parameter.grad for shard in self.shards]
+        return sum(local_elements(grad).nbytes for grad in grads if grad is not None)
+
+    def _require(self, *what: Offloadable) -> None:
+        """Check that what a method needs is on the device."""
+        if missing := [kind for kind in what if kind in self._away]:
+            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
+
+    def _trained(self, verb: str) -> Optimizer:
+        if self.optimizer is None:
+            raise no_optimizer(verb)
+        return self.optimizer
+
+    def _trained_state(self, verb: str) -> TrainingState:
+        if self._state is None:
+            raise no_optimizer(verb)
+        return self._state

@@ -1,0 +1,169 @@
+"""A transformers model over packed tokens, with a head, sharded by FSDP2.
+
+    tokens [T] ─> transformers' decoder ─> last hidden states of the predicting tokens ─> head ─> predictions [N]
+                  └ one FSDP unit a layer    └ embedding, last norm and output layer are the root unit
+
+The model is built on `meta` in the shapes of this tensor-parallel rank, then sharded, then allocated: no rank ever
+holds more of it than its shards and the unit in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel
+from transformers.initialization import no_init_weights
+
+from fivefold.bridge.mapping import WeightMapping
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.engine.heads import Head, HeadOptions, OutputLayer, Predictions
+from fivefold.engine.sequences import LocalSequences
+from fivefold.families.shape import ModelShape
+from fivefold.fsdp.attention import ATTENTION_NAME, register_attention
+from fivefold.fsdp.groups import Groups
+from fivefold.fsdp.tensor_parallel import VocabEmbedding, copy_to_group, split_layer
+
+_AUTO_MODEL: Any = AutoModel
+"""The type is Any because transformers declares that its factories return a base class."""
+
+_ROW_BYTES = 16
+"""The rows of the matrices that torch's grouped matmul takes begin at multiples of so many bytes."""
+
+
+class Output(nn.Module):
+    """The parameters of an output layer or a value head, which the model's head uses."""
+
+    def __init__(self, rows: int, hidden: int, *, has_bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden))
+        self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
+
+
+class PackedModel(nn.Module):
+    """A decoder of transformers, and the head behind it. The parameters have transformers' names."""
+
+    def __init__(self, decoder: nn.Module, shape: ModelShape, head: Head, groups: Groups) -> None:
+        super().__init__()
+        self.model: Any = decoder
+        if shape.value_head:
+            self.score = Output(1, shape.hidden, has_bias=shape.value_bias)
+        elif not shape.tied_embeddings:
+            self.lm_head = Output(shape.vocab, shape.hidden, has_bias=False)
+        self._head = head
+        self._groups = groups
+
+    def forward(self, local: LocalSequences, options: HeadOptions) -> Predictions:
+        """Return the head's predictions of this rank's tokens."""
+        hidden_TH = self.model(
+            input_ids=local.tokens_T.unsqueeze(0),
+            position_ids=local.positions_T.unsqueeze(0),
+            use_cache=False,
+            packed=local.attention,
+            cp_group=self._groups.cp,
+        ).last_hidden_state[0]
+        hidden_NH = copy_to_group(hidden_TH[local.rows_N], self._groups.tp)
+        return dict(self._head.predict(hidden_NH, self._output(), local.targets_N, options))
+
+    def _output(self) -> OutputLayer:
+        """Return this rank's part of the output layer. It is whole only inside `forward`."""
+        modules: dict[str, Any] = dict(self.named_children())
+        layer = modules.get("score") or modules.get("lm_head")
+        if layer is None:
+            return OutputLayer(self.model.embed_tokens.weight)
+        return OutputLayer(layer.weight, layer.bias)
+
+
+def build_model(
+    folder: Path,
+    config: EngineConfig,
+    shape: ModelShape,
+    mappings: Mapping[str, WeightMapping],
+    head: Head,
+    groups: Groups,
+    device: torch.device,
+    *,
+    trains: bool,
+) -> PackedModel:
+    """Build the model, sharded and with uninitialised weights: float32 if it is trained, else in the config's dtype."""
+    register_attention()
+    hf_config = AutoConfig.from_pretrained(folder)
+    dtype = getattr(torch, config.dtype)
+    with torch.device("meta"), no_init_weights():
+        decoder = _AUTO_MODEL.from_config(hf_config, attn_implementation=ATTENTION_NAME)
+        # Tokens for padding would get no gradient, and packed sequences have no padding.
+        decoder.embed_tokens.padding_idx = None
+        if groups.tp.size() > 1:
+            decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
+        model = PackedModel(decoder, shape, head, groups)
+        _take_local_shapes(model, mappings, groups, torch.float32 if trains else dtype)
+    if not _fits_grouped_matmul(model, dtype, device):
+        decoder.set_experts_implementation("eager")
+    for layer in decoder.layers:
+        if groups.tp.size() > 1:
+            split_layer(layer, groups.tp)
+        if trains and config.fsdp.recompute == "full":
+            # Inside FSDP's hooks, which gather the layer's weights before its second forward pass.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    _shard(model, config, groups, device, dtype if trains else None)
+    model.to_empty(device=device)
+    with torch.device(device):
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=hf_config)
+    # Neither dropout nor a router's noise: every engine computes the same function, in training too.
+    return model.eval()
+
+
+def _take_local_shapes(
+    model: PackedModel, mappings: Mapping[str, WeightMapping], groups: Groups, dtype: torch.dtype
+) -> None:
+    """Give every parameter the shape that this tensor-parallel rank has of it."""
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            mapping = mappings.get(f"{module_name}.{name}")
+            shape = parameter.shape if mapping is None else mapping.local_shape(groups.weights)
+            setattr(module, name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+
+
+def _fits_grouped_matmul(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch's grouped matmul takes all fused experts [E, rows, width]."""
+    experts = [matrices for name, matrices in model.named_parameters() if ".experts." in name and matrices.dim() == 3]
+    takes_dtype = device.type != "cuda" or dtype == torch.bfloat16
+    return takes_dtype and all(matrices.shape[2] * dtype.itemsize % _ROW_BYTES == 0 for matrices in experts)
+
+
+def _shard(
+    model: PackedModel, config: EngineConfig, groups: Groups, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Shard each layer, and everything else as one unit.
+
+    Args:
+        model: the model, on `meta`.
+        config: options.
+        groups: the groups of this process.
+        device: the device that it will be on.
+        dtype: dtype of the passes, for which float32 weights are gathered; None: that of the weights.
+    """
+    mesh = DeviceMesh.from_group(groups.shard, device.type)
+    reduced = torch.float32 if dtype is not None else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.fsdp.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in units(model):
+        # Losses are divided by global counts, so gradients are summed and never averaged.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def units(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that FSDP gathers one at a time."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module

@@ -1,0 +1,135 @@
+"""AdamW over the shards of this rank: schedule, clipping, and steps skipped when not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.engine.optimizer_state import AdamStep, OptimizerState, StateFormat, StateSlice
+from fivefold.engine.optimizer_state import Shard as StateShard
+from fivefold.engine.schedule import clip_factor, learning_rate
+from fivefold.fsdp.groups import Groups
+from fivefold.fsdp.shards import Shard, Shards, local_elements
+from fivefold.fsdp.tensor_parallel import is_head_norm
+from fivefold.types import StepResult
+
+_MOMENTS_ALONE = StateFormat({"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, on_host=False)
+"""The shards are float32 and their own master weights."""
+_LISTED = 8
+"""Most parameters that a skipped step names."""
+
+
+class Optimizer:
+    """AdamW, and the place in the learning-rate schedule. All ranks call each method together."""
+
+    def __init__(self, config: OptimizerConfig, shards: Shards, groups: Groups, total_steps: int) -> None:
+        """Build the state of the parameters' present values.
+
+        Args:
+            config: hyper-parameters.
+            shards: this rank's shards, float32.
+            groups: the groups of this process.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        """
+        self._config = config
+        self._groups = groups
+        self._total_steps = total_steps
+        self.steps = 0
+        """Steps made, skipped ones included: the place in the schedule."""
+        self.updates = 0
+        """Steps that changed the weights: Adam's own count, for its bias correction."""
+        self._shards = list(shards)
+        self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
+        self._parts = [self._part(shard) for shard in self._shards]
+        self.state = OptimizerState(self._parts, _MOMENTS_ALONE)
+
+    def _part(self, shard: Shard) -> StateShard:
+        # Norms and biases are the parameters of one dimension, and exempt from weight decay.
+        options = self._options[len(shard.shape) > 1]
+        return StateShard(shard.mapping.megatron, shard.parameter, shard.begin, shard.values_N, options)
+
+    def step(self) -> StepResult:
+        """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
+        rate = learning_rate(self.steps, self._config, self._total_steps)
+        for options in self._options.values():
+            options["lr"] = rate
+        self.steps += 1
+        grads = [self._gradient(shard) for shard in self._shards]
+        norm = self._gradient_norm(grads)
+        if not math.isfinite(norm):
+            names = self._non_finite(grads)
+            self.zero_grad()
+            return StepResult(norm, rate, skipped=True, non_finite=names)
+        self.updates += 1
+        for part, grad_N in zip(self._parts, grads, strict=True):
+            vars(part.weight_N)["decoupled_grad"] = grad_N
+        self.state.update(AdamStep(self.updates, clip_factor(norm, self._config.gradient_clipping), decoupled=True))
+        self.zero_grad()
+        return StepResult(norm, rate, skipped=False)
+
+    def slices(self) -> Iterator[StateSlice]:
+        """Yield this rank's slice of every parameter of which it holds optimizer state."""
+        return self.state.slices()
+
+    def finish_loading(self) -> None:
+        """Do nothing: every rank has set its own weights, and they are gathered when they are used."""
+
+    def zero_grad(self) -> None:
+        """Clear all accumulated gradients."""
+        for shard, part in zip(self._shards, self._parts, strict=True):
+            shard.parameter.grad = None
+            vars(part.weight_N).pop("decoupled_grad", None)
+
+    def _gradient(self, shard: Shard) -> Tensor:
+        """Return the gradient of a shard, summed over all ranks, float32 [N]."""
+        grad_N = gradient(shard.parameter)
+        if self._groups.tp.size() > 1 and is_head_norm(shard.mapping.megatron):
+            dist.all_reduce(grad_N, group=self._groups.tp)
+        return grad_N
+
+    @torch.no_grad()
+    def _gradient_norm(self, grads: list[Tensor]) -> float:
+        """Return the norm of the whole gradient, summed in float32."""
+        leads = self._groups.tp.rank() == 0
+        counted = [
+            grad_N
+            for shard, grad_N in zip(self._shards, grads, strict=True)
+            if leads or shard.mapping.domain != "replicated"
+        ]
+        square = (
+            torch.stack([torch.linalg.vector_norm(grad_N, dtype=torch.float32) for grad_N in counted]).square().sum()
+        )
+        dist.all_reduce(square)
+        return math.sqrt(float(square))
+
+    def _non_finite(self, grads: list[Tensor]) -> tuple[str, ...]:
+        """Return the first few parameters whose gradient is not finite on some rank."""
+        local = [
+            shard.mapping.megatron
+            for shard, grad_N in zip(self._shards, grads, strict=True)
+            if not grad_N.isfinite().all()
+        ]
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, local[:_LISTED])
+        return tuple(dict.fromkeys(name for names in gathered for name in names))[:_LISTED]
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a parameter's accumulated gradient, flat; zeros if there is none."""
+    return torch.zeros_like(local_elements(parameter)) if parameter.grad is None else local_elements(parameter.grad)
+
+
+def _options(config: OptimizerConfig, *, decays: bool) -> dict[str, Any]:
+    """Return a parameter group in torch's form."""
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay if decays else 0.0,
+    }

@@ -1,0 +1,170 @@
+"""This rank's shards of a model's parameters, and the Hugging Face tensors that they are parts of.
+
+    Hugging Face tensors ──mapping──> parameter of this tensor-parallel rank ──rows──> shard of this rank
+
+A shard is a flat range of the parameter, because FSDP cuts along the first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fivefold.algorithms.finite import is_finite
+from fivefold.bridge.audit import check_model
+from fivefold.bridge.bridge import checked_source, not_finite_weights
+from fivefold.bridge.gather import all_gather
+from fivefold.bridge.hf_saver import Block, blocks
+from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
+from fivefold.bridge.pieces import Piece
+from fivefold.config.weight_buckets import GATHER_BYTES
+from fivefold.families.shape import ModelShape
+from fivefold.fsdp.groups import Groups
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's rows of one parameter."""
+
+    mapping: WeightMapping
+    parameter: nn.Parameter
+    """A DTensor, whose whole is the parameter of this tensor-parallel rank."""
+    begin: int
+    """First element of the shard, in the flattened parameter."""
+    padded: int
+    """Elements of the largest shard of any rank."""
+
+    @property
+    def values_N(self) -> Tensor:
+        """The shard's elements, as a view."""
+        return local_elements(self.parameter)
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole parameter of this tensor-parallel rank."""
+        return tuple(self.parameter.shape)
+
+    def cuts(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield the parts of pieces of the parameter that lie in the shard."""
+        end = self.begin + self.values_N.numel()
+        for piece in pieces:
+            yield from piece.within(self.begin, end)
+
+
+def local_elements(tensor: Tensor) -> Tensor:
+    """Return this rank's elements of a DTensor, flat, as a view."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach().view(-1)
+
+
+class Shards:
+    """All shards of this rank, in the model's order. All ranks of the model call each method together."""
+
+    def __init__(
+        self, model: nn.Module, shape: ModelShape, mappings: Mapping[str, WeightMapping], groups: Groups
+    ) -> None:
+        """Take the parameters of a model that is sharded.
+
+        Raises:
+            WeightMismatchError: the model's parameters are not those of the mappings.
+        """
+        self._shape = shape
+        self._groups = groups
+        parameters = dict(model.named_parameters())
+        shapes: dict[str, Shape] = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        check_model(mappings, [shapes], groups.weights)
+        self._shards = {name: self._shard(mapping, parameters[name]) for name, mapping in mappings.items()}
+
+    def _shard(self, mapping: WeightMapping, parameter: nn.Parameter) -> Shard:
+        rows = -(-parameter.shape[0] // self._groups.shard.size())
+        first = min(rows * self._groups.shard.rank(), parameter.shape[0])
+        width = prod(parameter.shape[1:])
+        return Shard(mapping, parameter, first * width, rows * width)
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self._shards.values())
+
+    @torch.no_grad()
+    def load(self, source: TensorReader) -> None:
+        """Fill the shards from `source`, each in its own dtype and on its own device.
+
+        A value head begins at 0 if `source` lacks it.
+
+        Raises:
+            WeightMismatchError: tensors that are missing or unused, or that have another shape.
+            ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
+        """
+        source = checked_source(self._shape, source)
+        suspects: dict[str, torch.dtype] = {}
+        for shard in self:
+            values_N = shard.values_N.zero_()  # the padding of the vocabulary
+            for cut in shard.cuts(shard.mapping.pieces(self._groups.weights)):
+                cut.view(values_N, shard.begin).copy_(source.read(cut.name, *cut.index))
+            if not is_finite(values_N):
+                suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
+        if suspects:
+            raise not_finite_weights(suspects, source)
+
+    def blocks(self, dtype: torch.dtype) -> Iterator[Block]:
+        """Yield the blocks of Hugging Face tensors that this rank writes to files."""
+        for shard in self:
+            for cut in shard.cuts(shard.mapping.stored_pieces(self._groups.weights)):
+                for block in blocks(cut, dtype.itemsize):
+                    yield block, block.view(shard.values_N, shard.begin).to(dtype)
+
+    def export(self, dtype: torch.dtype, readers: frozenset[int] | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every Hugging Face tensor, whole, on the ranks that read them; on the others, outlines on `meta`.
+
+        Args:
+            dtype: what the tensors are converted to before they are sent.
+            readers: the ranks that read the tensors; None: all.
+        """
+        reads = readers is None or dist.get_rank() in readers
+        for bucket in self._buckets(dtype):
+            for shard, whole in zip(bucket, self._gather(bucket, dtype), strict=True):
+                if reads:
+                    for name, tensor in shard.mapping.merge(whole):
+                        yield name, tensor.contiguous()
+                else:
+                    for name, shape in shard.mapping.hf_shapes().items():
+                        yield name, torch.empty(shape, dtype=dtype, device="meta")
+
+    def _buckets(self, dtype: torch.dtype) -> Iterator[list[Shard]]:
+        """Yield runs of shards whose wholes have at most `GATHER_BYTES` together; a larger one travels alone."""
+        bucket: list[Shard] = []
+        size = 0
+        for shard in self:
+            n_bytes = prod(shard.shape) * dtype.itemsize * shard.mapping.n_shards(self._groups.weights)
+            if bucket and size + n_bytes > GATHER_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(shard)
+            size += n_bytes
+        if bucket:
+            yield bucket
+
+    def _gather(self, bucket: list[Shard], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the parameters of all tensor-parallel ranks that have other parts, [n, *shape] each."""
+        padded = [torch.nn.functional.pad(s.values_N.to(dtype), (0, s.padded - s.values_N.numel())) for s in bucket]
+        gathered = _gathered(torch.cat(padded), self._groups.shard)
+        for shard, rows in zip(bucket, gathered.split([shard.padded for shard in bucket], dim=1), strict=True):
+            whole = rows.reshape(-1)[: prod(shard.shape)]
+            if shard.mapping.n_shards(self._groups.weights) > 1:
+                yield _gathered(whole, self._groups.tp).view(-1, *shard.shape)
+            else:
+                yield whole.view(1, *shard.shape)
+
+
+def _gathered(local_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of a group, [ranks, N]."""
+    if group.size() == 1:
+        return local_N.unsqueeze(0)
+    everywhere = local_N.new_empty(group.size(), local_N.numel())
+    all_gather(everywhere, local_N, group)
+    return everywhere

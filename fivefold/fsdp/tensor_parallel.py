@@ -1,0 +1,90 @@
+"""Tensor parallelism of transformers' layers: each rank has some of the heads and some columns of each MLP.
+
+    x ─copy─> q, k, v, gate, up: rows of this rank ─> o, down: columns of this rank ─sum over ranks─> + x
+
+Everything outside these blocks, and its gradient, is the same on all ranks of the group: a block's input is copied,
+which sums its gradient over the ranks, and a block's output is summed, which copies its gradient. Only the norms of
+queries and keys, which each rank applies to its own heads, have gradients to be summed: `is_head_norm` says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fivefold.bridge.mapping import padded_vocab
+from fivefold.engine.context_parallel import SumOverGroup
+
+
+class _CopyToGroup(torch.autograd.Function):
+    """Identity whose gradient is summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `tensor`, which all ranks of the group have and each uses in its own part of a sum."""
+    return _CopyToGroup.apply(tensor, group) if group.size() > 1 else tensor
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding of which each rank has the rows of some tokens."""
+
+    def __init__(self, vocab: int, hidden: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.rows = padded_vocab(vocab, group.size()) // group.size()
+        self.weight = nn.Parameter(torch.empty(self.rows, hidden))
+        self._group = group
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens of any shape, [..., hidden]."""
+        own = tokens - self._group.rank() * self.rows
+        is_own = (own >= 0) & (own < self.rows)
+        embedded = F.embedding(own.clamp(0, self.rows - 1), self.weight) * is_own.unsqueeze(-1)
+        return SumOverGroup.apply(embedded, self._group)
+
+
+def split_layer(layer: Any, group: dist.ProcessGroup) -> None:
+    """Make a decoder layer, whose parameters are those of this rank, exchange what it must with the group."""
+
+    def copy(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        def copied(value: Any) -> Any:
+            return copy_to_group(value, group) if torch.is_tensor(value) and value.requires_grad else value
+
+        hidden = {name: copied(value) for name, value in kwargs.items() if name == "hidden_states"}
+        return tuple(map(copied, args)), kwargs | hidden
+
+    def total(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        return SumOverGroup.apply(output, group)
+
+    layer.self_attn.register_forward_pre_hook(copy, with_kwargs=True)
+    layer.self_attn.o_proj.register_forward_hook(total)
+    for block in _split_mlps(layer.mlp):
+        block.register_forward_pre_hook(copy, with_kwargs=True)
+        # Fused experts have no module for their down projection.
+        (block.down_proj if isinstance(block.down_proj, nn.Module) else block).register_forward_hook(total)
+
+
+def _split_mlps(mlp: Any) -> list[Any]:
+    """Return the parts of a layer's MLP that are split: all of a dense one; the experts of an MoE, shared ones too."""
+    if not hasattr(mlp, "experts"):
+        return [mlp]
+    return [mlp.experts, *([mlp.shared_expert] if hasattr(mlp, "shared_expert") else [])]
+
+
+def is_head_norm(name: str) -> bool:
+    """Return whether a parameter is a norm of queries or keys, whose gradient is summed over the group."""
+    return name.endswith((".q_norm.weight", ".k_norm.weight"))
