@@ -17,6 +17,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import (
     RoleShapes,
+    engine_problems,
     layout_problems,
     reference_problems,
     replica_problems,
@@ -52,7 +53,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
     shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
     problems += [line for placed in placement.roles for line in replica_problems(placed)]
-    problems += recipe_problems(recipe, shape, others)
+    problems += [*engine_problems(recipe), *recipe_problems(recipe, shape, others)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pydantic import BaseModel
+
 from fivefold.config.role_sections import ROLE_SECTIONS, role_section
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rollout import RolloutConfig
 from fivefold.config.schema.train import TrainRecipe
@@ -24,6 +27,9 @@ _READS = {
 }
 """Why each role must have the actor's vocabulary."""
 
+_ENGINE_SECTIONS = ("megatron", "fsdp")
+"""Sections of a role that only one engine reads, which has their name."""
+
 
 def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
     """Refuse a layout whose degrees do not divide the model's sizes.
@@ -42,7 +48,9 @@ def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
 
 def describe(layout: ParallelLayout) -> str:
     """Return the backend, the degrees that are not 1, and the number of ranks: `megatron tp2 ep4 (8 ranks)`."""
-    names = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")
+    names = ["tp", "pp", "vpp", "cp", "dp"]
+    if BACKENDS[layout.backend].folds_experts:
+        names += ["ep", "etp", "edp"]
     degrees = [f"{name}{value}" for name in names if (value := getattr(layout, name)) > 1]
     return f"{' '.join([layout.backend, *degrees])} ({layout.world_size} ranks)"
 
@@ -53,6 +61,29 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     yield from _pipeline_problems(layout, shape)
     if BACKENDS[layout.backend].folds_experts:
         yield from _expert_problems(layout, shape)
+
+
+def engine_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each key of a role's section that is for another engine than the one that the role runs on."""
+    for role in recipe_allocation(recipe).roles:
+        section = role_section(recipe, role.role)
+        if not isinstance(section, EngineConfig):
+            continue
+        for name in _ENGINE_SECTIONS:
+            if name != role.backend:
+                for key, value in _changed(getattr(section, name)):
+                    path = f"{ROLE_SECTIONS[role.role]}.{name}.{key}"
+                    engine = BACKENDS[role.backend].title
+                    yield f"{path}={value} is for {BACKENDS[name].title}, and the {role.role} runs on {engine}: drop it"
+
+
+def _changed(section: BaseModel) -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the value of each field that differs from its default."""
+    for name, value in section:
+        if isinstance(value, BaseModel):
+            yield from ((f"{name}.{key}", inner) for key, inner in _changed(value))
+        elif value != type(section).model_fields[name].default:
+            yield name, value
 
 
 def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
@@ -67,14 +98,20 @@ def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -
 
 
 def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
-    """Yield a line if a reference is to follow an actor whose model has another shape."""
+    """Yield a line if a reference is to follow an actor whose model has another shape, on an engine that cannot."""
     if not isinstance(recipe, TrainRecipe) or recipe.ref.refresh_steps is None:
         return
+    key = "refresh_every" if recipe.ref.refresh_every is not None else "ema_decay"
     if others.get("ref", shape) != shape:
-        key = "refresh_every" if recipe.ref.refresh_every is not None else "ema_decay"
         yield (
             f"ref.{key}={getattr(recipe.ref, key)} takes the actor's weights, but ref.path={recipe.ref.path} is a "
             f"model of another shape: name one with the actor's shape, or drop ref.{key}"
+        )
+    backends = {role.role: role.backend for role in recipe_allocation(recipe).roles}
+    if backends.get("ref", backends["actor"]) == "fsdp":
+        yield (
+            f"ref.{key}={getattr(recipe.ref, key)} changes the reference's weights, which FSDP cannot: give it "
+            f"processes of its own with ref.backend=megatron:d1, or drop ref.{key}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -131,6 +132,18 @@ class FSDPEngine:
             return
         with HFWeights(self._folder) as weights:
             self.shards.load(weights)
+
+    def effective_config(self) -> dict[str, Any]:
+        """Return what the model, its sharding and its mixed precision are configured as."""
+        return {
+            "transformers": self.model.model.config.to_dict(),
+            "fsdp": {
+                "param_dtype": self.config.dtype,
+                "reduce_dtype": "float32",
+                "shards": self.groups.shard.size(),
+                **self.config.fsdp.model_dump(),
+            },
+        }
 
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.

@@ -106,7 +106,7 @@ class Shards:
             values_N = shard.values_N.zero_()  # the padding of the vocabulary
             for cut in shard.cuts(shard.mapping.pieces(self._groups.weights)):
                 cut.view(values_N, shard.begin).copy_(source.read(cut.name, *cut.index))
-            if not is_finite(values_N):
+            if values_N.numel() > 0 and not is_finite(values_N):
                 suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
         if suspects:
             raise not_finite_weights(suspects, source)

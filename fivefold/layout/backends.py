@@ -30,8 +30,6 @@ class Backend:
     """The fix in the error for a letter that it does not take."""
     folds_experts: bool = False
     """Whether experts may have a layout other than that of attention (MoE parallel folding)."""
-    runs: bool = True
-    """False: its layouts can be read, but there is no engine for them."""
     memory_share: float = 1.0
     """Usual share of a GPU's memory that it may fill, together with roles that wait on the same GPU."""
     workspace_bytes: int = 0
@@ -77,7 +75,6 @@ _ROWS = (
         kind="trainer",
         letters="dtc",
         instead="use megatron for pipeline, expert and virtual stages, or drop it",
-        runs=False,
     ),
     Backend(
         name="transformers",
@@ -123,8 +120,8 @@ NOT_OFFERED = frozenset({"archon"})
 
 
 def backend_names(*, trains: bool) -> str:
-    """The backends that run and train (or generate), as a message lists them: `transformers, vllm or sglang`."""
-    *others, last = (row.name for row in BACKENDS.values() if row.runs and row.trains == trains)
+    """The backends that train (or generate), as a message lists them: `transformers, vllm or sglang`."""
+    *others, last = (row.name for row in BACKENDS.values() if row.trains == trains)
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -134,5 +131,5 @@ def server_titles() -> str:
 
 
 def example_layout(*, trains: bool) -> str:
-    """The plainest layout of a backend that runs and trains (or generates): `megatron:d1`."""
-    return next(f"{row.name}:d1" for row in BACKENDS.values() if row.runs and row.trains == trains)
+    """The plainest layout of the first backend that trains (or generates): `megatron:d1`."""
+    return next(f"{row.name}:d1" for row in BACKENDS.values() if row.trains == trains)

@@ -228,7 +228,8 @@ def _relief(trainer: TrainerPlan, question: Question) -> str:
         return "its weights and optimizer alone are too large: split the model further (p, t, e), or add replicas (d)"
     for mode, memory in trainer.modes.items():
         if memory.total <= room:
-            return f"with actor.megatron.recompute={mode} it needs {gb(memory.total)} GB"
+            key = f"{trainer.placed.role}.{trainer.placed.layout.backend}.recompute"
+            return f"with {key}={mode} it needs {gb(memory.total)} GB"
     return "full recomputation is not enough either: lower actor.mb_spec.max_tokens_per_mb, or split further (c, t, p)"
 
 

@@ -1,4 +1,4 @@
-"""Memory of each rank by kind, at the moment of a step when it is highest.
+"""Memory of each rank by kind, at the moment of a step when it is highest, on Megatron-Core (FSDP: `fsdp_memory`).
 
 What lasts from step to step is the state: weights, gradients, and the optimizer's master weights and two moments, which
 the distributed optimizer shards over data-parallel ranks (ZeRO stage 1, https://arxiv.org/abs/1910.02054) and which may
@@ -209,11 +209,15 @@ def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) 
 
 def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: int) -> int:
     """Return the bytes of lasting buffers: the gathered stream, pipeline receives, the step's tokens, workspaces."""
-    tokens = work.tokens / (layout.dp * layout.cp)
-    per_token = 5 * _INDEX + 1 + 2 * work.element_bytes * shape.head_dim + _FLOAT * work.n_fields
     gathered = stream * layout.tp if layout.tp > 1 else 0
     received = 2 * stream if layout.pp > 1 else 0
-    return int(tokens * per_token + gathered + received + LIBRARY_WORKSPACE)
+    return int(token_bytes(layout, shape, work) + gathered + received + LIBRARY_WORKSPACE)
+
+
+def token_bytes(layout: ParallelLayout, shape: ModelShape, work: Workload) -> float:
+    """Return the bytes of a step's tokens on a rank: their ids, places, rotations and fields."""
+    tokens = work.tokens / (layout.dp * layout.cp)
+    return tokens * (5 * _INDEX + 1 + 2 * work.element_bytes * shape.head_dim + _FLOAT * work.n_fields)
 
 
 def _n_communicators(layout: ParallelLayout, shape: ModelShape) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS, RecipeError
-from fivefold.config.role_sections import ROLE_SECTIONS, frozen_models, model_paths
+from fivefold.config.role_sections import ROLE_SECTIONS, frozen_models, model_paths, role_section
 from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
@@ -234,7 +234,7 @@ def _question(
 ) -> Question:
     """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
-    work = _work(recipe.actor, length, (generated or _trained_sequences(recipe)) // n_minibatches)
+    work = _work(recipe, "actor", length, (generated or _trained_sequences(recipe)) // n_minibatches)
     return Question(
         shape=shape,
         gpu=find_gpu(gpu),
@@ -257,9 +257,22 @@ def _trained_sequences(recipe: Recipe) -> int:
     return 2 * rows if is_paired else rows
 
 
-def _work(config: EngineConfig, length: int, sequences: int) -> Workload:
+def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
     """Return the work of one optimizer step of a role's model, on `sequences` of `length` tokens."""
+    config = role_section(recipe, role)
+    assert isinstance(config, EngineConfig)
+    backend = next(placed.backend for placed in recipe_allocation(recipe).roles if placed.role == role)
     optimizer, element = config.megatron.optimizer, ELEMENT_BYTES[config.dtype]
+    if backend == "fsdp":
+        return Workload(
+            sequence_length=length,
+            sequences=sequences,
+            micro_tokens=config.mb_spec.max_tokens_per_mb,
+            recompute=config.fsdp.recompute,
+            element_bytes=element,
+            logprob_chunk=config.fsdp.logprob_chunk_size,
+            keeps_gathered=not config.fsdp.reshard_after_forward,
+        )
     return Workload(
         sequence_length=length,
         sequences=sequences,
@@ -289,12 +302,12 @@ def _frozen(
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
     shape = shape.as_reward_model() if role == "reward" else shape
-    return FrozenQuestion(shape, changes.applied(_work(config, length, generated)), config.offload)
+    return FrozenQuestion(shape, changes.applied(_work(recipe, role, length, generated)), config.offload)
 
 
 def _critic(recipe: TrainRecipe, config: CriticConfig, shape: ModelShape, changes: Changes) -> CriticQuestion:
     """Return the question about the critic, on every sequence at its longest."""
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
-    work = changes.applied(_work(config, length, generated // config.ppo_n_minibatches))
+    work = changes.applied(_work(recipe, "critic", length, generated // config.ppo_n_minibatches))
     return CriticQuestion(shape.as_critic(), work, OffloadChoice(**config.offload.model_dump()))

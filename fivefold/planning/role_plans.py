@@ -9,6 +9,7 @@ from fivefold.families.check import layout_problems
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
+from fivefold.planning.fsdp_memory import fsdp_memory
 from fivefold.planning.groups import GroupSpread, from_node_start, group_spreads, ranks_together
 from fivefold.planning.memory import Kind, RankMemory, training_memory
 from fivefold.planning.question import Question
@@ -75,15 +76,10 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     """Return what a role that trains, or a frozen model with devices of its own, needs if no role shares them.
 
     Raises:
-        ValueError: a backend whose memory is not known, or a layout that the model cannot take.
+        ValueError: a layout that the model cannot take, or a recompute mode that the engine does not have.
     """
     question = question.of(placed.role)
     layout, shape, work = placed.layout, question.shape, question.work
-    if layout.backend != "megatron":
-        raise ValueError(
-            f"{placed.role} runs {layout.backend}, whose memory and speed are not modelled; plan it as megatron, "
-            f"for example megatron:d{layout.dp}t{layout.tp}"
-        )
     if placed.role == "ref":
         return _reference(question, placed)
     if placed.role in question.frozen:
@@ -91,7 +87,12 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     _require_possible(placed, shape)
     if question.kept_reference is not None:
         _require_possible(replace(placed, role="ref"), question.kept_reference)
-    modes = {mode: _memory(question, layout, work.recomputing(mode)) for mode in RECOMPUTE}
+    known = _recompute_modes(layout)
+    if work.recompute not in known:
+        raise ValueError(
+            f"{placed.role}: recompute {work.recompute} is not a mode of {layout.backend}: use {' or '.join(known)}"
+        )
+    modes = {mode: _memory(question, layout, work.recomputing(mode)) for mode in known}
     spreads = group_spreads(placed, is_moe=shape.is_moe)
     # CPU processes are timed as if on one node.
     timed = placed if question.gpus_per_node > 0 else from_node_start(layout, layout.world_size)
@@ -100,9 +101,17 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     return TrainerPlan(placed, modes[work.recompute], time, spreads, binding, beside=0)
 
 
+def _recompute_modes(layout: ParallelLayout) -> tuple[Recompute, ...]:
+    return ("none", "full") if layout.backend == "fsdp" else RECOMPUTE
+
+
 def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple[RankMemory, ...]:
-    memory = training_memory(layout, question.shape, work, reference=question.kept_reference)
-    if question.kept_reference is not None:
+    shape, reference = question.shape, question.kept_reference
+    if layout.backend == "fsdp":
+        memory: tuple[RankMemory, ...] = (fsdp_memory(layout, shape, work, reference=reference),)
+    else:
+        memory = training_memory(layout, shape, work, reference=reference)
+    if reference is not None:
         memory = tuple(_with_reference(stage, question) for stage in memory)
     return memory if question.gpus_per_node > 0 else tuple(replace(stage, context=0) for stage in memory)
 
@@ -159,9 +168,15 @@ def _frozen(question: Question, placed: RolePlacement) -> TrainerPlan:
     gone = dict.fromkeys(("gradients", "optimizer", "host_optimizer", "snapshot", "update", "activations"), 0)
     memory = tuple(
         replace(stage, **gone, in_flight=0.0, **context)
-        for stage in training_memory(placed.layout, shape, question.work.recomputing("full"))
+        for stage in _scoring_memory(placed.layout, shape, question.work.recomputing("full"))
     )
     return TrainerPlan(placed, memory, None, group_spreads(placed, is_moe=shape.is_moe), {}, beside=0)
+
+
+def _scoring_memory(layout: ParallelLayout, shape: ModelShape, work: Workload) -> tuple[RankMemory, ...]:
+    if layout.backend == "fsdp":
+        return (fsdp_memory(layout, shape, work, is_trained=False),)
+    return training_memory(layout, shape, work)
 
 
 def plan_rollout(question: Question, placed: RolePlacement, beside: int) -> RolloutPlan:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from fivefold.families.flops import PartFlops, forward_parts, training_parts
 from fivefold.families.shape import ModelShape
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.gpus import Gpu
@@ -123,6 +124,9 @@ def step_time(
     # the backward pass of the last micro-batch runs.
     gradients = data_parallel * work.gradient_bytes / (work.gradient_bytes + work.element_bytes)
     hidden = min(gradients, slowest.layers * 2 / 3)
+    if layout.backend == "fsdp":
+        # The next layer's weights are gathered, and the last one's gradients reduced, while a layer computes.
+        hidden = min(data_parallel, slowest.layers * count)
     parameters = rank_parameters(layout, shape, stage)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
     flops = training_parts(shape, work.sequences, work.sequence_length)
@@ -195,9 +199,10 @@ class _StageTime:
         repeated, _ = repeated_halves(stage, work)
         launch = LAUNCH_SECONDS * stage.n_layers * (1 + repeated / 3)
         launching = max(0.0, launch - layers - again - exposed)
-        if layout.ep > 1 or layout.etp > 1:
+        is_folded = BACKENDS[layout.backend].folds_experts
+        if is_folded and (layout.ep > 1 or layout.etp > 1):
             launching += EXCHANGE_SECONDS * stage.n_moe
-        if layout.etp > 1:
+        if is_folded and layout.etp > 1:
             launching += SPLIT_EXPERTS_SECONDS * stage.n_moe
         return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
 

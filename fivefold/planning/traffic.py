@@ -7,7 +7,8 @@
     ep    all-to-all of routed rows, there and back, forward and backward
     etp   all-gather and reduce-scatter of routed rows
     pp    one residual stream a micro-batch and boundary, each way
-    dp    once a step: reduce-scatter of gradients, all-gather of weights; the experts' over edp
+    dp    once a step: reduce-scatter of gradients, all-gather of weights; the experts' over edp. On FSDP, in each
+          micro-batch: all-gather of weights before either pass, reduce-scatter of gradients in float32
 
 Each of a group of n ranks sends (n - 1) / n of the gathered bytes.
 """
@@ -26,6 +27,7 @@ from fivefold.planning.workload import Workload
 
 Dimension = Literal["tp", "cp", "ep", "etp", "pp", "dp", "edp"]
 
+_FLOAT = 4
 LINK_EFFICIENCY = 0.75
 """Share of a link's bandwidth that NCCL's large collectives reach."""
 
@@ -106,21 +108,26 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     again = repeated_halves(stage, work)
     # The forward pass communicates the stream twice, the backward pass three times, and recomputation twice again.
     attention, mlps = 5 + 2 * again[0], 5 + 2 * again[1]
-    shared = stage.n_moe if shape.shared_expert_ffn_hidden else 0
+    is_fsdp = layout.backend == "fsdp"
+    # FSDP's tensor parallelism sums the stream behind the experts too, where Megatron-Core moves routed rows.
+    shared = stage.n_moe if is_fsdp or shape.shared_expert_ffn_hidden else 0
     passes = stage.n_layers * attention + (n_dense + shared) * mlps
     passes += 2 * stage.has_embedding + 2 * stage.has_head
     keys = element * tokens * layout.cp * (shape.key_width + shape.value_width) / tp
     rows = stream / tp * shape.top_k
     parameters = rank_parameters(layout, shape, stage)
     boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
+    exchanged: float = work.gradient_bytes + element
+    if is_fsdp:
+        exchanged = work.micro_batches(layout) * ((1 if work.keeps_gathered else 2) * element + _FLOAT)
     return {
         "tp": _share(tp) * stream * passes,
         "cp": _share(layout.cp) * keys * stage.n_layers * (2 + again[0]),
         "ep": _share(layout.ep) * rows * stage.n_moe * (4 + 2 * again[1]),
-        "etp": _share(layout.etp) * rows * layout.etp * stage.n_moe * (4 + 2 * again[1]),
+        "etp": 0.0 if is_fsdp else _share(layout.etp) * rows * layout.etp * stage.n_moe * (4 + 2 * again[1]),
         "pp": stream / tp * boundaries if layout.pp > 1 else 0.0,
-        "dp": _share(layout.dp * layout.cp) * parameters.dense * (work.gradient_bytes + element),
-        "edp": _share(layout.edp) * parameters.experts * (work.gradient_bytes + element),
+        "dp": _share(layout.dp * layout.cp) * parameters.dense * exchanged,
+        "edp": _share(layout.edp) * parameters.experts * exchanged,
     }
 
 

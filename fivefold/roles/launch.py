@@ -23,7 +23,6 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE, PARAMS, Offloadable
-from fivefold.layout.backends import BACKENDS, example_layout
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
@@ -429,21 +428,6 @@ def _longest(recipe: TrainRecipe) -> int:
     """Return the most tokens that a prompt and its completion may have together."""
     rows = [recipe.train_dataset, *([recipe.valid_dataset] if recipe.valid_dataset else [])]
     return max(data.max_length for data in rows) + recipe.gconfig.max_new_tokens
-
-
-def check_engines(placement: Placement) -> None:
-    """Refuse a role whose backend can be planned, but has no engine.
-
-    Raises:
-        ValueError: a backend without an engine.
-    """
-    for placed in placement.roles:
-        if not BACKENDS[placed.layout.backend].runs:
-            example = example_layout(trains=placed.layout.is_training)
-            raise ValueError(
-                f"{placed.role}.backend is {placed.layout.backend}, which does not run yet: "
-                f"use {example.partition(':')[0]}, for example {placed.role}.backend={example}"
-            )
 
 
 def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_memory: int | None) -> BesideRollout:

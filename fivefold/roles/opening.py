@@ -29,7 +29,6 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.preflight import check_recipe
-from fivefold.roles.launch import check_engines
 from fivefold.roles.launch_frozen import check_frozen
 from fivefold.rollout.tokenizer import load_tokenizer
 
@@ -73,13 +72,12 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
 
     Raises:
         ValueError: a model that is missing or not supported, weight files that are broken or of another model, layouts
-            that do not fit the model or the cluster, a backend without an engine, or no usable tokenizer.
+            that do not fit the model or the cluster, or no usable tokenizer.
     """
     path = resolve_model_path(recipe.actor.path)
     folder = resolve_model_folder(path)
     shape = load_shape(folder)
     placement = place(recipe)
-    check_engines(placement)
     others = {role: load_shape(resolve_model_folder(other)) for role, other in model_paths(recipe).items()}
     check_recipe(recipe, shape, others)
     _check_weights(recipe, folder, shape, others.get("ref"))

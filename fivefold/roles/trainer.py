@@ -32,6 +32,7 @@ from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.roles.engines import build_engine
 from fivefold.roles.remote_batch import Piece, RemoteBatch, ShareOrder, assemble
 from fivefold.sync import cuda_ipc
 from fivefold.sync.buckets import Bucket, pack, unpack
@@ -207,15 +208,12 @@ class TrainerWorker:
     """One rank of a trained or frozen model. All ranks take part in every method."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        # Imported here, because the driver imports this module too, and Megatron-Core takes seconds to import.
-        from fivefold.mcore.engine import MegatronEngine
-
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # the only device that this process sees
             backend = "nccl"
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
-        self._engine: TrainingEngine = MegatronEngine(
+        self._engine: TrainingEngine = build_engine(
             spec.model,
             spec.layout,
             seed=spec.seed,
@@ -232,7 +230,7 @@ class TrainerWorker:
         self._link: NcclLink | None = None
         self._snapshot: Snapshot | None = None
         self._reference: TrainingEngine | None = (
-            MegatronEngine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
+            build_engine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
         )
         self._offloads_reference = spec.offloads_reference
         self._moving: MovingWeights | None = None

@@ -12,6 +12,7 @@ from fivefold.algorithms.loss import Loss
 from fivefold.config.schema.engine import EngineConfig, FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.sharing import Share
 from fivefold.fsdp.engine import FSDPEngine
+from fivefold.fsdp.optimizer import gradient
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
@@ -56,6 +57,11 @@ class OpenFSDPEngine(FSDPEngine):
         yield from self.shards.export(torch.float32, None)
         for shard, values_N in zip(shards, weights, strict=True):
             shard.values_N.copy_(values_N)
+
+    def spoil_gradient(self) -> None:
+        """Make a gradient that is not finite."""
+        for shard in self.shards:
+            gradient(shard.parameter).fill_(torch.nan)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,10 @@ class OpenEngine(MegatronEngine):
         main_grads = {name: parameter.main_grad for name, parameter in self.parameters.items()}
         return self._bridge.export(main_grads, self._shards)
 
+    def spoil_gradient(self) -> None:
+        """Make a gradient that is not finite."""
+        next(iter(self.parameters.values())).main_grad.fill_(torch.nan)
+
     def modules_of(self, kind: type[Module]) -> list[Module]:
         """Return this rank's modules of a class."""
         return [module for decoder in self._decoders for module in decoder.modules() if isinstance(module, kind)]

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases import AnyCase, case_of
 from compare import assert_close
+from fsdp_cases import OpenFSDPEngine
 from hf_reference import Tensors
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_cases import Case, OpenEngine, whole
@@ -31,11 +33,17 @@ MOVES = [
     ("qwen3_moe", "megatron:d4", ("megatron:d2", "megatron:(attn:t2c2|ffn:e4)")),
     ("qwen2_moe", "megatron:(attn:t2|ffn:d2)", ("megatron:d2", "megatron:p2")),
     ("qwen2", "megatron:p2", ("megatron:t2", "megatron:p2t2", "megatron:d3")),
+    ("qwen2_moe", "fsdp:d2t2", ("megatron:(attn:t2|ffn:d2)", "fsdp:d3")),
+    ("qwen2", "megatron:t2", ("fsdp:d3", "fsdp:t2")),
 ]
 """A model, the layout that saves, and layouts that load."""
-SAME_LAYOUTS = ("megatron:d1", "megatron:d2e2", "megatron:(attn:p2t2|ffn:p2e2)", "megatron:p2v2")
+SAME_LAYOUTS = ("megatron:d1", "megatron:d2e2", "megatron:(attn:p2t2|ffn:p2e2)", "megatron:p2v2", "fsdp:d2t2")
 """Layouts that both save and load."""
-CASES = [(*move, "float32") for move in MOVES] + [(*MOVES[0], "bfloat16"), (*MOVES[3], "bfloat16")]
+CASES = [(*move, "float32") for move in MOVES] + [
+    (*MOVES[0], "bfloat16"),
+    (*MOVES[3], "bfloat16"),
+    (*MOVES[5], "bfloat16"),
+]
 """In bfloat16, the stored weights are the master weights, which are split over ranks as the moments are anyway."""
 
 
@@ -48,22 +56,25 @@ class Trained:
     rate: float
     """The last learning rate."""
     generators: Tensors
-    """States of torch's generator and of those that Megatron tracks."""
+    """States of torch's generator and, on Megatron-Core, of those that it tracks."""
 
 
-def train(engine: OpenEngine, n_steps: int, skipped: int | None = None) -> Trained:
+def train(engine: OpenEngine | OpenFSDPEngine, n_steps: int, skipped: int | None = None) -> Trained:
     """Make steps. Step `skipped` has a gradient that is not finite."""
     gradients = []
     for step in range(n_steps):
         engine.forward_backward_of(uneven_batch(), SFTLoss())
         gradients.append(whole(engine.gradients()))
         if step == skipped:
-            next(iter(engine.parameters.values())).main_grad.fill_(torch.nan)
+            engine.spoil_gradient()
         rate = engine.optim_step().learning_rate
         torch.rand(3)
-        with get_cuda_rng_tracker().fork():  # as for dropout
-            torch.rand(3)
-    generators = {"torch": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+        if isinstance(engine, OpenEngine):
+            with get_cuda_rng_tracker().fork():  # as for dropout
+                torch.rand(3)
+    generators = {"torch": torch.get_rng_state()}
+    if isinstance(engine, OpenEngine):
+        generators |= get_cuda_rng_tracker().get_states()
     return Trained(whole(engine.export_weights()), gradients, rate, generators)
 
 
@@ -77,7 +88,7 @@ def commit(snapshot: HostSnapshot, folder: Path) -> None:
     dist.barrier()
 
 
-def save_and_go_on(case: Case, model: Path, folder: Path, skipped: int | None = None) -> Trained:
+def save_and_go_on(case: AnyCase, model: Path, folder: Path, skipped: int | None = None) -> Trained:
     """In a worker: make two steps, take a snapshot, and write it after two more steps."""
     engine = case.engine(model, OPTIMIZER)
     torch.manual_seed(dist.get_rank())
@@ -88,14 +99,14 @@ def save_and_go_on(case: Case, model: Path, folder: Path, skipped: int | None = 
     return trained
 
 
-def go_on(case: Case, model: Path, folder: Path) -> Trained:
+def go_on(case: AnyCase, model: Path, folder: Path) -> Trained:
     """In a worker: load, then make two steps."""
     engine = case.engine(model, OPTIMIZER)
     engine.load(folder)
     return train(engine, 2)
 
 
-def train_and_save(case: Case, model: Path, folder: Path) -> Trained:
+def train_and_save(case: AnyCase, model: Path, folder: Path) -> Trained:
     """In a worker: make two steps, and save."""
     engine = case.engine(model, OPTIMIZER)
     trained = train(engine, 2)
@@ -103,13 +114,13 @@ def train_and_save(case: Case, model: Path, folder: Path) -> Trained:
     return trained
 
 
-def load_and_save(case: Case, model: Path, folder: Path, again: Path) -> tuple[Tensors, Trained]:
+def load_and_save(case: AnyCase, model: Path, folder: Path, again: Path) -> tuple[Tensors, Trained]:
     """In a worker: load into an engine with another history, save, and make a step. Returns the loaded weights, too."""
     engine = case.engine(model, OPTIMIZER)
     train(engine, 1)
     engine.forward_backward_of(uneven_batch(), SFTLoss())
     engine.load(folder)
-    assert not any(parameter.main_grad.any() for parameter in engine.parameters.values())
+    assert not any(tensor.any() for _, tensor in engine.gradients())
     commit(engine.snapshot(again), again)
     return whole(engine.export_weights()), train(engine, 1)
 
@@ -150,7 +161,7 @@ def assert_equal(got: Tensors, want: Tensors) -> None:
 def test_training_resumes_bit_for_bit_on_the_same_layout(
     workers: Workers, models: Path, tmp_path: Path, layout: str, dtype: str
 ) -> None:
-    case, model = Case(layout, dtype=dtype), models / "qwen3_moe"
+    case, model = case_of(layout, dtype=dtype), models / "qwen3_moe"
     run = workers(case.world_size)
     unbroken = run.run(save_and_go_on, case, model, tmp_path)
     resumed = run.run(go_on, case, model, tmp_path)
@@ -168,14 +179,14 @@ def test_training_resumes_bit_for_bit_on_the_same_layout(
 def test_weights_and_moments_are_the_same_on_every_layout(
     workers: Workers, models: Path, tmp_path: Path, family: str, layout: str, others: tuple[str, ...], dtype: str
 ) -> None:
-    case, model = Case(layout, dtype=dtype), models / family
+    case, model = case_of(layout, dtype=dtype), models / family
     trained, *_ = workers(case.world_size).run(train_and_save, case, model, tmp_path / "first")
     state = read_with_torch(tmp_path / "first")
     assert_equal({name: tensor.to(getattr(torch, dtype)) for name, tensor in state["param"].items()}, trained.weights)
     for kind, moments in adams_moments(trained.gradients).items():
         assert_close(state[kind], moments, 1e-6)
     for number, other in enumerate(others):
-        case = Case(other, dtype=dtype)
+        case = case_of(other, dtype=dtype)
         again = tmp_path / str(number)
         (loaded, after), *_ = workers(case.world_size).run(load_and_save, case, model, tmp_path / "first", again)
         assert_equal(loaded, trained.weights)

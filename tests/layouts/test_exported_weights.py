@@ -10,6 +10,7 @@ import megatron_cases
 import pytest
 import torch
 import torch.distributed as dist
+from cases import AnyCase, case_of
 from megatron_cases import Case
 from ragged import uneven_batch
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 
 LAYOUTS = {
-    DENSE: ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p4t2"),
+    DENSE: ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p4t2", "fsdp:d3", "fsdp:d2t2"),
     MOE: (
         "megatron:d1",
         "megatron:p2v2",
@@ -30,6 +31,8 @@ LAYOUTS = {
         "megatron:(attn:c4|ffn:e4)",
         "megatron:(attn:p2t2c2|ffn:e4)",
         "megatron:(attn:d2t4|ffn:t2e2)",
+        "fsdp:d3",
+        "fsdp:t2c2",
     ),
 }
 FILES = {"float32": "", "bfloat16": "-bf16"}
@@ -37,12 +40,13 @@ CASES = [(layout, names, "float32") for names in LAYOUTS for layout in LAYOUTS[n
     ("megatron:p4t2", DENSE, "bfloat16"),
     ("megatron:(attn:t2p2v2|ffn:e2)", MOE, "bfloat16"),
     ("megatron:(attn:d2t4|ffn:t2e2)", MOE, "bfloat16"),
+    ("fsdp:d2t2", MOE, "bfloat16"),
 ]
 """Layout, models and dtype. The dtype of a tensor has no say in how it is split."""
 OPTIMIZER = OptimizerConfig()
 
 
-def names_that_differ(case: Case, folder: Path) -> list[str]:
+def names_that_differ(case: AnyCase, folder: Path) -> list[str]:
     """In a worker: return the names of tensors that the engine exports differently from the file, in its own dtype."""
     dtype = getattr(torch, case.dtype)
     wanted = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -62,13 +66,13 @@ def names_that_differ(case: Case, folder: Path) -> list[str]:
 def test_exported_tensors_are_the_files_tensors_bit_for_bit(
     workers: Workers, models: Path, layout: str, names: tuple[str, ...], dtype: str
 ) -> None:
-    case = Case(layout, dtype=dtype)
+    case = case_of(layout, dtype=dtype)
     for name in names:
         differ = workers(case.world_size).run(names_that_differ, case, models / f"{name}{FILES[dtype]}")
         assert differ == [[]] * case.world_size, name
 
 
-def exported_to(case: Case, folder: Path, readers: frozenset[int]) -> list[str]:
+def exported_to(case: AnyCase, folder: Path, readers: frozenset[int]) -> list[str]:
     """In a worker: return the names of tensors that differ from the file, or on other ranks are no outlines of it."""
     wanted = load_file(folder / "model.safetensors")
     differ = []
@@ -80,10 +84,12 @@ def exported_to(case: Case, folder: Path, readers: frozenset[int]) -> list[str]:
     return differ + sorted(wanted)
 
 
-@pytest.mark.parametrize("layout", ["megatron:(attn:d4|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:p2t2"])
+@pytest.mark.parametrize(
+    "layout", ["megatron:(attn:d4|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:p2t2", "fsdp:d2t2"]
+)
 def test_only_readers_get_the_weights(workers: Workers, models: Path, layout: str) -> None:
     for readers in (frozenset({0}), frozenset({1, 3})):
-        assert workers(4).run(exported_to, Case(layout), models / MOE[0], readers) == [[]] * 4
+        assert workers(4).run(exported_to, case_of(layout), models / MOE[0], readers) == [[]] * 4
 
 
 @pytest.mark.parametrize(("dtype", "files"), [("float32", "-bf16"), ("bfloat16", "")])
@@ -92,12 +98,12 @@ def test_tensors_of_another_dtype_are_converted_once(workers: Workers, models: P
     assert workers(4).run(names_that_differ, case, models / f"qwen2_moe{files}") == [[]] * 4
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)", "fsdp:t2"])
 @pytest.mark.parametrize("model", ["qwen3_moe_mixed", "mixtral", "qwen2_moe"])
 def test_transformers_loads_the_trained_model_from_a_saved_folder(
     workers: Workers, models: Path, tmp_path: Path, layout: str, model: str
 ) -> None:
-    case, batch, saved = Case(layout), uneven_batch(), tmp_path / "saved"
+    case, batch, saved = case_of(layout), uneven_batch(), tmp_path / "saved"
     results = workers(case.world_size).run(
         megatron_cases.train_and_save, case, models / model, batch, SFTLoss(), OptimizerConfig(lr=0.01), saved
     )

@@ -14,6 +14,7 @@ import hf_reference
 import numpy as np
 import pytest
 import torch
+from cases import AnyCase, case_of
 from compare import assert_close
 from hf_reference import Tensors
 from megatron_cases import Case, whole
@@ -38,8 +39,9 @@ LAYOUTS = {
         "megatron:(attn:c2d2|ffn:t2e2)",
         "megatron:(attn:p2t2c2|ffn:e4)",
         "megatron:(attn:t2p2v2|ffn:e2)",
+        "fsdp:d2t2",
     ),
-    "qwen2": ("megatron:d2", "megatron:t2", "megatron:p2"),  # its config ties the embeddings
+    "qwen2": ("megatron:d2", "megatron:t2", "megatron:p2", "fsdp:d2"),  # its config ties the embeddings
 }
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 CLIP = 0.3
@@ -100,7 +102,7 @@ def hugging_face_critic(folder: Path, scratch: Path) -> Critic:
     return Critic(values_T.detach(), float(loss), gradients, {})
 
 
-def engine_critic(case: Case, folder: Path, old_T: torch.Tensor, out: Path) -> Critic:
+def engine_critic(case: AnyCase, folder: Path, old_T: torch.Tensor, out: Path) -> Critic:
     """In a worker: compute values, loss and gradient, make a step, and save the model and its state."""
     engine = case.engine(folder, OPTIMIZER, value_head=True)
     values_T = engine.values_of(uneven_batch())
@@ -125,7 +127,7 @@ def critics(workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFac
 def test_values_and_gradients_are_those_of_hugging_face(
     workers: Workers, critics: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
-    case, folder = Case(layout), critics / name
+    case, folder = case_of(layout), critics / name
     check_weights(folder, load_shape(folder).as_critic())
     (want,) = workers(1).run(hugging_face_critic, folder, tmp_path / "gradients")
     results = workers(case.world_size).run(engine_critic, case, folder, want.values_T, tmp_path)
@@ -141,14 +143,14 @@ def test_values_and_gradients_are_those_of_hugging_face(
     assert not torch.allclose(values_T, results[0].values_T)
 
 
-def loaded_values(case: Case, folder: Path, state: Path) -> torch.Tensor:
+def loaded_values(case: AnyCase, folder: Path, state: Path) -> torch.Tensor:
     """In a worker: load another layout's training state, and return the values."""
     engine = case.engine(folder, OPTIMIZER, value_head=True)
     engine.load(state)
     return engine.values_of(uneven_batch())
 
 
-def new_critic(case: Case, folder: Path) -> tuple[torch.Tensor, Tensors]:
+def new_critic(case: AnyCase, folder: Path) -> tuple[torch.Tensor, Tensors]:
     """In a worker: make a critic of a language model; return its values, and its weights after a step."""
     engine = case.engine(folder, OPTIMIZER, value_head=True)
     values_T = engine.values_of(uneven_batch())
@@ -159,11 +161,11 @@ def new_critic(case: Case, folder: Path) -> tuple[torch.Tensor, Tensors]:
     return values_T, whole(engine.export_weights())
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:p2t2c2|ffn:e4)"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:p2t2c2|ffn:e4)", "fsdp:d2"])
 def test_a_language_model_becomes_a_critic_whose_values_begin_at_zero(
     workers: Workers, models: Path, layout: str
 ) -> None:
-    case = Case(layout)
+    case = case_of(layout)
     check_weights(models / "qwen3_moe", load_shape(models / "qwen3_moe").as_critic())
     results = workers(case.world_size).run(new_critic, case, models / "qwen3_moe")
     assert all(not values_T.any() for values_T, _ in results)
@@ -171,7 +173,7 @@ def test_a_language_model_becomes_a_critic_whose_values_begin_at_zero(
     assert "lm_head.weight" not in results[0][1]
 
 
-PAIRED = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:p2t2c2|ffn:e4)")
+PAIRED = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:p2t2c2|ffn:e4)", "fsdp:c2t2")
 ANSWERS = (7, 12, 22, 5, 31, 9, 17, 3)
 """Tokens of the sequences of four pairs."""
 BETA, CENTER = 0.3, 0.05
@@ -255,7 +257,7 @@ def weighted(batch: Batch, objective: Objective, scores_N: torch.Tensor) -> tupl
     return batch.with_fields(**{COEFFICIENT: spread_T}), metrics["loss"]
 
 
-def engine_dpo(case: Case, folder: Path) -> Compared:
+def engine_dpo(case: AnyCase, folder: Path) -> Compared:
     """In a worker: compute loss and gradient of DPO in two passes."""
     engine = case.engine(folder, OPTIMIZER)
     batch = uneven_batch(lengths=ANSWERS)
@@ -266,7 +268,7 @@ def engine_dpo(case: Case, folder: Path) -> Compared:
     return Compared(ratios_N, loss, whole(engine.gradients()))
 
 
-def engine_reward_model(case: Case, folder: Path, out: Path) -> Compared:
+def engine_reward_model(case: AnyCase, folder: Path, out: Path) -> Compared:
     """In a worker: compute scores, loss and gradient of a reward model in two passes; make a step, save the model."""
     engine = case.engine(folder, OPTIMIZER, value_head=True, value_bias=False)
     batch = scored_batch()
@@ -283,7 +285,7 @@ def engine_reward_model(case: Case, folder: Path, out: Path) -> Compared:
 def test_dpo_in_two_passes_has_the_gradient_of_the_coupled_loss(
     workers: Workers, models: Path, tmp_path: Path, layout: str
 ) -> None:
-    case, folder = Case(layout), models / "qwen3_moe"
+    case, folder = case_of(layout), models / "qwen3_moe"
     (want,) = workers(1).run(hugging_face_dpo, folder, tmp_path)
     results = workers(case.world_size).run(engine_dpo, case, folder)
     for result in results:
@@ -296,7 +298,7 @@ def test_dpo_in_two_passes_has_the_gradient_of_the_coupled_loss(
 def test_a_reward_model_is_one_of_transformers_for_sequence_classification(
     workers: Workers, models: Path, tmp_path: Path, layout: str
 ) -> None:
-    case, folder, saved = Case(layout), tmp_path / "model", tmp_path / "saved"
+    case, folder, saved = case_of(layout), tmp_path / "model", tmp_path / "saved"
     workers(1).run(make_reward_model, models / "qwen3_moe", folder)
     check_weights(folder, load_shape(folder).as_reward_model())
     (want,) = workers(1).run(hugging_face_reward_model, folder, tmp_path / "gradients")

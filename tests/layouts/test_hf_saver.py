@@ -12,6 +12,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
+from cases import AnyCase, case_of
 from megatron_cases import Case
 from safetensors.torch import load_file
 from worker_pool import Workers
@@ -29,16 +30,16 @@ BLOCK_BYTES = 1000
 """Bytes of a block, so that most pieces have several, and replicas take turns within them."""
 
 LAYOUTS = {
-    "qwen2": ("megatron:d1", "megatron:t2", "megatron:p2", "megatron:d2t2", "megatron:p2t2"),
+    "qwen2": ("megatron:d1", "megatron:t2", "megatron:p2", "megatron:d2t2", "megatron:p2t2", "fsdp:d3"),
     "qwen3_moe_mixed": ("megatron:(attn:d2|ffn:e2)", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"),
     "qwen2_moe": ("megatron:d1", "megatron:(attn:t2|ffn:t2)", "megatron:(attn:c2t2|ffn:e2d2)"),
-    "mixtral": ("megatron:(attn:d2t2|ffn:t2e2)",),
+    "mixtral": ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
 }
 FILES = {"float32": "", "bfloat16": "-bf16"}
 CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 
 
-def save(case: Case, model: Path, out: Path, file_limit_of_last: int | None = None) -> str:
+def save(case: AnyCase, model: Path, out: Path, file_limit_of_last: int | None = None) -> str:
     """In a worker: save a model in small blocks. The last rank may have a limit on the size of files.
 
     Returns:
@@ -79,7 +80,7 @@ def streamed(model: Path, out: Path) -> dict[str, str]:
 def test_every_layout_writes_the_bytes_of_a_stream(
     workers: Workers, models: Path, tmp_path: Path, name: str, layout: str, dtype: str
 ) -> None:
-    case, model = Case(layout, dtype=dtype), models / f"{name}{FILES[dtype]}"
+    case, model = case_of(layout, dtype=dtype), models / f"{name}{FILES[dtype]}"
     assert workers(case.world_size).run(save, case, model, tmp_path / "saved") == [""] * case.world_size
     saved = digests(tmp_path / "saved")
     assert len([file for file in saved if file.endswith(".safetensors")]) > 1

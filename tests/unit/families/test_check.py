@@ -50,6 +50,7 @@ DENSE = replace(MOE, family="qwen2", n_experts=0, top_k=0, shared_expert_ffn_hid
         "megatron:d6e6",
         "megatron:(attn:t2c2p2|ffn:t2e2)",
         "megatron:(attn:d5|ffn:t5)",
+        "fsdp:d5t4c3",
         "vllm:t4",
         "transformers:d7",
     ],
@@ -72,6 +73,8 @@ def test_a_layout_that_divides_every_size_is_accepted(text: str) -> None:
         ("megatron:d2e2", DENSE, "e2 splits experts, and qwen2 has none"),
         ("megatron:(attn:d2|ffn:t2)", DENSE, "ffn t2 splits experts, and qwen2 has none"),
         ("megatron:d1", replace(MOE, top_k=1), "each token visits one expert with norm_topk_prob=true"),
+        ("fsdp:t3", MOE, "4 key/value heads cannot be split over t3"),
+        ("fsdp:t4", replace(MOE, expert_ffn_hidden=22), "22 columns of an expert"),
         ("vllm:t6", replace(MOE, expert_ffn_hidden=24), "4 key/value heads"),
         ("vllm:t4", replace(MOE, expert_ffn_hidden=22), "22 columns of an expert"),
     ],
@@ -185,6 +188,17 @@ def test_router_losses_need_a_router() -> None:
     check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)
     with pytest.raises(RecipeError, match=r"moe_aux_loss_coeff=0\.1 is a router's loss, and qwen2 has none"):
         check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), DENSE)
+
+
+def test_keys_of_another_engine_are_refused() -> None:
+    for backend, section, message in (
+        ("fsdp:d2", {"megatron": {"recompute": "full"}}, r"actor\.megatron\.recompute=full is for Megatron-Core"),
+        ("fsdp:d2", {"megatron": {"transformer": {"moe_aux_loss_coeff": 0.1}}}, r"moe_aux_loss_coeff=0\.1 is for"),
+        ("megatron:d2", {"fsdp": {"recompute": "full"}}, r"actor\.fsdp\.recompute=full is for FSDP"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            check_recipe(recipe(actor={"path": "m", "backend": backend, **section}), MOE)
+    check_recipe(recipe(actor={"path": "m", "backend": "fsdp:d2", "fsdp": {"recompute": "full"}}), MOE)
 
 
 def test_a_reference_model_of_its_own_shape_is_checked_in_the_actors_layout() -> None:

@@ -105,7 +105,6 @@ def test_without_a_layout_the_best_is_searched() -> None:
         ({"n_gpus": 12}, "whole number of nodes"),
         ({"actor": "megatron:d16"}, "the cluster has 1 \\* 8 = 8"),
         ({"actor": "megatron:p8v8"}, "36 layers are too few for p8\\*v8 = 64"),
-        ({"actor": "fsdp:d8"}, "plan it as megatron"),
         ({"actor": "vllm:d8"}, "vllm only generates"),
         ({"rollout": "megatron:d8"}, "megatron trains"),
     ],

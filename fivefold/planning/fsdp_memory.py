@@ -1,0 +1,132 @@
+"""Memory of a rank on FSDP2: shards that stay, and weights that are gathered and gradients that are summed in passing.
+
+    shards (stay)      master weights, gradients and two moments in float32, each 1 / (dp * cp) of the model
+    root unit          embedding, last norm and output layer, gathered during both passes
+    layers             the one at work and the next are gathered; the gradient of one is summed in float32
+    activations        those of transformers' own layers, which tensor parallelism divides only inside a block
+
+A frozen model has shards in its own dtype, and nothing else that stays. The counts follow from what PyTorch's autograd
+saves in these layers; unlike those of Megatron-Core, they have not been compared with measurements.
+"""
+
+from __future__ import annotations
+
+from fivefold.families.shape import ModelShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.activations import head_bytes
+from fivefold.planning.memory import (
+    COMMUNICATOR,
+    CUDA_CONTEXT,
+    LIBRARY_WORKSPACE,
+    SNAPSHOT_BYTES,
+    RankMemory,
+    token_bytes,
+)
+from fivefold.planning.stages import Stage, rank_parameters, stages
+from fivefold.planning.workload import Workload
+
+_FLOAT = 4
+
+
+def fsdp_memory(
+    layout: ParallelLayout,
+    shape: ModelShape,
+    work: Workload,
+    *,
+    reference: ModelShape | None = None,
+    is_trained: bool = True,
+) -> RankMemory:
+    """Return the memory of a rank; `reference` is a frozen model in the same processes."""
+    [stage] = stages(layout, shape)
+    parameters = rank_parameters(layout, shape, stage).total
+    ranks, element = layout.dp * layout.cp, work.element_bytes
+    sharded = parameters / ranks
+    kept, temporaries = _activations(layout, shape, stage, work)
+    frozen = 0 if reference is None else rank_parameters(layout, reference, stages(layout, reference)[0]).total
+    communicators = sum(size > 1 for size in (layout.tp, layout.cp, ranks))
+    return RankMemory(
+        stage=0,
+        weights=int(sharded * (_FLOAT if is_trained else element)),
+        reference=int(frozen / ranks * element),
+        gradients=int(sharded * _FLOAT),
+        optimizer=int(sharded * 2 * _FLOAT),
+        host_optimizer=0,
+        snapshot=int(SNAPSHOT_BYTES * sharded),
+        update=0,
+        sending=0,
+        activations=kept,
+        in_flight=1.0,
+        logprobs=head_bytes(shape, layout, work),
+        temporaries=temporaries,
+        buffers=int(_gathered(layout, shape, stage, work) + token_bytes(layout, shape, work) + LIBRARY_WORKSPACE),
+        context=CUDA_CONTEXT + COMMUNICATOR * communicators,
+    )
+
+
+def _gathered(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: Workload) -> float:
+    """Return the bytes of gathered weights, and of the gradient of one unit on its way to the shards."""
+    layers = [_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers]
+    root = rank_parameters(layout, shape, stage).total - sum(layers)
+    largest, element = max(layers), work.element_bytes
+    gathered = sum(layers) if work.keeps_gathered else 2 * largest
+    # Summed in float32: in bfloat16, that is a second copy of the gradient.
+    summed = element + _FLOAT if element < _FLOAT else element
+    return element * (root + gathered) + summed * max(largest, root)
+
+
+def _layer_parameters(layout: ParallelLayout, shape: ModelShape, *, is_moe: bool) -> int:
+    """Return the parameters of one layer on one tensor-parallel rank."""
+    layer = Stage(index=0, chunks=(range(1),), n_moe=int(is_moe), has_embedding=False, has_head=False)
+    return rank_parameters(layout, shape, layer).total
+
+
+def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: Workload) -> tuple[int, int]:
+    """Return (bytes that a micro-batch keeps, further bytes that a layer needs for a moment)."""
+    tokens = work.tokens_per_micro_batch / layout.cp
+    stream = tokens * shape.hidden * work.element_bytes
+    kept = temporary = 0.0
+    for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():
+        if count:
+            mlp, mlp_backward = (_moe if is_moe else _dense_mlp)(shape, layout, work, tokens)
+            saved = _attention(shape, layout, work, tokens) + mlp
+            backward = mlp_backward + 2 * stream
+            if work.recompute == "full":
+                kept += count * stream
+                backward += saved
+            else:
+                kept += count * saved
+            temporary = max(temporary, backward)
+    return int(kept), int(temporary)
+
+
+def _norm(width: float, element: int) -> float:
+    """Return the bytes of a token that a norm saves: its input in float32, the normalised value, and its output."""
+    return width * (_FLOAT + 2 * element)
+
+
+def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
+    """Return the bytes that a layer's norms and its attention save."""
+    element, tp = work.element_bytes, layout.tp
+    keys = shape.key_width + shape.value_width
+    key_tokens = tokens if layout.cp == 1 else tokens * (2 * layout.cp + 1) / 2
+    saved = 2 * tokens * _norm(shape.hidden, element)
+    saved += element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
+    saved += _FLOAT * tokens * shape.n_heads / tp
+    if shape.qk_norm:
+        saved += tokens * _norm(shape.query_width + shape.key_width, element) / tp
+    return saved
+
+
+def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
+    """Return the bytes of a dense MLP, (saved, backward): gate, silu(gate), up and their product are saved."""
+    width = work.element_bytes * tokens * shape.ffn_hidden / layout.tp
+    return 4 * width, 3 * width
+
+
+def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
+    """Return the bytes of router, experts and shared expert: (saved, backward)."""
+    element, rows = work.element_bytes, tokens * shape.top_k
+    width = shape.expert_ffn_hidden / layout.tp
+    saved = rows * element * (2 * shape.hidden + 4 * width) + tokens * 2 * _FLOAT * shape.n_experts
+    saved += tokens * element * (4 * shape.shared_expert_ffn_hidden / layout.tp + shape.hidden)
+    return saved, rows * element * (2 * shape.hidden + 3 * width)

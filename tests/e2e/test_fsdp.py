@@ -1,0 +1,48 @@
+"""PPO on FSDP, and a run that goes on from its checkpoint on Megatron-Core with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ROOT, Fivefold
+
+N_STEPS = 3
+TRAIN = (
+    "train", str(ROOT / "recipes" / "quickstart-ppo.yaml"), f"total_train_steps={N_STEPS}",
+    "train_dataset.batch_size=8", "valid_dataset=null", "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}",
+    "actor.kl_ctl=0.01", "actor.kl_in=reward", "actor.optimizer.eps=1e-3", "critic.optimizer.eps=1e-3",
+    "critic.warmup_steps=0",
+)  # fmt: skip
+"""A large eps keeps Adam from amplifying rounding errors. The actor's processes hold the reference, too."""
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_fsdp_goes_on_on_megatron(fivefold: Fivefold, tmp_path: Path) -> None:
+    run = tmp_path / "quickstart-ppo" / "trial-0"
+    begin = fivefold(
+        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=fsdp:d2", "critic.backend=fsdp:d2",
+        "actor.fsdp.recompute=full",
+    )  # fmt: skip
+    assert begin.returncode == 0, begin.stderr + begin.stdout
+    on_fsdp = rows(run)
+    assert all(row["grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in on_fsdp)
+    assert all(row["rollout_mismatch/max"] < 1e-3 for row in on_fsdp), "trainer and rollout have different weights"
+    (run / "summary.json").unlink()
+    for step in range(2, N_STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    goes_on = fivefold(
+        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=megatron:t2", "critic.backend=megatron:c2"
+    )
+    assert goes_on.returncode == 0, goes_on.stderr + goes_on.stdout
+    assert "goes on" in goes_on.stdout
+    for mine, other in zip(rows(run), on_fsdp, strict=True):
+        for name in ("reward/mean", "policy_loss", "grad_norm", "critic/grad_norm", "critic/values", "lr"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
