@@ -111,7 +111,7 @@ def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
     if backends.get("ref", backends["actor"]) == "fsdp":
         yield (
             f"ref.{key}={getattr(recipe.ref, key)} changes the reference's weights, which FSDP cannot: give it "
-            f"processes of its own with ref.backend=megatron:d1, or drop ref.{key}"
+            f"processes of its own on megatron with ref.backend, or drop ref.{key}"
         )
 
 
