@@ -134,9 +134,8 @@ _TRANSFORMER: dict[str, str] = {
     "moe_per_layer_logging": "metrics.jsonl always has the load of experts by layer",
     "config_logger_dir": "the run's folder has the whole configuration in engine.yaml",
     **_each(
-        "experts are balanced by moe_aux_loss_coeff",
-        "moe_router_load_balancing_type moe_router_enable_expert_bias moe_router_bias_update_rate "
-        "moe_router_num_groups moe_router_group_topk",
+        "no family that is trained has such a bias in its files, so that the rollout would route without it",
+        "moe_router_enable_expert_bias moe_router_bias_update_rate",
     ),
     **_each("tokens travel by all-to-all or all-gather", "moe_deepep_num_sms moe_hybridep_num_sms"),
 }

@@ -43,6 +43,10 @@ class LocalSequences:
     """int64 [T]: position of each token in its sequence."""
     padding_T: torch.Tensor
     """bool [T]: true on filler."""
+    sequences_T: torch.Tensor
+    """int64 [T]: index of each token's sequence; filler at the end of a sequence is of it."""
+    n_sequences: int
+    """Sequences of the micro-batch, one of filler included."""
     attention: PackedAttention
     rows_N: torch.Tensor
     """int64 [N]: rows of the hidden states that predict a trained token."""
@@ -97,6 +101,8 @@ def localize(
         tokens_T=move(tokens[place[local]]),
         positions_T=move(torch.cat([torch.arange(span) for span in spans])[local]),
         padding_T=move(place[local] < 0),
+        sequences_T=move(torch.arange(len(spans)).repeat_interleave(torch.tensor(spans))[local]),
+        n_sequences=len(spans),
         attention=_pack(spans, cp_rank, cp_size, flash, device),
         rows_N=move(rows),
         targets_N=move(batch.tokens_T[places]),

@@ -34,12 +34,20 @@ def megatron_problems(
 
 
 def _router_problems(prefix: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
-    if shape.is_moe:
-        return
     fields = config.megatron.transformer
+    if shape.is_moe:
+        groups, chosen = fields.moe_router_num_groups, fields.moe_router_group_topk
+        if groups and chosen and (shape.n_experts % groups or chosen > groups or shape.top_k % chosen):
+            yield (
+                f"{prefix}.moe_router_num_groups={groups} must divide the {shape.n_experts} experts, and "
+                f"moe_router_group_topk={chosen} must be at most that and divide the {shape.top_k} experts of a token"
+            )
+        return
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if value := getattr(fields, name):
             yield f"{prefix}.{name}={value} is a router's loss, and {shape.family} has none: drop it"
+    if fields.moe_router_num_groups:
+        yield f"{prefix}.moe_router_num_groups={fields.moe_router_num_groups} is about experts: drop it"
     for name in ("moe_layer_recompute", "moe_router_force_load_balancing"):
         if getattr(fields, name):
             yield f"{prefix}.{name}=true is about experts, and {shape.family} has none: drop it"

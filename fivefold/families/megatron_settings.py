@@ -198,7 +198,9 @@ def _moe_fields(config: MegatronConfig, layout: ParallelLayout, shape: ModelShap
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32" if config.router_dtype == "fp32" else None,
-        "moe_router_load_balancing_type": "aux_loss",  # the only kind whose meaning packing does not change
+        "moe_router_load_balancing_type": own.moe_router_load_balancing_type,
+        "moe_router_num_groups": own.moe_router_num_groups,
+        "moe_router_group_topk": own.moe_router_group_topk,
         "moe_router_force_load_balancing": own.moe_router_force_load_balancing,
         "moe_aux_loss_coeff": own.moe_aux_loss_coeff,
         "moe_z_loss_coeff": z_loss,

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from fivefold.config.megatron_names import REFUSED
 from fivefold.config.schema.megatron import (
+    Balancing,
     MegatronDDPFields,
     MegatronFields,
     MegatronTransformerFields,
@@ -76,6 +77,17 @@ class RouterLoss(Mapped):
         super().__call__(draft, source)
 
 
+def _weights(value: Any) -> float | list[float]:
+    return [number(one) for one in value] if isinstance(value, list) else number(value)
+
+
+def _balancing(value: Any) -> Any:
+    return [_BALANCING(one) for one in value] if isinstance(value, list) else _BALANCING(value)
+
+
+_BALANCING = one_of(**{name: name for name in get_args(Balancing)})
+
+
 def _by_name(section: type[MegatronFields], name: str) -> dict[str, Rule]:
     """Return rules for the fields of a section that map to themselves, and for those that no recipe can set."""
     handed_on = HANDED_ON[section.config_class] | (STAGES if section is MegatronTransformerFields else frozenset())
@@ -95,6 +107,14 @@ def _handed_on(key: str) -> Rule:
     return rule
 
 
+def _balance(draft: Draft, source: str) -> None:
+    """Map the kind of the load-balancing loss; without a loss, its weight stays 0."""
+    if (kind := _balancing(draft.get(source))) in ("aux_loss", "none"):
+        draft.implied(source, "moe_aux_loss_coeff is the weight of the auxiliary loss")
+    else:
+        draft.mapped(source, "actor.megatron.transformer.moe_router_load_balancing_type", kind)
+
+
 TRANSFORMER: Mapping[str, Rule] = {
     **_by_name(MegatronTransformerFields, "transformer"),
     # Mixture of experts
@@ -102,14 +122,11 @@ TRANSFORMER: Mapping[str, Rule] = {
     "moe_token_dispatcher_type": to(
         "actor.megatron.token_dispatcher", one_of(alltoall="alltoall", allgather="allgather")
     ),
-    "moe_aux_loss_coeff": RouterLoss("actor.megatron.transformer.moe_aux_loss_coeff", number),
+    "moe_aux_loss_coeff": RouterLoss("actor.megatron.transformer.moe_aux_loss_coeff", _weights),
     "moe_z_loss_coeff": to("actor.megatron.transformer.moe_z_loss_coeff", number),
-    "moe_router_load_balancing_type": only(
-        "aux_loss",
-        "none",
-        holds="moe_aux_loss_coeff is the weight of the auxiliary loss",
-        otherwise="experts are balanced by the auxiliary loss",
-    ),
+    "moe_router_load_balancing_type": _balance,
+    "moe_router_num_groups": _handed_on("actor.megatron.transformer.moe_router_num_groups"),
+    "moe_router_group_topk": _handed_on("actor.megatron.transformer.moe_router_group_topk"),
     "moe_grouped_gemm": only(True, holds=GROUPED_EXPERTS),
     "moe_permute_fusion": implied(reasons.KERNELS),
     "moe_shared_expert_overlap": off("shared experts are not computed during the exchange of tokens"),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers, mappings
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from fivefold.engine.main_grad import add_matmul
@@ -26,12 +26,11 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Patch Megatron-Core in this process. With CUDA the first four patches are needed, without it all of them."""
+    """Patch Megatron-Core in this process. With CUDA the first three patches are needed, without it all of them."""
     global _prepared
     if _prepared:
         return
     _fix_router_without_transformer_engine()
-    _balance_load_without_tokens()
     _accumulate_gradients_without_apex()
     _recompute_outputs_without_transformer_engine()
     if not torch.cuda.is_available():
@@ -58,19 +57,6 @@ def _fix_router_without_transformer_engine() -> None:
     """
     if "te_general_gemm" not in vars(moe_utils):
         moe_utils.te_general_gemm = None
-
-
-def _balance_load_without_tokens() -> None:
-    """Symptom: NaN gradients with an auxiliary loss, once a micro-batch holds filler only.
-
-    Cause: the loss divides by the square of the number of tokens. Remove when: it guards against 0, as the z-loss does.
-    """
-    original = moe_utils.switch_load_balancing_loss_func
-
-    def guarded(*, total_num_tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-        return original(total_num_tokens=total_num_tokens.clamp(min=1), **options)
-
-    router.switch_load_balancing_loss_func = guarded
 
 
 def _accumulate_gradients_without_apex() -> None:

@@ -30,6 +30,7 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
@@ -62,6 +63,7 @@ from fivefold.mcore.generators import MegatronGenerators
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
+from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
 from fivefold.types import StepResult
 
 BRIDGES = {"fivefold": Bridge}
@@ -118,6 +120,7 @@ class MegatronEngine:
         self._device = torch.device(torch.cuda.current_device())
         self._megatron_config = settings.transformer_config(config, layout, self.shape)
         self._decoders = build_chunks(self._megatron_config, layout, self.shape)
+        self._routers = routers_of(self._decoders)
         self._chunks: list[Any] = list(self._decoders)
         self.parameters = dict(named_parameters(self._decoders))
         if optimizer is not None:
@@ -180,8 +183,8 @@ class MegatronEngine:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
-        the split into micro-batches and the packing. Only the router's auxiliary losses depend on the split, because
-        their formulas are over one micro-batch.
+        the split into micro-batches and the packing. Only two of the router's auxiliary losses depend on the split,
+        because their formulas are over one micro-batch.
         """
         self._trained("train")
         self._require("params", "grads")
@@ -193,11 +196,15 @@ class MegatronEngine:
         scale = 1.0 / max(1, totals.n_tokens)
         self._megatron_config.grad_scale_func = lambda value: value * scale
         step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
+        start_mini_batch(self._routers)
         with self._earlier_gradients():
             kept = self._run(share, step, loss, backward=True)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
+        if self.shape.is_moe:
+            load_LE = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
+            metrics |= load_metrics(load_LE, self.shape.moe_layers)
         return metrics
 
     def optim_step(self) -> StepResult:

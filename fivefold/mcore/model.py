@@ -18,20 +18,29 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import dispatcher
 from fivefold.mcore.attention import PackedSequences
+from fivefold.mcore.router import Router, note_sequences, routers_of
 from fivefold.mcore.specs import block_spec
 
 
 class Decoder(GPTModel):
     """Megatron-Core's GPT model, from packed tokens to hidden states, which a head turns into predictions."""
 
+    routers: list[Router]
+    """The routers of its layers."""
+
     def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
         """Return this stage's hidden states, [T / tp, 1, hidden]; on the last stage they are normalised."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
-        padding_1T = local.padding_T.unsqueeze(0)
+        padding_T, sequences_T = local.padding_T, local.sequences_T
         if self.config.sequence_parallel:
-            padding_1T = padding_1T.chunk(self.config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
+            padding_T, sequences_T = (
+                tensor_T.chunk(self.config.tensor_model_parallel_size)[self.pg_collection.tp.rank()]
+                for tensor_T in (padding_T, sequences_T)
+            )
+        padding_1T = padding_T.unsqueeze(0)
+        note_sequences(self.routers, padding_1T, sequences_T, local.n_sequences)
         return self.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=packed, padding_mask=padding_1T
         )
@@ -74,6 +83,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
         )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
+        chunk.routers = routers_of([chunk])
         dispatcher.install(chunk, config)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks

@@ -25,6 +25,7 @@ from torch import nn
 
 from fivefold.mcore.attention import PackedCoreAttention, PackedSelfAttention
 from fivefold.mcore.experts import GroupedExperts
+from fivefold.mcore.router import Router
 
 
 class RMSNorm(nn.Module):
@@ -108,6 +109,8 @@ def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     mlp = get_mlp_module_spec_for_backend(
         backend=TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
+    if is_moe:
+        mlp.submodules.router = Router
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,9 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(f"correction/{name}" for name in ("weight", "truncated", "masked", "ess")),
     }
     of_critic = {name for name in listed_metrics() if name.startswith("critic/")}  # test_critic.py
-    assert set().union(*metrics) - {"step"} == listed_metrics().keys() - elsewhere - of_critic
+    written = {re.sub(r"layer_\d+", "layer_<n>", name) for name in set().union(*metrics)}
+    assert "experts/imbalance/layer_<n>" in written
+    assert {name for name in written if "<" not in name} - {"step"} == listed_metrics().keys() - elsewhere - of_critic
 
 
 def test_rollout_and_trainer_agree_on_the_log_probs(metrics: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from compare import assert_close
 from hf_reference import Tensors
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron_cases import Case, whole
 from ragged import uneven_batch
 from safetensors.torch import load_file
@@ -195,18 +196,28 @@ def test_weight_decay_that_is_not_decoupled_goes_through_adam(workers: Workers, 
     torch.testing.assert_close(after[PROJECTION], wanted, rtol=1e-4, atol=1e-4)
 
 
+AUXILIARY: dict[str, dict[str, Any]] = {
+    "moe_aux_loss_coeff": {"moe_aux_loss_coeff": 0.5},
+    "moe_z_loss_coeff": {"moe_z_loss_coeff": 0.05},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+    "global_aux_loss": {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [0.5]},
+}
+"""Fields of each auxiliary loss. Over one sequence, all load-balancing losses are the same."""
+
+
 @pytest.mark.parametrize(
     "layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2v2", "megatron:d2", "megatron:(attn:t2|ffn:e2)"]
 )
-@pytest.mark.parametrize("name", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
+@pytest.mark.parametrize("name", AUXILIARY)
 def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     workers: Workers, models: Path, tmp_path: Path, layout: str, name: str
 ) -> None:
     """With one sequence, virtual stages and data parallelism have micro-batches of filler only."""
-    coefficient, folder = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}[name], models / "qwen3_moe"
-    case = Case(layout, MegatronConfig(transformer={name: coefficient}))
+    kind = "moe_z_loss_coeff" if name == "moe_z_loss_coeff" else "moe_aux_loss_coeff"
+    coefficient, folder = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}[kind], models / "qwen3_moe"
+    case = Case(layout, MegatronConfig(transformer=AUXILIARY[name]))
     ((_, wanted),) = workers(1).run(
-        hf_reference.gradients_with_auxiliary_loss, folder, ONE_SEQUENCE, name, coefficient, tmp_path / "hf"
+        hf_reference.gradients_with_auxiliary_loss, folder, ONE_SEQUENCE, kind, coefficient, tmp_path / "hf"
     )
     ((plain_loss, plain),) = workers(1).run(hf_reference.gradients, folder, ONE_SEQUENCE, SFTLoss(), tmp_path / "plain")
     got = workers(case.world_size).run(megatron_cases.gradients, case, folder, ONE_SEQUENCE, SFTLoss())[0]
@@ -214,3 +225,75 @@ def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     assert (wanted[router] - plain[router]).norm() > 0.1 * plain[router].norm(), "the auxiliary loss must matter here"
     assert got.loss == pytest.approx(plain_loss, rel=1e-4), "the reported loss is the trained one alone"
     assert_close(got.gradients, wanted, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("megatron:d1", "none"),
+        ("megatron:(attn:c2|ffn:t2)", "none"),
+        ("megatron:(attn:d2t2|ffn:e4)", "none"),
+        ("megatron:p2v2", "full"),
+        ("megatron:t2", "selective"),
+    ],
+)
+def test_the_balance_of_each_sequence_does_not_depend_on_layout_and_packing(
+    workers: Workers, models: Path, tmp_path: Path, layout: str, recompute: Any
+) -> None:
+    folder, batch = models / "qwen3_moe", uneven_batch()
+    ((_, wanted),) = workers(1).run(
+        hf_reference.gradients_with_auxiliary_loss, folder, batch, "moe_aux_loss_coeff", 0.5, tmp_path / "hf"
+    )
+    case = Case(layout, MegatronConfig(recompute=recompute, transformer=AUXILIARY["seq_aux_loss"]))
+    got = workers(case.world_size).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
+    assert_close(got.gradients, wanted, 1e-4)
+
+
+def routed_loads(case: Case, folder: Path, batch: Batch) -> tuple[dict[str, float], list[list[float]]]:
+    """In a worker: return the metrics of the experts' load, and the choices of each layer, counted by a hook."""
+    engine, counts = case.engine(folder, OptimizerConfig()), {}
+
+    def note(router: TopKRouter, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        counts[router.layer_number] = counts.get(router.layer_number, 0) + outputs[1].sum(0)
+
+    for router in engine.modules_of(TopKRouter):
+        router.register_forward_hook(note)
+    metrics = engine.forward_backward_of(batch, SFTLoss())
+    loads = [counts[layer].tolist() for layer in sorted(counts)]
+    return {name: value for name, value in metrics.items() if name.startswith("experts/")}, loads
+
+
+def test_the_load_of_experts_is_that_of_all_ranks_without_filler(workers: Workers, models: Path) -> None:
+    folder, batch = models / "qwen3_moe", uneven_batch()
+    ((alone, loads),) = workers(1).run(routed_loads, Case("megatron:d1"), folder, batch)
+    ratios = [max(layer) * len(layer) / sum(layer) for layer in loads]
+    assert [alone[f"experts/imbalance/layer_{layer}"] for layer in range(4)] == pytest.approx(ratios, rel=1e-6)
+    assert alone["experts/imbalance"] == pytest.approx(sum(ratios) / 4)
+    assert alone["experts/imbalance/max"] == pytest.approx(max(ratios))
+    assert alone["experts/dead"] == sum(load == 0 for layer in loads for load in layer)
+    for layout, recompute in (("megatron:(attn:c2d2|ffn:t2e2)", "none"), ("megatron:(attn:t2p2|ffn:e2)", "full")):
+        case = Case(layout, MegatronConfig(recompute=recompute))
+        for metrics, _ in workers(4).run(routed_loads, case, folder, batch):
+            assert metrics == pytest.approx(alone)
+
+
+def test_group_limited_routing_visits_only_so_many_groups(workers: Workers, models: Path) -> None:
+    fields = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
+    case = Case("megatron:d1", MegatronConfig(transformer=fields))
+    (groups,) = workers(1).run(groups_visited, case, models / "qwen3_moe", uneven_batch())
+    assert groups == {1}
+    (groups,) = workers(1).run(groups_visited, Case("megatron:d1"), models / "qwen3_moe", uneven_batch())
+    assert groups == {1, 2}
+
+
+def groups_visited(case: Case, folder: Path, batch: Batch) -> set[int]:
+    """In a worker: return the numbers of groups of 2 experts that tokens visit."""
+    engine, found = case.engine(folder), set()
+
+    def note(router: TopKRouter, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        found.update(outputs[1].view(-1, 4, 2).any(-1).sum(-1).tolist())
+
+    for router in engine.modules_of(TopKRouter):
+        router.register_forward_hook(note)
+    engine.logprobs_of(batch, temperature=1.0)
+    return found

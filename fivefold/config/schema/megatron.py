@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from fivefold.config.megatron_names import refused_problems
 from fivefold.config.schema.fields import Dtype, PathText, Positive, Section
 
+Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+Weight = Annotated[float, Field(ge=0)]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 
 _STAGES = "pipeline_model_parallel_layout"
@@ -61,10 +63,18 @@ class MegatronTransformerFields(MegatronFields):
     """
     moe_layer_recompute: bool = False
     """Compute MoE layers again in the backward pass, as `recompute: selective` with `recompute_modules: [moe]` does."""
-    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the router's load-balancing loss; at 0, only the policy loss trains the router."""
+    moe_router_load_balancing_type: Balancing | list[Balancing] = "aux_loss"
+    """Over what the router's load-balancing loss is taken: `aux_loss`, a micro-batch; `seq_aux_loss`, each sequence;
+    `global_aux_loss`, the micro-batches of all replicas so far in the mini-batch; `none`. Or a list of several."""
+    moe_aux_loss_coeff: Weight | list[Weight] = 0.0
+    """Weight of the load-balancing loss, or of each in the list; at 0, only the policy loss trains the router."""
     moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
     """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
+    moe_router_num_groups: Positive | None = None
+    """Equal groups into which the experts are divided, of which a token visits only `moe_router_group_topk`. null: no
+    groups. An engine that generates has groups only if the model's config.json has them."""
+    moe_router_group_topk: Positive | None = None
+    """Groups of experts that a token may visit."""
     moe_router_force_load_balancing: bool = False
     """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
     bias_activation_fusion: bool = False
@@ -80,6 +90,24 @@ class MegatronTransformerFields(MegatronFields):
     """With tensor parallelism: copy this rank's part of the embeddings, so that the whole can be freed."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Sum the partial products of bfloat16 matrix products in float32; it holds for all models of the process."""
+
+    @model_validator(mode="after")
+    def _check_balancing(self) -> MegatronTransformerFields:
+        kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        if isinstance(kinds, list) != isinstance(weights, list) or (
+            isinstance(kinds, list) and isinstance(weights, list) and len(kinds) != len(weights)
+        ):
+            raise ValueError(
+                f"moe_router_load_balancing_type={kinds} and moe_aux_loss_coeff={weights} must both be one value, or "
+                "lists of the same length"
+            )
+        if isinstance(kinds, list) and len(set(kinds)) < len(kinds):
+            raise ValueError(f"moe_router_load_balancing_type={kinds} names a loss twice: keep one")
+        if kinds == "none" and weights:
+            raise ValueError(f"moe_aux_loss_coeff={weights} is the weight of a loss, and there is none: set it to 0")
+        if (self.moe_router_num_groups is None) != (self.moe_router_group_topk is None):
+            raise ValueError("moe_router_num_groups and moe_router_group_topk belong together: set both, or none")
+        return self
 
     @model_validator(mode="after")
     def _check_stages(self) -> MegatronTransformerFields:

@@ -80,11 +80,18 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "exp_avg_dtype": ("bfloat16", {}),
     "exp_avg_sq_dtype": ("bfloat16", {}),
     "moe_aux_loss_coeff": (0.25, {}),
+    "moe_router_load_balancing_type": ("seq_aux_loss", {}),
+    "moe_router_num_groups": (8, {}),
+    "moe_router_group_topk": (2, {}),
     "moe_z_loss_coeff": (0.25, {}),
     "decoupled_lr": (0.25, {}),
     "decoupled_min_lr": (0.25, {}),
 }
-BESIDE: dict[str, dict[str, Any]] = {"decoupled_min_lr": {"decoupled_lr": 0.5}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "moe_router_num_groups": {"moe_router_group_topk": 2},
+    "moe_router_group_topk": {"moe_router_num_groups": 4},
+    "decoupled_min_lr": {"decoupled_lr": 0.5},
+}
 """Keys of the same section that a key needs."""
 _LAYOUT = "pipeline_model_parallel_layout"
 

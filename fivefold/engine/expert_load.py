@@ -1,0 +1,30 @@
+"""Metrics of how evenly tokens are spread over experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def load_metrics(load_LE: torch.Tensor, moe_layers: Sequence[bool]) -> dict[str, float]:
+    """Return how uneven the loads of experts are, over all layers and by layer; nothing if no token was routed.
+
+    Args:
+        load_LE: tokens that each expert of each layer got, [layers, experts].
+        moe_layers: which layers have experts.
+    """
+    layers = [layer for layer, is_moe in enumerate(moe_layers) if is_moe]
+    loads_LE = load_LE[layers].double().cpu()
+    if not layers or not bool(loads_LE.sum(1).all()):
+        return {}
+    imbalance_L = (loads_LE.amax(1) / loads_LE.mean(1)).tolist()
+    width = len(str(len(moe_layers) - 1))
+    return {
+        "experts/imbalance": sum(imbalance_L) / len(layers),
+        "experts/imbalance/max": max(imbalance_L),
+        "experts/dead": float((loads_LE == 0).sum()),
+        **{
+            f"experts/imbalance/layer_{layer:0{width}}": value for layer, value in zip(layers, imbalance_L, strict=True)
+        },
+    }
