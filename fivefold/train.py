@@ -245,7 +245,13 @@ def _source(
     if setup.recipe.rollout.max_head_offpolicyness == 0:
         yield StepSource(*common, setup.reward_model(roles))
         return
-    with StreamSource(*common, first_step=step + 1, last_step=setup.total_steps, saved=saved) as source:
+    with StreamSource(
+        *common,
+        first_step=step + 1,
+        last_step=setup.total_steps,
+        resend=lambda version: roles.send_weights(version, timers),
+        saved=saved,
+    ) as source:
         yield source
 
 

@@ -76,13 +76,16 @@ class StreamSource:
         *,
         first_step: int,
         last_step: int,
+        resend: Callable[[int], None],
         saved: Sequence[SavedGroup] = (),
     ) -> None:
         """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last.
 
         Of `saved`, the groups that a checkpoint has, those are taken over that answer these prompts and are young
-        enough; all other prompts are answered anew.
+        enough; all other prompts are answered anew. `resend` sends the weights of the given version, which are those of
+        now, to all replicas: to those whose server was started again.
         """
+        self._resend = resend
         self._recipe = recipe
         self._sampler = sampler
         self._sampling = sampling
@@ -134,6 +137,7 @@ class StreamSource:
     def weights_sent(self, version: int) -> None:
         """Let the prompts begin that are young enough with weights of version `version`."""
         with self._changed:
+            self._stream.weights_sent()
             self._turns.version = version
             self._admit()
 
@@ -147,32 +151,43 @@ class StreamSource:
         """
         turn, began = step - 1, time.perf_counter()
         numbers = self._turns.prompts_of(turn)
-        with self._timers.phase("rollout"), self._changed:
+        with self._timers.phase("rollout"):
             self._progress = max(self._progress, began)
-            self._wait_for(lambda: all(number in self._judged for number in numbers))
-            groups = [self._judged.pop(number) for number in numbers]
-            for number in numbers:
-                del self._groups[number]
-            self._turns.take(turn)
-            self._behind = self._read.pop(turn).behind
+            while not self._are_judged(numbers):
+                self._resend(turn)
+                self.weights_sent(turn)
+            with self._changed:
+                groups = [self._judged.pop(number) for number in numbers]
+                for number in numbers:
+                    del self._groups[number]
+                self._turns.take(turn)
+                self._behind = self._read.pop(turn).behind
         samples = [sample for group in groups for sample in group.samples]
         metrics = self._metrics(groups, began) | staleness_metrics(samples, version=turn)
         return Experience(samples, RemoteBatch.joined([group.batch for group in groups]), metrics)
 
-    def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Wait for other threads; raise what one of them has raised."""
+    def _are_judged(self, numbers: Sequence[int]) -> bool:
+        """Wait until prompts have their rewards, and return True; False: a replica needs weights before that.
+
+        What another thread has raised is raised here.
+        """
         limit = self._recipe.scheduler.timeout_s
-        while not is_there():
-            if self._failure is not None:
-                raise self._failure
-            left = self._progress + limit - time.perf_counter()
-            if left <= 0:
-                raise RunFailed(
-                    f"no group of samples was finished for scheduler.timeout_s={limit:g} s, while the trainer waited: "
-                    f"{self._turns.n_running} prompts are being answered, {len(self._to_judge)} groups wait for their "
-                    "rewards. See the logs of the rollout; if the completions need longer, raise scheduler.timeout_s"
-                )
-            self._changed.wait(left)
+        with self._changed:
+            while not all(number in self._judged for number in numbers):
+                if self._failure is not None:
+                    raise self._failure
+                if self._stream.needs_weights:
+                    return False
+                left = self._progress + limit - time.perf_counter()
+                if left <= 0:
+                    raise RunFailed(
+                        f"no group of samples was finished for scheduler.timeout_s={limit:g} s, while the trainer "
+                        f"waited: {self._turns.n_running} prompts are being answered, {len(self._to_judge)} groups "
+                        "wait for their rewards. See the logs of the rollout; if the completions need longer, raise "
+                        "scheduler.timeout_s"
+                    )
+                self._changed.wait(left)
+            return True
 
     def _metrics(self, groups: Sequence[Judged], began: float) -> dict[str, float]:
         """Return how long groups have waited for their step, and which share of the time each side had no work."""

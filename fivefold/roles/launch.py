@@ -418,6 +418,7 @@ def replica_spec(
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
+        max_restarts=config.max_server_restarts,
         recomputes=bool(config.recompute_kv_cache),
         route=route,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -178,6 +178,10 @@ class Responses:
     """Oldest and newest version of the weights that sampled each trajectory."""
     busy_s: float
     """Seconds from the first job to the last completion."""
+    lost: Sequence[int] = ()
+    """First index of each job of a stream that was lost with its server."""
+    has_weights: bool = True
+    """Whether the replica may get further jobs before the next weights."""
 
     @staticmethod
     def of(
@@ -303,7 +307,11 @@ class RolloutWorker:
             self._jobs[job.indices.start] = job
             self._engine.submit(job.indices.start, job.requests, sampling)
         done = self._engine.collect(seconds)
-        return self._reported([(self._jobs.pop(number), completions) for number, completions in done], began)
+        report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
+        lost = self._engine.take_lost()
+        for number in lost:
+            del self._jobs[number]
+        return replace(report, lost=lost, has_weights=self._engine.has_weights), columns
 
     def _reported(
         self, answers: Sequence[tuple[Job, list[Completion]]], began: float

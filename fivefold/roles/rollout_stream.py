@@ -54,6 +54,8 @@ class RolloutStream:
         """Those of them that the replica does not know yet."""
         self._calls: dict[int, KeptCall[Responses]] = {}
         """The call in progress on each replica, the oldest first."""
+        self._without_weights: set[int] = set()
+        """Replicas whose server was started again, and which get no jobs before the next weights."""
         self.busy_s = [0.0] * n
         """Seconds that each replica has worked."""
         self.n_tokens = [0] * n
@@ -61,8 +63,17 @@ class RolloutStream:
 
     @property
     def has_work(self) -> bool:
-        """Whether some job is not done."""
-        return bool(self._queue) or any(self._jobs)
+        """Whether some replica has a job, or can get one."""
+        return any(self._jobs) or (bool(self._queue) and len(self._without_weights) < len(self._jobs))
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether some replica has begun anew, and has no weights."""
+        return bool(self._without_weights)
+
+    def weights_sent(self) -> None:
+        """Take note that all replicas have weights; any thread may call this."""
+        self._without_weights.clear()
 
     def submit(self, job: Job) -> None:
         """Add a job, which begins when a replica has room for it."""
@@ -78,6 +89,8 @@ class RolloutStream:
             PhaseTimeout: a replica did not report in time.
         """
         self._hand_out()
+        if not any(self._jobs):
+            return []
         for rank, jobs in enumerate(self._jobs):
             if jobs and rank not in self._calls:
                 with self._rollout.gate.passing() as is_open:
@@ -92,9 +105,13 @@ class RolloutStream:
         return self._done(call, report)
 
     def _hand_out(self) -> None:
-        loads = [sum(len(job.requests) for job in jobs.values()) for jobs in self._jobs]
-        while self._queue:
-            rank = min(range(len(loads)), key=loads.__getitem__)
+        loads = {
+            rank: sum(len(job.requests) for job in jobs.values())
+            for rank, jobs in enumerate(self._jobs)
+            if rank not in self._without_weights
+        }
+        while self._queue and loads:
+            rank = min(loads, key=loads.__getitem__)
             size = len(self._queue[0].requests)
             if loads[rank] and loads[rank] + size > self._capacity:
                 return
@@ -107,6 +124,13 @@ class RolloutStream:
         jobs = self._jobs[call.rank]
         self.busy_s[call.rank] += report.busy_s
         self.n_tokens[call.rank] += int(report.sampled_N.sum())
+        # First in the queue, in their order: their turn comes before that of all others.
+        self._queue.extendleft(jobs.pop(number) for number in sorted(report.lost, reverse=True))
+        if not report.has_weights:
+            self._without_weights.add(call.rank)
+            # What it was to get with its next call goes to others too.
+            self._queue.extendleft(jobs.pop(job.indices.start) for job in reversed(self._news[call.rank]))
+            self._news[call.rank] = []
         numbers = sorted(jobs.keys() & set(report.indices_N.tolist()))
         done = [jobs.pop(number) for number in numbers]
         if not done:

@@ -146,6 +146,16 @@ class RolloutEngine(Protocol):
             Each job that is done, by its number, with its completions in the order of its requests.
         """
 
+    def take_lost(self) -> list[int]:
+        """Return the submitted jobs that were lost since the last call, because what answered them has died.
+
+        The engine has begun anew. If it then has no weights, it needs an update before it gets further jobs.
+        """
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine has a complete set of weights."""
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights in place; completions carry `version` from here on.
 

@@ -45,6 +45,8 @@ class ReplicaSpec:
     """Further arguments of the server's command line."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
+    max_restarts: int = 0
+    """Times that a server which died is started again."""
     recomputes: bool = False
     """Whether the embedded engine computes keys and values of running completions anew when weights change."""
     route: Route = FOLDER

@@ -21,6 +21,11 @@ class EngineState:
         """The device memory that the engine has."""
         return self._memory
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine has a complete set of weights."""
+        return self._weight_version is not None
+
     def require_weights(self) -> int:
         """Return the version of the weights, with which the engine may generate.
 

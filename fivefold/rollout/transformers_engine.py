@@ -156,6 +156,15 @@ class TransformersEngine:
         """
         return [] if self._stream is None else self._stream.collect(self._state.require_weights(), seconds)
 
+    def take_lost(self) -> list[int]:
+        """Return no job: the engine is in this process, which ends with it."""
+        return []
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine has a complete set of weights."""
+        return self._state.has_weights
+
     def _stop_rule(self, sampling: SamplingParams) -> StopRule:
         return StopRule(sampling, self._end_token_ids, self._tokenizer, self._device)
 

@@ -24,7 +24,7 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
-from fivefold.rollout.servers.process import ServerProcess
+from fivefold.rollout.servers.process import ServerDied, ServerProcess
 from fivefold.rollout.servers.room import Room, asks_of
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.state import EngineState
@@ -71,15 +71,46 @@ class ServerEngine:
         sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
         self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
-        listening = dialect.place()
-        # For a stream, for other requests beside it, and for what controls the server.
-        self._http = HttpClient(listening.address, n_connections=2 * spec.max_batch_size + 1)
         self._stream: ServerStream | None = None
         self._is_interrupted = False
-        command = server_command(dialect, spec, listening.address)
-        self._server = ServerProcess(command, dialect.environment(spec), listening)
-        self._server.wait_until_ready(self._http)
-        self._loader = dialect.loader(self._http, spec) if spec.route.transport != "folder" else None
+        self._lost: list[int] = []
+        """Jobs that died with their server, and that `take_lost` has not told."""
+        self._n_restarts = 0
+        self._start()
+        self._wait_until_ready()
+
+    def _start(self) -> None:
+        """Start the server, without waiting until it is ready."""
+        listening = self._dialect.place()
+        # For a stream, for other requests beside it, and for what controls the server.
+        self._http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
+        command = server_command(self._dialect, self._spec, listening.address)
+        self._server = ServerProcess(command, self._dialect.environment(self._spec), listening)
+        self._is_ready = False
+
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self._server.wait_until_ready(self._http)
+            by_folder = self._spec.route.transport == "folder"
+            self._loader = None if by_folder else self._dialect.loader(self._http, self._spec)
+            self._is_ready = True
+
+    def _restart(self, death: ServerDied) -> None:
+        """Start the server again, whose jobs are lost and whose next weights are those of the next update.
+
+        Raises:
+            ServerDied: it has died too often, or was in an NCCL group, which it cannot enter again.
+        """
+        self._n_restarts += 1
+        if self._n_restarts > self._spec.max_restarts or self._spec.route.transport == "nccl":
+            raise death
+        print(f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)", flush=True)
+        self._server.close()
+        if self._stream is not None:
+            self._lost += self._stream.lose()
+        self._state = EngineState(None)
+        self._is_interrupted = False
+        self._start()
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each request, in the order of the requests.
@@ -142,7 +173,23 @@ class ServerEngine:
         Raises:
             RuntimeError: the engine is asleep or has no weights, or the server failed.
         """
-        return [] if self._stream is None else self._stream.collect(self._state.require_weights(), seconds)
+        if self._stream is None:
+            return []
+        try:
+            return self._stream.collect(self._state.require_weights(), seconds)
+        except ServerDied as death:
+            self._restart(death)
+            return []
+
+    def take_lost(self) -> list[int]:
+        """Return the jobs that were lost with their server since the last call (`RolloutEngine`)."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the server has weights; one that was started again has none before the next update."""
+        return self._state.has_weights
 
     def _answers(self, ask: Ask, sampling: SamplingParams) -> list[Answer]:
         """Ask the server; any thread may."""
@@ -156,11 +203,18 @@ class ServerEngine:
 
     def _interrupt(self) -> None:
         """Take what the jobs of the stream have so far from the server, which must not go on with them."""
-        if self._stream is not None and self._stream.n_running and not self._is_interrupted:
+        self._wait_until_ready()
+        if self._stream is None or not self._stream.n_running or self._is_interrupted:
+            return
+        try:
             with self._served():
                 self._dialect.pause(self._http)
-            self._stream.interrupted()
-            self._is_interrupted = True
+        except ServerDied as death:
+            self._restart(death)
+            self._wait_until_ready()
+            return
+        self._stream.interrupted()
+        self._is_interrupted = True
 
     def _go_on(self) -> None:
         """Let an interrupted server answer again, if it has all of its memory and its weights."""
@@ -290,7 +344,7 @@ class ServerEngine:
         except ServerGone as gone:
             try:
                 self._server.check(DEATH_S)
-            except RuntimeError as death:
+            except ServerDied as death:
                 raise death from None
             raise gone from None
 

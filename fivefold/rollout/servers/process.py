@@ -21,6 +21,10 @@ WORKERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that tell torch.distributed which rank this process is; they would mislead the server."""
 
 
+class ServerDied(RuntimeError):
+    """The server's process has ended."""
+
+
 class ServerProcess:
     """A server under its guard. Its messages go to the same log as those of this process."""
 
@@ -50,7 +54,8 @@ class ServerProcess:
         """Return once the server is ready.
 
         Raises:
-            RuntimeError: the server ended before that, or another process gets its requests.
+            ServerDied: the server ended before that.
+            RuntimeError: another process gets its requests.
         """
         while not http.is_healthy():
             self.check()
@@ -61,12 +66,12 @@ class ServerProcess:
             raise RuntimeError(problem)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raise RuntimeError if the server has ended, or ends within `wait_s` seconds."""
+        """Raise ServerDied if the server has ended, or ends within `wait_s` seconds."""
         try:
             status = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             return
-        raise RuntimeError(f"the server ended with status {status}; its own messages stand above in this process's log")
+        raise ServerDied(f"the server ended with status {status}; its own messages stand above in this process's log")
 
     def close(self) -> None:
         """End the server and wait until it is gone."""

@@ -39,6 +39,10 @@ def full_marks(response: str, ground_truth: Any, **_: Any) -> float:
     return 1.0
 
 
+def never(version: int) -> None:
+    raise AssertionError("no replica lacks weights")
+
+
 def recipe_of(*overrides: str) -> TrainRecipe:
     words = ["actor.ppo_n_minibatches=1", f"train_dataset.batch_size={BATCH}", f"gconfig.n_samples={SAMPLES}"]
     return load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
@@ -76,7 +80,9 @@ def test_steps_have_the_samples_of_synchronous_training_if_the_weights_are_the_s
     recipe = recipe_of().model_copy(
         update={"rollout": recipe_of().rollout.model_copy(update={"max_head_offpolicyness": age})}
     )
-    with StreamSource(*common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS) as source:
+    with StreamSource(
+        *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
+    ) as source:
         source.weights_sent(0)
         for step in range(1, STEPS + 1):
             taken = source.take(step)
@@ -91,7 +97,9 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
     group = LocalGroup(workers)
     recipe = recipe_of("rollout.max_head_offpolicyness=2", f"rollout.max_concurrent_rollouts={most}")
     group.each("set_version", 0)
-    with StreamSource(*common(recipe, group, full_marks, arithmetic(40)), first_step=1, last_step=STEPS) as source:
+    with StreamSource(
+        *common(recipe, group, full_marks, arithmetic(40)), first_step=1, last_step=STEPS, resend=never
+    ) as source:
         source.weights_sent(0)
         for step in range(1, STEPS + 1):
             taken = source.take(step)
@@ -108,17 +116,25 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
 
 
 class ScriptedWorker(RolloutWorker):
-    """Answers each job in a slice of its own with one token, and fails at the jobs of the prompts `fails`."""
+    """Answers each job in a slice of its own with one token; fails at the jobs of some prompts, dies at some slices."""
 
-    def __init__(self, fails: frozenset[int] = frozenset()) -> None:
+    def __init__(self, fails: frozenset[int] = frozenset(), dies: frozenset[int] = frozenset()) -> None:
         self._waiting: list[Job] = []
         self._fails = fails
+        self._dies = dies
+        self._n_slices = 0
+        self.has_weights = True
         self.n_answered = 0
 
     def advance(
         self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
     ) -> tuple[Responses, Columns | None]:
+        assert self.has_weights
         self._waiting += jobs
+        self._n_slices += 1
+        if self._n_slices in self._dies:
+            lost, self._waiting, self.has_weights = [job.indices.start for job in self._waiting], [], False
+            return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
         job = self._waiting.pop(0)
         if job.prompts[0].index in self._fails:
             raise OSError("the replica is gone")
@@ -130,7 +146,9 @@ class ScriptedWorker(RolloutWorker):
 def scripted(worker: ScriptedWorker, reward: Callable[..., float], *overrides: str) -> StreamSource:
     recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
-    return StreamSource(*common(recipe, LocalGroup([worker]), reward, prompts), first_step=1, last_step=STEPS)
+    return StreamSource(
+        *common(recipe, LocalGroup([worker]), reward, prompts), first_step=1, last_step=STEPS, resend=never
+    )
 
 
 def test_slow_rewards_do_not_hold_generation() -> None:
@@ -164,6 +182,30 @@ def test_what_fails_beside_the_trainer_ends_its_wait() -> None:
             source.take(1)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: int) -> None:
+    deadly = ScriptedWorker(dies=frozenset({2, 5}))
+    workers = [deadly, *(ScriptedWorker() for _ in range(others))]
+    sent: list[int] = []
+
+    def send(version: int) -> None:
+        sent.append(version)
+        deadly.has_weights = True
+
+    prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
+    arguments = common(recipe_of("rollout.max_head_offpolicyness=2"), LocalGroup(workers), full_marks, prompts)
+    with StreamSource(*arguments, first_step=1, last_step=STEPS, resend=send) as source:
+        source.weights_sent(0)
+        for step in range(1, STEPS + 1):
+            groups = source.take(step).groups
+            assert len(set(groups)) == BATCH
+            assert all(groups.count(group) == SAMPLES for group in groups)
+            deadly.has_weights = True
+            source.weights_sent(step)
+    # One that is alone gets its weights while the trainer waits for it.
+    assert sent or others
+
+
 def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:
     with scripted(ScriptedWorker(), full_marks, "scheduler.timeout_s=1") as source:
         source._rollout.gate.close()
@@ -189,7 +231,9 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     recipe = recipe_of("rollout.max_head_offpolicyness=2")
     steps = range(1, STEPS + 1)
     expected, columns = {}, {}
-    with StreamSource(*common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS) as source:
+    with StreamSource(
+        *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
+    ) as source:
         source.weights_sent(0)
         for step in steps:
             taken = source.take(step)
@@ -208,7 +252,7 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     assert BATCH <= len(saved) <= 2 * BATCH
     arguments = common(recipe, group, full_marks, prompts)
     arguments[1].load_state_dict(position)
-    with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, saved=saved) as resumed:
+    with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=saved) as resumed:
         assert {number // BATCH for number in resumed._groups} <= {after, after + 1}
         assert len(resumed._groups) == len([group for group in saved if group.number < STEPS * BATCH])
         resumed.weights_sent(after)
@@ -228,7 +272,9 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     for given, offered in ((others, saved), (prompts, old)):
         arguments = common(recipe, group, full_marks, given)
         arguments[1].load_state_dict(position)
-        assert StreamSource(*arguments, first_step=after + 1, last_step=STEPS, saved=offered)._groups == {}
+        assert (
+            StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=offered)._groups == {}
+        )
 
 
 def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,3 +122,41 @@ def test_groups_are_asked_for_together_and_go_on_one_by_one(server: Served) -> N
     [completions] = collected(server, 1).values()
     assert [body["sampling_params"]["n"] for body in server.bodies()[before:]] == [3, 1, 1, 1]
     assert all(set(c.versions.tolist()) <= {0, 1} and c.versions[0] == 0 for c in completions)
+
+
+@pytest.mark.parametrize("dies_before", ["a report", "new weights"])
+def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
+    dies_before: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    model = model_folder("qwen3_moe")
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    engine = start(spec)
+    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
+    served.update(0)
+    assert engine.has_weights
+    for number in (4, 8):
+        engine.submit(number, [long_request(1, number)], sampling())
+    assert engine.collect(0.5) == []
+    assert engine.take_lost() == []
+
+    def die() -> None:
+        os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
+
+    die()
+    if dies_before == "a report":
+        assert engine.collect(20.0) == []
+        assert not engine.has_weights
+    served.update(1)
+    assert engine.has_weights
+    assert sorted(engine.take_lost()) == [4, 8]
+    assert len(served.log.rows("start")) == 2
+    engine.submit(4, requests_of(2), sampling())
+    answers = collected(served, 1)[4]
+    assert {version for completion in answers for version in completion.versions} == {1}
+    # It may die as often as the recipe says.
+    engine.submit(8, [long_request(1)], sampling())
+    assert engine.collect(0.5) == []
+    die()
+    with pytest.raises(RuntimeError, match="the server ended with status"):
+        engine.collect(20.0)
+    engine.close()
