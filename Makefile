@@ -4,7 +4,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: help install quickstart quickstart-5d smollm2 test lint format clean
+.PHONY: help install quickstart quickstart-5d smollm2 test test-browser lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,7 +28,10 @@ smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
 
 # Two at a time, files in their order: those with costly fixtures begin, and the many short ones fill up the end.
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/browser $(ARGS)
+
+test-browser: $(STAMP) ## run the tests of pages in a headless Chromium, if there is one
+	$(RUN)/python -m pytest tests/browser -rs $(ARGS)
 
 lint: $(STAMP) ## format, lint, types and import directions
 	$(RUN)/ruff format --check .

@@ -41,7 +41,7 @@ from fivefold.engine.stored_state import StoredState
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 OVERRIDES = (
     "total_train_steps=8", "train_dataset.batch_size=8", "gconfig.n_samples=4", "valid_dataset.limit=32",
-    "recover.freq_steps=1", "recover.max_to_keep=1", "stats.n_logged_samples=32", "stats.tensorboard=false",
+    "recover.freq_steps=1", "recover.max_to_keep=1", "stats.n_logged_samples=32", "stats.trackers=[]",
 )  # fmt: skip
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 VICTIMS = ("driver", "worker", "everything", "asked to end")

@@ -56,7 +56,7 @@ def train(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
     """Run one algorithm with one seed. Returns its accuracies, or the end of its output if it failed."""
     recipe = RECIPES / ("quickstart-ppo.yaml" if name == "ppo" else "quickstart.yaml")
     keys = {"algorithm": name, "seed": seed, "trial_name": f"{name}-{seed}", "cluster.fileroot": folder}
-    keys |= {"recover.mode": "disabled", "stats.tensorboard": "false"}
+    keys |= {"recover.mode": "disabled", "stats.trackers": "[]"}
     keys |= {key: value for key, value in PRESETS[name].items() if key in WRITTEN}
     keys |= WIDER.get(name, {})
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.set]

@@ -154,7 +154,7 @@ BROKEN = (
 SOUND = (
     "seed=3", "gconfig.n_samples=4", "actor.optimizer.lr=1e-5", "actor={path: package:tiny-moe}", "reward.kwargs={}",
     "reward=null", "cluster.n_gpus_per_node=0", "actor.mb_spec={n_mbs: 2}", "tokenizer_path='8'",
-    "stats.tensorboard=False", "actor.optimizer={lr: '${actor.optimizer.eps}'}",
+    "stats.trackers=[]", "actor.optimizer={lr: '${actor.optimizer.eps}'}",
     "trial_name=${experiment_name}-${seed}", "saver.freq_steps=2",
 )  # fmt: skip
 CHARACTERS = "\t\n :#-?*&!|>'\"%@`{}[],\\$~\0\x7f\u2028\ufeff\u202eé0aZ=<"

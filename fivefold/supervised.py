@@ -199,6 +199,7 @@ def run_supervised(recipe: SupervisedRecipe, method: Method[Item], *, overwrite:
             "recipe": resolved_yaml(recipe),
         }
         run.folder.write_summary(summary)
+        run.trackers.summary(summary)
         run.screen.end(f"finished in {summary['seconds']:.0f} s", run.folder.saved())
     return summary
 

@@ -148,6 +148,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         state = _loop(setup, roles, run, state, began, _saved_groups(start))
         summary = _summary(setup, state)
         run.folder.write_summary(summary)
+        run.trackers.summary(summary)
         run.screen.end(_headline(state), run.folder.saved())
     return summary
 
@@ -182,7 +183,9 @@ def _loop(
             experience = source.take(step)
             # Written before the update: if it fails, its samples are where the search begins.
             logged = experience.samples[: recipe.stats.n_logged(len(experience.samples))]
-            keeper.samples.write([as_record(sample, step=step) for sample in logged])
+            records = [as_record(sample, step=step) for sample in logged]
+            keeper.samples.write(records)
+            run.trackers.samples(records)
             with roles.training(timers):
                 batch, metrics = update.prepare(experience.samples, experience.batch, experience.greedy)
                 values = token_values(batch, len(logged), texts) if recipe.stats.logged_tokens else None

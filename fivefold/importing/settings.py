@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fivefold.importing import reasons
@@ -28,18 +29,36 @@ OF_ONE = ("reinforce_pp", "remax")
 """Advantages for which a prompt may have one response."""
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 
+SCREEN = ("console", "stdout", "none", "")
+"""Names that frameworks give to no tracker, or to the screen."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+"""Values of `stats.trackers`."""
+SWITCHED_OFF = ("disabled", "disable", "", None)
+
 # Rules, for the tables
 
 
 def trackers(draft: Draft, key: str) -> None:
-    """Convert a tracker or a list of trackers: the console always shows metrics, and TensorBoard is offered."""
+    """Convert a tracker or a list of trackers; the console always shows metrics."""
     value = draft.get(key)
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
-    others = [name for name in names if name not in ("console", "stdout", "tensorboard")]
-    if others:
-        draft.unsupported(key, f"metrics go to the console, TensorBoard and metrics.jsonl, not to {', '.join(others)}")
+    wanted = [name for name in dict.fromkeys(names) if name not in SCREEN]
+    if others := [name for name in wanted if name not in TRACKERS]:
+        draft.unsupported(key, f"there is no tracker {', '.join(others)}: stats.trackers takes {', '.join(TRACKERS)}")
     else:
-        draft.mapped(key, "stats.tensorboard", "tensorboard" in names)
+        draft.mapped(key, "stats.trackers", wanted)
+
+
+def switched_trackers(key: str, names: Sequence[str]) -> Rule:
+    """Map the switches of several trackers, each under `key` with its name in place of `*`; TensorBoard stays on."""
+
+    def rule(draft: Draft, source: str) -> None:
+        if draft.get(source) in SWITCHED_OFF:
+            return draft.implied(source, "it is switched off")
+        on = [name for name in names if draft.get(key.replace("*", name)) not in SWITCHED_OFF]
+        return draft.mapped(source, "stats.trackers", ["tensorboard", *on])
+
+    return rule
 
 
 def one_path(key: str) -> Rule:

@@ -1,4 +1,4 @@
-"""The log of a run's metrics: `metrics.jsonl` and TensorBoard."""
+"""The log of a run's metrics: `metrics.jsonl`, TensorBoard and other trackers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fivefold.observe.jsonl import JsonLines
+from fivefold.observe.trackers.background import Trackers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,18 +24,22 @@ class MetricsLog:
     A value that is not finite is null in the file and NaN in TensorBoard. Several threads may write.
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None, *, first_step: int = 1) -> None:
+    def __init__(
+        self, path: Path, tensorboard: Path | None, trackers: Trackers | None = None, *, first_step: int = 1
+    ) -> None:
         """Open the log.
 
         Args:
             path: the JSON lines file.
             tensorboard: folder of TensorBoard's event files; None: no TensorBoard.
+            trackers: the run's other trackers; None: there are none.
             first_step: the first step that will be written. TensorBoard then ignores what an earlier start of the run
                 has written for this step and later ones; the lines of the file are cut back with `jsonl.cut_back`.
         """
         self._lines = JsonLines(path)
         self._tensorboard = tensorboard
         self._board = None if tensorboard is None else _open_board(tensorboard, first_step)
+        self._trackers = trackers
         self._lock = threading.Lock()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -45,6 +50,8 @@ class MetricsLog:
                 for name, value in metrics.items():
                     self._board.add_scalar(name, value, step)
                 self._board.flush()
+        if self._trackers is not None:
+            self._trackers.log(step, metrics)
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk, where it survives the machine."""

@@ -10,6 +10,7 @@ runs/<experiment_name>/<trial_name>/
     samples.jsonl    generations of each step
     samples/         the same as parquet files, with values of each token
     tensorboard/
+    trackers/        what other trackers keep on this machine, and the run's key in them
     logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; *.events: who did
                      what when; start-<n>/ of earlier starts
     checkpoints/     step-<n>/: the whole run at a step, from which it can go on
@@ -75,6 +76,7 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.sample_parts = path / "samples"
         self.tensorboard = path / "tensorboard"
+        self.trackers = path / "trackers"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from fivefold.config.dotted import flattened
 from fivefold.config.load import kind_of
 
 NO_DEFAULT = "(must be given)"
 UNKNOWN = "(not a key of this version)"
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested sections under its dotted key; an empty section is a value."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def with_defaults(recipe: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -128,7 +128,7 @@ def keep(
         began: time on `time.perf_counter` at which the command was started.
     """
     folder, config = run.folder, recipe.recover
-    tensorboard = folder.tensorboard if recipe.stats.tensorboard else None
+    tensorboard = folder.tensorboard if "tensorboard" in recipe.stats.trackers else None
     checkpoints = Checkpointer(
         recipe,
         CheckpointStore(folder.checkpoints),
@@ -140,7 +140,7 @@ def keep(
     )
     limit = TimeLimit(config.save_before if config.is_enabled else None, began=began)
     with (
-        MetricsLog(folder.metrics, tensorboard, first_step=state.step + 1) as metrics,
+        MetricsLog(folder.metrics, tensorboard, run.trackers, first_step=state.step + 1) as metrics,
         SampleLog(folder.samples, folder.sample_parts) as samples,
         ending_after_a_step() if config.is_enabled else nullcontext(EndRequest()) as request,
         checkpoints,

@@ -28,6 +28,7 @@ from fivefold.observe.events import SUFFIX, EventLog
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
+from fivefold.observe.trackers.background import Trackers, check_installed
 from fivefold.preflight import check_recipe
 from fivefold.roles.launch_frozen import check_frozen
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -74,6 +75,7 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
         ValueError: a model that is missing or not supported, weight files that are broken or of another model, layouts
             that do not fit the model or the cluster, or no usable tokenizer.
     """
+    check_installed(recipe.stats.trackers)
     path = resolve_model_path(recipe.actor.path)
     folder = resolve_model_folder(path)
     shape = load_shape(folder)
@@ -129,6 +131,7 @@ class OpenRun:
     session: Session
     events: EventLog | None = None
     """Records the phases and the ends of the steps; None: nothing is recorded."""
+    trackers: Trackers = Trackers()  # noqa: RUF009 - it has no trackers, and stays so
 
 
 @contextmanager
@@ -160,4 +163,5 @@ def open_run(
         folder.write_about(about_run(title, banner, total_steps))
         screen.banner(title, banner)
         session = stack.enter_context(Session.open(recipe.scheduler, recipe.cluster, folder.logs, timers))
-        yield OpenRun(folder, screen, timers, session, events)
+        trackers = stack.enter_context(closing(Trackers.open(recipe, folder, screen.note)))
+        yield OpenRun(folder, screen, timers, session, events, trackers)

@@ -54,7 +54,7 @@ def train(fivefold: Fivefold, folder: Path, environment: Mapping[str, str]) -> R
     result = fivefold(
         "train", str(file), "allocation_mode=sglang:d2+megatron:d1", f"total_train_steps={N_STEPS}",
         f"rollout.server_python={write_python(folder / 'server', **environment)}", f"cluster.fileroot={folder}",
-        f"train_dataset.batch_size={N_PROMPTS}", f"gconfig.n_samples={N_SAMPLES}", "stats.tensorboard=false",
+        f"train_dataset.batch_size={N_PROMPTS}", f"gconfig.n_samples={N_SAMPLES}", "stats.trackers=[]",
     )  # fmt: skip
     return Run(folder, result)
 

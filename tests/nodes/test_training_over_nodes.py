@@ -21,7 +21,7 @@ COMMON = [
     "valid_dataset=null", "actor.kl_ctl=0.01", "actor.ppo_n_minibatches=1",
     "actor.optimizer.lr_scheduler_type=constant", "actor.optimizer.warmup_steps_proportion=0",
     "actor.optimizer.min_lr_ratio=0",
-    "stats.tensorboard=false", "recover.freq_steps=1",
+    "stats.trackers=[]", "recover.freq_steps=1",
 ]  # fmt: skip
 LISTS = [
     "rollout.backend=transformers:d2", "rollout.device_mapping=[0,5]",

@@ -69,11 +69,17 @@ class RecoverConfig(PeriodicConfig):
         return self.mode != "disabled"
 
 
+PackagedTracker = Literal["wandb", "mlflow", "swanlab", "trackio"]
+"""Trackers with a package of their own."""
+TrackerName = Literal["tensorboard"] | PackagedTracker
+
+
 class StatsConfig(Section):
     """Records of every step, besides its metrics."""
 
-    tensorboard: bool = True
-    """Write every step's metrics as TensorBoard events too."""
+    trackers: list[TrackerName] = ["tensorboard"]
+    """Where every step's metrics go besides `metrics.jsonl`. `tensorboard`: events in the run's folder. `wandb`,
+    `mlflow`, `swanlab`, `trackio`: the tracker of this name, whose package must be installed (docs/observing.md)."""
     n_logged_samples: NonNegative | Literal["all"] = 4
     """Completions of each step that are written to `samples.jsonl` and `samples/`; `all`: every one."""
     logged_tokens: bool = True
@@ -82,6 +88,13 @@ class StatsConfig(Section):
     shown_samples_freq_steps: Positive | None = 10
     """Steps after which the best and the worst completion of a step are shown on the screen, as after the first step.
     None: none are shown."""
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> StatsConfig:
+        for name in self.trackers:
+            if self.trackers.count(name) > 1:
+                raise ValueError(f"trackers has {name} twice: name each tracker once")
+        return self
 
     def n_logged(self, n_samples: int) -> int:
         """Return how many of a step's `n_samples` samples are logged."""

@@ -22,6 +22,7 @@ from fivefold.importing.rules import (
     unknown,
     unsupported,
 )
+from fivefold.importing.settings import switched_trackers
 from fivefold.importing.values import (
     DTYPE,
     LR_SCHEDULE,
@@ -338,9 +339,7 @@ TOP: Mapping[str, Rule] = {
     "recover.retries": implied(reasons.SAME_COMMAND),
     "recover.no_*_optim": off(reasons.WHOLE_CHECKPOINTS),
     "recover.*": unknown("checkpoints"),
-    "stats_logger.wandb.mode": off(reasons.METRICS),
-    "stats_logger.swanlab.mode": off(reasons.METRICS),
-    "stats_logger.trackio.mode": off(reasons.METRICS),
+    "stats_logger.*.mode": switched_trackers("stats_logger.*.mode", ("wandb", "swanlab", "trackio")),
     "stats_logger.tensorboard.path": implied(reasons.OWN_OUTPUTS),
     "stats_logger.*": implied("only its tracker reads this"),
     "perf_tracer.enabled": off(reasons.NO_PROFILER),

@@ -73,7 +73,7 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "cluster.fileroot": "./out",
         "scheduler.timeout_s": 3600.0,  # ROLL's default, as the two marked below
         "total_train_steps": 200,
-        "stats.tensorboard": True,
+        "stats.trackers": ["tensorboard"],
         "recover.freq_steps": 50,
         "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen3-30B-A3B",

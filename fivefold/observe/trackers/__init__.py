@@ -1,0 +1,1 @@
+"""Trackers of experiments: one file for each, over the package of its makers."""

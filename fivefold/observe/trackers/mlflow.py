@@ -1,0 +1,63 @@
+"""MLflow. Without MLFLOW_TRACKING_URI, it keeps runs in a database below the run's folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from fivefold.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, sample_rows
+
+KEY = "fivefold.key"
+"""Tag that holds the key of a run, for MLflow gives runs names of its own."""
+AT_ONCE = 100
+"""Most parameters of a call."""
+LONGEST = 500
+"""Most characters of a parameter's value."""
+
+
+class MlflowTracker:
+    """A run of MLflow."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
+        self._client = MlflowClient(store)
+        experiment = self._client.get_experiment_by_name(run.project)
+        if experiment is None:
+            own = None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder / "artifacts").as_uri()
+            number = self._client.create_experiment(run.project, artifact_location=own)
+        else:
+            number = experiment.experiment_id
+        found = self._client.search_runs([number], f"tags.`{KEY}` = '{run.key}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(number, run_name=run.name, tags={KEY: run.key}).info.run_id
+        params = [Param(name, str(value)[:LONGEST]) for name, value in run.config.items()]
+        for start in range(0, len(params), AT_ONCE):
+            self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [Metric(_allowed(name), value, now, step) for name, value in metrics.items()])
+
+    def finish(self, summary: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log the summary and a table of samples, and close."""
+        if summary:
+            self._client.log_dict(self._id, dict(summary), "summary.json")
+        if samples:
+            table = {"columns": list(SAMPLE_COLUMNS), "data": sample_rows(samples)}
+            self._client.log_dict(self._id, table, "samples.json")
+        self._client.set_terminated(self._id, "FINISHED" if summary else "KILLED")
+
+
+def _allowed(name: str) -> str:
+    """Return the name of a metric without the characters that MLflow refuses."""
+    return "".join(letter if letter.isalnum() or letter in "_-./ " else "_" for letter in name)

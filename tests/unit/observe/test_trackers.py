@@ -1,0 +1,213 @@
+"""Trackers over their own packages, without a network: what was logged is read back from their files."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.observe.run_dir import RunDir
+from fivefold.observe.trackers import background
+from fivefold.observe.trackers.background import Trackers, check_installed
+from fivefold.observe.trackers.tracker import TrackedRun
+
+SAMPLE = {"step": 2, "prompt": "2+3=", "response": "5", "ground_truth": "5", "reward": 1.0, "finish_reason": "stop"}
+
+
+def recipe(root: Path, *trackers: str) -> TrainRecipe:
+    return TrainRecipe.model_validate(
+        {
+            "experiment_name": "sums",
+            "cluster": {"fileroot": str(root)},
+            "actor": {"path": "package:tiny-moe"},
+            "train_dataset": {"path": "package:arithmetic/train", "batch_size": 4},
+            "stats": {"trackers": list(trackers)},
+        }
+    )
+
+
+def track(root: Path, name: str, steps: Sequence[int], *, ends: bool) -> list[str]:
+    """Log steps as one start of a run does; return what the user was told."""
+    told: list[str] = []
+    folder = RunDir.of(recipe(root))
+    trackers = Trackers.open(recipe(root, name), folder, told.append)
+    for step in steps:
+        trackers.log(step, {"reward/mean": step / 4, "seconds/old log-probs": 0.5, "grad_norm": float("nan")})
+    trackers.samples([SAMPLE])
+    if ends:
+        trackers.summary({"accuracy_after": 0.9, "recipe": "long"})
+    trackers.close()
+    return told
+
+
+def twice(root: Path, name: str) -> None:
+    """Log two starts of one run, the second of which goes on behind step 2."""
+    assert track(root, name, (1, 2), ends=False) == []
+    assert track(root, name, (3, 4), ends=True) == []
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a log in LevelDB's format, whose first block here lacks the 7 bytes of a file's header."""
+    block, header, whole = 32768, 7, b""
+    place, left = 0, block - header
+    while place + header <= len(content):
+        if left < header:
+            place, left = place + left, block
+            continue
+        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        whole += content[place + header : place + header + size]
+        place, left = place + header + size, left - header - size
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield whole
+            whole = b""
+
+
+def test_wandb_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    twice(tmp_path, "wandb")
+    folder = RunDir.of(recipe(tmp_path)).trackers
+    history, ids, config, summary = {}, set(), {}, {}
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for data in leveldb_records(file.read_bytes()[7:]):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.run.run_id:
+                ids.add(record.run.run_id)
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            row = {item.key or item.nested_key[-1]: json.loads(item.value_json) for item in record.history.item}
+            if "reward/mean" in row:
+                history[row["_step"]] = row["reward/mean"]
+            summary |= {item.key or item.nested_key[-1]: json.loads(item.value_json) for item in record.summary.update}
+    assert history == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+    assert ids == {json.loads((folder / "key.json").read_text())["key"]}
+    assert config["train_dataset.batch_size"] == 4
+    assert config["places.checkpoints"].endswith("sums/trial-0/checkpoints")
+    assert summary["accuracy_after"] == 0.9
+
+
+def test_mlflow_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    twice(tmp_path, "mlflow")
+    folder = RunDir.of(recipe(tmp_path)).trackers
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("sums")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "reward/mean")] == [
+        (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0),
+    ]  # fmt: skip
+    assert run.data.params["train_dataset.batch_size"] == "4"
+    assert run.info.status == "FINISHED"
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"summary.json", "samples.json"}
+
+
+def test_swanlab_logs_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    assert track(tmp_path, "swanlab", (1, 2), ends=True) == []
+    assert any(RunDir.of(recipe(tmp_path)).trackers.glob("run-*"))
+
+
+def test_trackio_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the package is imported
+    pytest.importorskip("trackio")
+    twice(tmp_path, "trackio")
+    [file] = (tmp_path / "trackio").glob("sums*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    logged = {step: json.loads(metrics) for _, step, metrics in rows}
+    assert {step: logged[step]["reward/mean"] for step in (1, 2, 3, 4)} == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+    assert len({name for name, *_ in rows}) == 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeTracker]]:
+    """A package of the name wandb whose tracker does what the test says."""
+    module = types.ModuleType("fivefold.observe.trackers.wandb")
+    module.WandbTracker = FakeTracker  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    FakeTracker.reset()
+    return FakeTracker
+
+
+class FakeTracker:
+    fails_at: str | None = None
+    hangs = False
+    calls: list[Any] = []  # noqa: RUF012
+    runs: list[TrackedRun] = []  # noqa: RUF012
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.fails_at, cls.hangs, cls.calls, cls.runs = None, False, [], []
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.runs.append(run)
+        self._do("open")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._do("log")
+        self.calls.append((step, dict(metrics)))
+
+    def finish(self, summary: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        self._do("finish")
+        self.calls.append((dict(summary), list(samples)))
+
+    def _do(self, what: str) -> None:
+        if self.fails_at == what:
+            raise SystemExit("the server said no")
+        if self.hangs:
+            time.sleep(3)
+
+
+def test_a_tracker_is_told_the_steps_the_summary_and_the_last_samples(tmp_path: Path, fake: type[FakeTracker]) -> None:
+    assert track(tmp_path, "wandb", (1,), ends=True) == []
+    assert track(tmp_path, "wandb", (2,), ends=False) == []
+    # What is not a number is left out: trackers draw it in ways of their own.
+    assert fake.calls[0] == (1, {"reward/mean": 0.25, "seconds/old log-probs": 0.5})
+    assert fake.calls[1] == ({"accuracy_after": 0.9}, [SAMPLE])
+    assert [run.is_new for run in fake.runs] == [True, False]
+    assert fake.runs[0].key == fake.runs[1].key
+
+
+@pytest.mark.parametrize("where", ["open", "log", "finish"])
+def test_a_tracker_that_fails_is_told_of_once_and_ends_nothing(
+    tmp_path: Path, fake: type[FakeTracker], where: str
+) -> None:
+    fake.fails_at = where
+    [told] = track(tmp_path, "wandb", (1, 2, 3), ends=True)
+    assert told == "wandb tracks this run no more (SystemExit: the server said no); the run goes on, with metrics.jsonl"
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(
+    tmp_path: Path, fake: type[FakeTracker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.hangs = True
+    monkeypatch.setattr(background, "END_SECONDS", 0.1)
+    [told] = track(tmp_path, "wandb", (1, 2), ends=True)
+    assert told.startswith("wandb tracks this run no more (it has not ended after")
+
+
+def test_a_tracker_without_its_package_is_refused_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'fivefold\[mlflow\]', or leave it out"):
+        check_installed(["tensorboard", "mlflow"])
+    check_installed(["tensorboard"])
+
+
+def test_a_tracker_named_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trackers has wandb twice"):
+        recipe(tmp_path, "wandb", "wandb")
