@@ -346,3 +346,13 @@ def test_a_reference_that_nothing_needs_is_left_out_of_the_allocation(tmp_path: 
     assert "no reference model is loaded" in conversion["allocation_mode"].note
     needed = text.rstrip() + "\n    ref: {path: other/model}\n"
     assert convert_text("areal", tmp_path, needed).recipe["allocation_mode"].endswith("|megatron[ref]:d4")
+
+
+def test_trackers_that_are_on_are_tracked_with() -> None:
+    written = [
+        "stats_logger.wandb.mode=offline",
+        "stats_logger.swanlab.mode=disabled",
+        "stats_logger.trackio.mode=local",
+    ]
+    conversion = convert_fixture("areal", "areal_moe_megatron.yaml", overrides=[*COMMON, *ONE_STRING, *written])
+    assert conversion.recipe["stats.trackers"] == ["tensorboard", "wandb", "trackio"]
