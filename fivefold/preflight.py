@@ -28,6 +28,7 @@ from fivefold.families.check import (
 from fivefold.families.megatron_check import megatron_problems
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import place
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.rewards.static_check import reward_problems
@@ -88,3 +89,9 @@ def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
         if isinstance(section, EngineConfig) and role.backend == "megatron":
             model, path = others.get(role.role, shape), ROLE_SECTIONS[role.role]
             yield from megatron_problems(path, section, model, role)
+
+
+def _profile_problems(recipe: Recipe, actor: ParallelLayout) -> Iterator[str]:
+    strays = [rank for rank in recipe.profile.ranks if rank >= actor.world_size]
+    if recipe.profile.steps and strays:
+        yield f"profile.ranks has {strays[0]}, and the actor's ranks are 0 to {actor.world_size - 1}: remove it"

@@ -36,6 +36,7 @@ from fivefold.roles.keeping import keep
 from fivefold.roles.launch import launch_actor
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.preference_update import Comparison, Scoring
+from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.trainer import UpdateResult
@@ -231,6 +232,7 @@ def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, be
     """Run the training loop from `state` on. Returns the state after its last step."""
     recipe, method, timers = setup.recipe, setup.method, run.timers
     saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
+    profiler = StepProfiler(recipe.profile, run.folder.profile, {"actor": actor})
     guard = SkipGuard()
     guard.in_a_row = state.skips_in_a_row
     with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
@@ -239,7 +241,8 @@ def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, be
             state = replace(state, evaluation_before=_held_out(setup, actor, run, "before training"))
         timers.take()
         for step in range(state.step + 1, setup.total_steps + 1):
-            learnt = method.update(actor, setup.sampler.next_batch(), timers)
+            with profiler.step(step):
+                learnt = method.update(actor, setup.sampler.next_batch(), timers)
             guard.check(learnt.result, step)
             seconds = timers.take()
             metrics = average_updates([learnt.result]) | {"tokens_per_second": learnt.n_tokens / seconds["train"]}

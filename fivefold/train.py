@@ -47,6 +47,7 @@ from fivefold.roles.keeping import keep
 from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owners
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate, check_methods
+from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.reward_model import RewardModel
@@ -142,8 +143,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
         if roles.critic is not None:
             with roles.critic_on_device(run.timers, *OFFLOADABLE):
                 load_state(start, CRITIC, roles.critic)
-        trained = {"actor": roles.actor, **({} if roles.critic is None else {"critic": roles.critic})}
-        run.folder.write_engines({name: role.effective_config() for name, role in trained.items()})
+        run.folder.write_engines({name: role.effective_config() for name, role in roles.trained.items()})
         run.folder.started()
         state = _loop(setup, roles, run, state, began, _saved_groups(start))
         summary = _summary(setup, state)
@@ -165,6 +165,7 @@ def _loop(
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
+    profiler = StepProfiler(recipe.profile, run.folder.profile, roles.trained)
     owners, schedule = state_owners(roles, recipe, timers), setup.schedule(recipe.recover)
     with (
         _source(setup, roles, timers, state.step, saved) as source,
@@ -186,7 +187,7 @@ def _loop(
             records = [as_record(sample, step=step) for sample in logged]
             keeper.samples.write(records)
             run.trackers.samples(records)
-            with roles.training(timers):
+            with profiler.step(step), roles.training(timers):
                 batch, metrics = update.prepare(experience.samples, experience.batch, experience.greedy)
                 values = token_values(batch, len(logged), texts) if recipe.stats.logged_tokens else None
                 keeper.samples.complete(values)

@@ -27,7 +27,16 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.source import read_mapping
 from fivefold.observe.run_dir import RunDir
 
-OPERATIONAL = ("cluster", "recover", "saver", "scheduler", "stats", "total_train_epochs", "total_train_steps")
+OPERATIONAL = (
+    "cluster",
+    "profile",
+    "recover",
+    "saver",
+    "scheduler",
+    "stats",
+    "total_train_epochs",
+    "total_train_steps",
+)
 """Keys and sections that do not change what a finished run has learnt."""
 LARGE = 10**9
 """Bytes of a checkpoint whose verification takes so long that the user is told."""

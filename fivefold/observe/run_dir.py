@@ -11,6 +11,7 @@ runs/<experiment_name>/<trial_name>/
     samples/         the same as parquet files, with values of each token
     tensorboard/
     trackers/        what other trackers keep on this machine, and the run's key in them
+    profile/         step-<n>/<role>/rank-<n>.trace.json.gz: traces of the steps of `profile.steps`
     logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; *.events: who did
                      what when; start-<n>/ of earlier starts
     checkpoints/     step-<n>/: the whole run at a step, from which it can go on
@@ -78,6 +79,7 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.trackers = path / "trackers"
         self.logs = path / "logs"
+        self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self.critic = path / "critic"
@@ -259,6 +261,7 @@ class RunDir:
             "summary": self.summary,
             "recipe": self.recipe,
             "engine": self.engine,
+            "profile": self.profile,
             "logs": self.logs,
         }
         return {name: path for name, path in results.items() if _has_content(path)}

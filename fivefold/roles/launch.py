@@ -34,6 +34,7 @@ from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offload
 from fivefold.roles.moved_bytes import moved_metrics
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.rollout import Rollout, RolloutWorker
+from fivefold.roles.trained import TrainedRole
 from fivefold.roles.trainer import TrainerSpec, TrainerWorker
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.rollout.replica import ReplicaSpec
@@ -56,6 +57,11 @@ class Roles:
     critic: Critic | None = None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
     """Models that are not trained, by role; the reference is not among them."""
+
+    @property
+    def trained(self) -> dict[str, TrainedRole]:
+        """The roles that are trained, by name."""
+        return {"actor": self.actor, **({} if self.critic is None else {"critic": self.critic})}
 
     def take_moved(self) -> dict[str, float]:
         """Return the metrics of what all roles have moved off their devices and back since the last call."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.cluster.group import WorkerGroup
+from fivefold.config.schema.run import ProfileConfig
 from fivefold.engine.contract import Offloadable
 from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.trainer import Trainer, TrainerWorker, WriteFailed
@@ -27,6 +28,14 @@ class TrainedRole:
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on."""
         return self.trainer.group.call_first(TrainerWorker.effective_config)
+
+    def start_profile(self, config: ProfileConfig) -> None:
+        """Begin to record what some of the processes do."""
+        self.trainer.group.call(TrainerWorker.start_profile, config)
+
+    def write_profile(self, folder: Path) -> None:
+        """Write what they have recorded."""
+        self.trainer.group.call(TrainerWorker.write_profile, folder)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

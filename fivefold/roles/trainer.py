@@ -26,8 +26,10 @@ from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.run import ProfileConfig
 from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine, WeightHolder
+from fivefold.engine.profiling import Recording
 from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
 from fivefold.layout.grid import rank_grid
@@ -223,6 +225,7 @@ class TrainerWorker:
             value_head=spec.value_head,
             value_bias=spec.value_bias,
         )
+        self._recording: Recording | None = None
         self._tokenizer = spec.tokenizer
         self._first_ranks = first_ranks(spec.layout)
         self._timeout_s = spec.timeout_s
@@ -472,6 +475,21 @@ class TrainerWorker:
         if self._reference is not None and "params" in what and not self._offloads_reference:
             allocated += self._reference.onload(PARAMS)
         return allocated
+
+    def start_profile(self, config: ProfileConfig) -> None:
+        """Begin to record what this rank does, if it is one of those that record."""
+        if dist.get_rank() in config.ranks:
+            self._recording = Recording(memory=config.memory)
+
+    def write_profile(self, folder: Path) -> None:
+        """Write what was recorded since `start_profile` to `folder`, as `rank-<n>.trace.json.gz`.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self._recording is not None:
+            self._recording.write(folder / f"rank-{dist.get_rank()}")
+            self._recording = None
 
     def release_cache(self) -> None:
         """Release cached device memory, for the role that shares the device."""

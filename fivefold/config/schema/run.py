@@ -106,6 +106,17 @@ class StatsConfig(Section):
         return every is not None and (step == 1 or step % every == 0)
 
 
+class ProfileConfig(Section):
+    """Traces of what the processes that train compute, for a few steps (docs/observing.md)."""
+
+    steps: list[Positive] = []
+    """Steps whose training is recorded, such as `[3, 4]`; the first ones compile and allocate."""
+    ranks: list[NonNegative] = [0]
+    """Ranks of the actor, and of the critic, that record."""
+    memory: bool = True
+    """On GPUs, record every allocation too."""
+
+
 class RunConfig(Section):
     """The keys of every kind of recipe."""
 
@@ -126,6 +137,7 @@ class RunConfig(Section):
     stats: StatsConfig = StatsConfig()
     saver: SaverConfig = SaverConfig()
     recover: RecoverConfig = RecoverConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     def n_steps(self, steps_per_epoch: int) -> int:
         """Return the number of training steps, with so many in a pass over the data set."""
