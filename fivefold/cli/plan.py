@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from fivefold.planning.workload import Recompute
 
 if TYPE_CHECKING:
     from fivefold.families.shape import ModelShape
+    from fivefold.planning.blueprint import Blueprint
     from fivefold.planning.plan import Plan
 
 OptionalRecipePath = Annotated[
@@ -213,7 +215,11 @@ def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
     from fivefold.planning.drawing.page import page
     from fivefold.planning.drawing.picture import draw
 
-    wanted = [(option, path, render) for option, path, render in (("--svg", svg, draw), ("--html", html, page)) if path]
+    renders: tuple[tuple[str, Path | None, Callable[[Blueprint], str]], ...] = (
+        ("--svg", svg, draw),
+        ("--html", html, lambda blueprint: page(blueprint, answer.found)),
+    )
+    wanted = [(option, path, render) for option, path, render in renders if path]
     if answer.blueprint is None:
         if wanted:
             options = " and ".join(option for option, _, _ in wanted)

@@ -170,6 +170,10 @@ class Candidate:
         return layout_text(self.layout)
 
 
+MOST_RANKED = 300
+"""Most layouts of a ranking."""
+
+
 @dataclass(frozen=True)
 class Found:
     """The outcome of a search."""
@@ -180,6 +184,8 @@ class Found:
     n_fitting: int
     advice: tuple[str, ...]
     """What comes nearest to fitting and what would make it fit, where nothing does."""
+    ranked: tuple[Candidate, ...] = ()
+    """The fastest layouts as in `best`, but up to `MOST_RANKED` of them."""
 
 
 def layout_text(layout: ParallelLayout) -> str:
@@ -220,7 +226,7 @@ def search(
         best.values(), key=lambda candidate: (candidate.time.total, candidate.layout.pp, candidate.layout.tp)
     )
     advice = () if ranked else tuple(_advice(shape, cluster, work, reference))
-    return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice)
+    return Found(tuple(ranked[:limit]), n_tried, n_fitting, advice, tuple(ranked[:MOST_RANKED]))
 
 
 def _time(layout: ParallelLayout, shape: ModelShape, cluster: Cluster, work: Workload) -> StepTime:

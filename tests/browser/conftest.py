@@ -21,14 +21,18 @@ class Page:
 
     def open(self, url: str, *, width: int = 1300, height: int = 900, dark: bool = False) -> float:
         """Open a page in a window of this size; return the seconds until it said that it was ready."""
+        self.open_plainly(url, width=width, height=height, dark=dark)
+        self.wait("document.documentElement.dataset.ready === 'yes'")
+        return float(self.run("return performance.getEntriesByName('ready')[0]?.startTime ?? 0")) / 1000
+
+    def open_plainly(self, url: str, *, width: int = 1300, height: int = 900, dark: bool = False) -> None:
+        """Open a page in a window of this size."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         self.driver.get_log("browser")
         self.driver.get(url)
-        self.wait("document.documentElement.dataset.ready === 'yes'")
-        return float(self.run("return performance.getEntriesByName('ready')[0]?.startTime ?? 0")) / 1000
 
     def run(self, script: str, *arguments: object) -> Any:
         """Return what a script in the page returns."""

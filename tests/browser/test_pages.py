@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.observe.jsonl import JsonLines
+from fivefold.planning.drawing.page import page as plan_page
+from fivefold.planning.plan import plan_model
 from fivefold.report.page import page as page_about
 from fivefold.report.run import Run
 from tests.browser.conftest import Page
@@ -157,4 +160,32 @@ def test_a_run_of_many_steps_and_samples_fits_and_stays_smooth(page: Page, large
         "document.querySelector('.list').dispatchEvent(new Event('scroll')); return performance.now() - began"
     )
     measured("ms to scroll", float(longest))  # type: ignore[operator]
+    assert page.errors() == []
+
+
+def test_the_page_of_a_plan_answers_the_pointer_and_sorts_its_layouts(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    answer = plan_model("Qwen3-30B-A3B", 16, searching=True)
+    assert answer.found is not None
+    assert answer.blueprint is not None
+    file.write_text(plan_page(answer.blueprint, answer.found))
+    page.open_plainly(file.as_uri())
+    page.run(
+        "const device = document.querySelector('rect[data-tip^=\"rank 5 \"]'), at = device.getBoundingClientRect();"
+        "device.dispatchEvent(new PointerEvent('pointermove', { bubbles: true, clientX: at.x, clientY: at.y }))"
+    )
+    hint = page.text("#tip")
+    assert re.match(r"rank 5 of actor: node 0, device 5\nstage \d: layers ", hint)
+    assert "GB at the highest moment (weights " in hint
+    groups = dict(re.findall(r"(\w+) group: (.*)", hint))
+    assert groups
+    assert all("5" in members.split() for members in groups.values())
+    column = "[...document.querySelectorAll('#layouts tbody tr')].map((row) => Number(row.cells[3].dataset.value))"
+    page.run("document.querySelectorAll('#layouts th')[3].click()")
+    values = page.run(f"return {column}")
+    assert values == sorted(candidate.spare for candidate in answer.found.ranked)
+    page.run("document.querySelectorAll('#layouts th')[3].click()")
+    assert page.run(f"return {column}") == values[::-1]
+    page.run("document.getElementById('dot-2').dispatchEvent(new MouseEvent('click', { bubbles: true }))")
+    assert page.run("return document.querySelector('tr.chosen').id") == "layout-2"
     assert page.errors() == []

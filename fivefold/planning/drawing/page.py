@@ -7,9 +7,11 @@ from html import escape
 
 from fivefold.families.shape import ModelShape
 from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.drawing.layouts import layouts_section
 from fivefold.planning.drawing.picture import draw
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import TrainerPlan
+from fivefold.planning.search import Found
 
 _STYLE = """
 body { font-family: Inter, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif; color: #1f2933; }
@@ -21,21 +23,74 @@ li { margin: 6px 0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid #e3e7eb; }
 th { position: sticky; top: 0; background: #fff; }
+th[data-sort] { cursor: pointer; }
+th[data-sort="up"]::after { content: " ↑"; } th[data-sort="down"]::after { content: " ↓"; }
+#layouts th:first-child, #layouts th:last-child { text-align: left; }
+#layouts td:first-child, #layouts td:last-child { text-align: left; } tr.chosen td { background: #e3edfb; }
+.scroll { overflow: auto; max-height: 420px; }
+rect[data-tip]:hover { filter: brightness(0.93); } [id^=dot-] { cursor: pointer; }
+#tip { position: fixed; z-index: 9; max-width: 360px; white-space: pre-line; pointer-events: none; font-size: 12px; }
+#tip { background: #1f2933; color: #fff; padding: 7px 11px; border-radius: 7px; line-height: 1.5; }
+#tip[hidden] { display: none; }
+@media (max-width: 700px) { section { margin: 0 12px 24px; overflow-x: auto; } }
 """
 
 
-def page(blueprint: Blueprint) -> str:
-    """Return one HTML document, which loads nothing from elsewhere."""
+_SCRIPT = """
+const tip = document.getElementById("tip");
+document.querySelectorAll("svg rect > title").forEach((title) => {
+  title.parentElement.dataset.tip = title.textContent;
+  title.remove();
+});
+const point = (event) => {
+  const text = event.target.dataset?.tip;
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
+  const below = event.clientY + 18;
+  tip.style.top = `${below + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 12 : below}px`;
+};
+addEventListener("pointermove", point);
+addEventListener("pointerdown", point);
+document.querySelectorAll("th[data-sort]").forEach((head) => {
+  const sort = () => {
+    const body = head.closest("table").tBodies[0], sign = head.dataset.sort === "up" ? -1 : 1;
+    head.closest("tr").querySelectorAll("th").forEach((other) => { other.dataset.sort = ""; });
+    head.dataset.sort = sign > 0 ? "up" : "down";
+    const value = (row) => row.cells[head.cellIndex].dataset.value;
+    const isText = (a, b) => isNaN(value(a)) || isNaN(value(b));
+    const compare = (a, b) => (isText(a, b) ? value(a).localeCompare(value(b)) : value(a) - value(b));
+    body.append(...[...body.rows].sort((a, b) => sign * compare(a, b)));
+  };
+  head.addEventListener("click", sort);
+  head.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+});
+document.querySelectorAll("[id^=dot-]").forEach((dot) => dot.addEventListener("click", () => {
+  document.querySelectorAll("tr.chosen").forEach((row) => row.classList.remove("chosen"));
+  const row = document.getElementById(dot.id.replace("dot", "layout"));
+  row.classList.add("chosen");
+  row.scrollIntoView({ block: "center" });
+}));
+"""
+
+
+def page(blueprint: Blueprint, found: Found | None = None) -> str:
+    """Return one HTML document, which loads nothing from elsewhere; `found` is the outcome of a search."""
     name = escape(blueprint.question.shape.name)
     sections = [_list("Why it cannot run", blueprint.problems), _list("Notes", blueprint.notes)]
     sections += [_ranks(trainer, blueprint.question.of(trainer.placed.role).shape) for trainer in blueprint.trainers]
     return "\n".join(
         [
             "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{name}: plan</title><style>{_STYLE}</style></head>',
+            '<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{name}: plan</title><style>{_STYLE}</style></head>",
             "<body>",
             draw(blueprint),
+            layouts_section(found) if found is not None and found.ranked else "",
             *sections,
+            f'<div id="tip" hidden></div><script>{_SCRIPT}</script>',
             "</body></html>",
             "",
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
@@ -24,6 +26,7 @@ from fivefold.planning.drawing.devices import (
     row_width,
     widest_row,
 )
+from fivefold.planning.drawing.hints import device_hint
 from fivefold.planning.drawing.svg import FAINT, INK, LINE, Canvas, stage_colour, text_width, tint
 from fivefold.planning.memory import RankMemory
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
@@ -74,6 +77,9 @@ def _trainer(canvas: Canvas, blueprint: Blueprint, trainer: TrainerPlan, y: floa
     views = [("Attention and dense layers", _dense_degrees(layout), attention_view(placed))]
     if shape.is_moe:
         views.append(("Experts", _expert_degrees(layout), expert_view(placed, shape.n_experts)))
+    gpu = blueprint.question.gpu if blueprint.question.gpus_per_node else None
+    hint = device_hint(trainer, shape, gpu)
+    views = [(name, degrees, replace(view, tooltip=hint)) for name, degrees, view in views]
     cell = _cell_width(placed, [view for _, _, view in views])
     x, below = MARGIN, y
     for index, (name, degrees, view) in enumerate(views):

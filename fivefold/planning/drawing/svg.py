@@ -21,14 +21,15 @@ class Canvas:
 
     def rectangle(
         self, x: float, y: float, width: float, height: float, *, fill: str = "none", stroke: str = "none",
-        radius: float = 0, dash: str = "", tooltip: str = "",
+        radius: float = 0, dash: str = "", tooltip: str = "", name: str = "",
     ) -> None:  # fmt: skip
-        """Add a rectangle, with a text that browsers show under the pointer."""
+        """Add a rectangle, with a text that browsers show under the pointer, and a name for scripts."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        named = f' id="{name}"' if name else ""
         inner = f"<title>{escape(tooltip)}</title>" if tooltip else ""
         self._elements.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="{radius}" '
-            f'fill="{fill}" stroke="{stroke}"{dashes}>{inner}</rect>'
+            f'fill="{fill}" stroke="{stroke}"{dashes}{named}>{inner}</rect>'
         )
         self.height = max(self.height, y + height)
 

@@ -45,11 +45,12 @@ def make_run(
             }
         )
         folder.started()
+        pool = [_tokens(length, draw) for _ in range(32)]
         with JsonLines(folder.metrics) as metrics, SampleLog(folder.samples, folder.sample_parts) as samples:
             for step in range(1, n_steps + 1):
                 metrics.write({"step": step, **_metrics(step, n_steps, draw)})
                 samples.write([_sample(step, place, length, draw) for place in range(n_samples)])
-                samples.complete([_tokens(length, draw) for _ in range(n_samples)])
+                samples.complete(draw.choices(pool, k=n_samples))
         folder.write_summary(
             {"accuracy_before": 0.1, "accuracy_after": 0.9, "held_out_prompts": 64, "steps": n_steps, "seconds": 90.0}
         )
