@@ -11,6 +11,7 @@ from fivefold.config.schema.preferences import DPORecipe
 from fivefold.data.examples import Examples
 from fivefold.data.preferences import Labelled, load_labelled
 from fivefold.data.sft import SFTExample, sft_columns
+from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import KTO_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
@@ -71,9 +72,9 @@ def _answered(prompt: SFTExample, answer: SFTExample, longest: int) -> SFTExampl
     return SFTExample(prompt.prompt_ids, answer.response_ids[: longest - len(prompt.prompt_ids)])
 
 
-def dpo(recipe: DPORecipe, *, overwrite: bool = False) -> dict[str, Any]:
+def dpo(recipe: DPORecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
     if recipe.actor.loss_type == "kto":
-        return run_supervised(recipe, LabelledAnswers(recipe), overwrite=overwrite)
+        return run_supervised(recipe, LabelledAnswers(recipe), overwrite=overwrite, screen=screen)
     method = PairMethod(recipe, SCORING, DirectPreference(recipe.actor), sft_columns)
-    return run_supervised(recipe, method, overwrite=overwrite)
+    return run_supervised(recipe, method, overwrite=overwrite, screen=screen)

@@ -7,12 +7,13 @@ from typing import Any
 from fivefold.algorithms.preferences import BradleyTerry
 from fivefold.config.schema.preferences import RMRecipe
 from fivefold.data.preferences import score_columns
+from fivefold.observe.screens import ScreenKind
 from fivefold.roles.preference_update import Scoring
 from fivefold.supervised import PairMethod, run_supervised
 
 
-def rm(recipe: RMRecipe, *, overwrite: bool = False) -> dict[str, Any]:
+def rm(recipe: RMRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
     objective = BradleyTerry(recipe.actor.center_rewards_coefficient)
     method = PairMethod(recipe, Scoring("values"), objective, score_columns, n_appended=1)
-    return run_supervised(recipe, method, overwrite=overwrite)
+    return run_supervised(recipe, method, overwrite=overwrite, screen=screen)

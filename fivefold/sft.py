@@ -10,6 +10,7 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
+from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
@@ -51,6 +52,6 @@ class FineTuning:
         return f"loss {measures['nll']:.4f} a token"
 
 
-def sft(recipe: SFTRecipe, *, overwrite: bool = False) -> dict[str, Any]:
+def sft(recipe: SFTRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
-    return run_supervised(recipe, FineTuning(recipe), overwrite=overwrite)
+    return run_supervised(recipe, FineTuning(recipe), overwrite=overwrite, screen=screen)

@@ -28,6 +28,7 @@ from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample
 from fivefold.families.check import describe
 from fivefold.families.shape import ModelShape
+from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
@@ -171,7 +172,9 @@ def _check_lengths(shape: ModelShape, section: str, longest: int, n_appended: in
         )
 
 
-def run_supervised(recipe: SupervisedRecipe, method: Method[Item], *, overwrite: bool) -> dict[str, Any]:
+def run_supervised(
+    recipe: SupervisedRecipe, method: Method[Item], *, overwrite: bool, screen: ScreenKind
+) -> dict[str, Any]:
     """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
 
     Raises:
@@ -182,11 +185,12 @@ def run_supervised(recipe: SupervisedRecipe, method: Method[Item], *, overwrite:
     began = time.perf_counter()
     start = find_start(recipe, overwrite=overwrite)
     if isinstance(start, Finished):
-        print(start.reason)
+        open_screen(screen, method.columns).note(start.reason)
         return start.summary
     setup = set_up(recipe, method)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
-    with open_run(recipe, start, method.columns, _banner(setup, start, note), setup.total_steps) as run:
+    banner = _banner(setup, start, note)
+    with open_run(recipe, start, method.columns, banner, setup.total_steps, screen) as run:
         actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
         load_state(start, TRAINER, actor)
         run.folder.write_engines({"actor": actor.effective_config()})

@@ -37,6 +37,7 @@ from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import SavedGroup, read_groups
 from fivefold.families.check import describe
 from fivefold.families.flops import training_flops
+from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
@@ -118,7 +119,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     )
 
 
-def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
+def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
     """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
 
     Raises:
@@ -129,11 +130,12 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False) -> dict[str, Any]:
     began = time.perf_counter()
     start = find_start(recipe, overwrite=overwrite)
     if isinstance(start, Finished):
-        print(start.reason)
+        open_screen(screen, TRAIN_COLUMNS).note(start.reason)
         return start.summary
     setup = set_up(recipe)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
-    with open_run(recipe, start, TRAIN_COLUMNS, _banner(setup, start, note), setup.total_steps) as run:
+    banner = _banner(setup, start, note)
+    with open_run(recipe, start, TRAIN_COLUMNS, banner, setup.total_steps, screen) as run:
         ground = setup.ground
         roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
         with roles.on_device(run.timers, *OFFLOADABLE):

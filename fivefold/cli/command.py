@@ -15,6 +15,7 @@ from fivefold.observe.errors import RunFailed, RunStopped
 
 if TYPE_CHECKING:
     from fivefold.config.schema.run import RunConfig
+    from fivefold.observe.screens import ScreenKind
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -37,6 +38,8 @@ Overrides = Annotated[
 OverwriteRun = Annotated[
     bool, typer.Option("--overwrite", help="Delete the results of an earlier run of the same name.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print notes and the end, and no table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line, for programs.")]
 OutFolder = Annotated[Path, typer.Option("-o", "--out", help="Folder to write to.", show_default=False)]
 
 
@@ -46,6 +49,17 @@ class RunningCommand:
 
     recipe: RunConfig | None = None
     """The recipe, set once it is loaded. An interrupted command then says where its run left its results."""
+
+
+def screen_kind(*, quiet: bool, as_json: bool) -> ScreenKind:
+    """Return the screen that two options of a command ask for.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if quiet and as_json:
+        raise ValueError("--quiet and --json are two kinds of output: give one of them")
+    return "quiet" if quiet else "json" if as_json else "table"
 
 
 @contextmanager

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_errors
+from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
 
 
-def dpo(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
+def dpo(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    overwrite: OverwriteRun = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
     """Train a model on preferences (DPO, IPO, KTO).
 
     \b
@@ -20,4 +26,4 @@ def dpo(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
         from fivefold.dpo import dpo
 
-        dpo(loaded, overwrite=overwrite)
+        dpo(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

@@ -14,6 +14,8 @@ from fivefold.cli.command import reporting_errors
 if TYPE_CHECKING:
     from fivefold.report.run import Run
 
+WIDE = 90
+"""Characters of a line from which the list of runs has all of its columns."""
 Runs = Annotated[
     list[Path],
     typer.Argument(metavar="RUN...", help="Folders of runs, to be laid over each other.", show_default=False),
@@ -147,15 +149,17 @@ def _print_table(found: list[Run]) -> None:
     from fivefold.report.run import duration
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "best", "time", "size", "began"):
+    console = Console(highlight=False)
+    columns = ("run", "state", "step", "best", "time", "size", "began")[: None if console.width >= WIDE else 5]
+    for name in columns:
         table.add_column(name, justify="right" if name in ("step", "best", "time", "size") else "left", overflow="fold")
     for run in found:
         total = f"/{run.total_steps}" if run.total_steps else ""
         best = "" if run.best is None else f"{run.best[1]:.3f}"
         began = "" if run.began is None else f"{run.began.astimezone():%Y-%m-%d %H:%M}"
         taken, used = duration(run.seconds), size(n_bytes(run.folder.path))
-        table.add_row(Text(run.name), run.state, f"{run.step}{total}", best, taken, used, began)
-    console = Console(highlight=False)
+        cells = (Text(run.name), run.state, f"{run.step}{total}", best, taken, used, began)
+        table.add_row(*cells[: len(columns)])
     console.print(table)
     for run in found:
         if command := next_command(run):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_errors
+from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
 
 
-def rm(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
+def rm(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    overwrite: OverwriteRun = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
     """Train a reward model on preferences.
 
     \b
@@ -20,4 +26,4 @@ def rm(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun 
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
         from fivefold.rm import rm
 
-        rm(loaded, overwrite=overwrite)
+        rm(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

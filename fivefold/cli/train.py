@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from fivefold.cli.command import Overrides, OverwriteRun, RecipePath, reporting_errors
+from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
 
 
-def train(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteRun = False) -> None:
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    overwrite: OverwriteRun = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
     """Train a model by reinforcement learning.
 
     Everything goes to runs/<experiment_name>/<trial_name>/: weights (Hugging Face format), metrics.jsonl, sample
@@ -25,4 +31,4 @@ def train(recipe: RecipePath, overrides: Overrides = None, overwrite: OverwriteR
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
         from fivefold.train import train
 
-        train(loaded, overwrite=overwrite)
+        train(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

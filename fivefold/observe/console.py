@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.spinner import Spinner
@@ -36,8 +36,13 @@ LEAST_WIDTH = 60
 HEADER_EVERY = 25
 """Steps after which the labels are printed again."""
 REFRESH_HZ = 8
+LONG_PHASE_SECONDS = 2.0
+"""Least time that a phase took before, from which the status line says how long it will take."""
+SPINNER_WIDTH = 2
 SAMPLE_INDENT = "    "
 CUT = " ... "
+BEST_OF = ("eval/accuracy", "accuracy", "reward/mean")
+"""Metrics by which the best step is chosen: the first that the run has, where larger is better."""
 
 
 class RunConsole:
@@ -64,6 +69,8 @@ class RunConsole:
         self._live: Live | None = None
         self._n_lines = 0
         self._lock = threading.Lock()
+        self._best: tuple[str, float, int] | None = None
+        """Metric, value and number of the best step so far."""
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print the run's name and facts about it."""
@@ -93,6 +100,7 @@ class RunConsole:
             self._n_lines += 1
             self._line(_painted(self._table.row(step, metrics, seconds)))
         self._status.finish_step(step)
+        self._remember_best(step, metrics)
 
     def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
         """Print samples of `step`, (reward, prompt, response) each, on three lines of the screen."""
@@ -110,7 +118,23 @@ class RunConsole:
     def end(self, title: str, facts: Mapping[str, object]) -> None:
         """Stop the status line; print how the run ended and where its results are."""
         self._stop()
-        self._box(title, facts, style="green")
+        best = {} if self._best is None else {"best step": f"{self._best[2]}, {self._best[0]} {self._best[1]:.3f}"}
+        self._box(title, {**best, **facts}, style="green")
+
+    def _remember_best(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Remember the step with the largest value of the first metric of `BEST_OF` that the run has."""
+        name = next((name for name in BEST_OF if metrics.get(name) is not None), None)
+        if name is None:
+            return
+        value = metrics[name] or 0.0
+        rank = BEST_OF.index(name)
+        if (
+            self._best is None
+            or rank < BEST_OF.index(self._best[0])
+            or (self._best[0] == name and value > self._best[1])
+        ):
+            self._best = (name, value, step)
+            self._status.best = f"best {name} {value:.3f} at step {step}"
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -159,6 +183,9 @@ class _Status:
         self._n_steps = 0
         self._done_before = 0
         self._done = 0
+        self._took: dict[str, float] = {}
+        """Seconds that each phase took the last time."""
+        self.best = ""
         self._spinner = Spinner("dots", style="cyan")
 
     def begin(self, n_steps: int, done: int) -> None:
@@ -167,25 +194,32 @@ class _Status:
         self._began = time.monotonic()
 
     def enter(self, phase: str) -> None:
-        self._phase, self._phase_began = phase, time.monotonic()
+        now = time.monotonic()
+        self._took[self._phase] = now - self._phase_began
+        self._phase, self._phase_began = phase, now
 
     def finish_step(self, step: int) -> None:
         self._done = step
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now = time.monotonic()
         words = []
         if self._n_steps and self._done < self._n_steps:
             words.append(f"step {self._done + 1}/{self._n_steps}")
-        words += [self._phase, f"{now - self._phase_began:.1f} s"]
+        before = self._took.get(self._phase, 0.0)
+        of = f" of about {before:.0f}" if before >= LONG_PHASE_SECONDS else ""
+        words += [self._phase, f"{now - self._phase_began:.1f}{of} s"]
         if self._began is not None:
             elapsed = now - self._began
             words.append(f"elapsed {clock(elapsed)}")
             if self._done_before < self._done < self._n_steps:
                 seconds = elapsed / (self._done - self._done_before)
                 words.append(f"about {clock(seconds * (self._n_steps - self._done))} left")
+        words += [self.best] if self.best else []
+        while len(words) > 1 and len("   ".join(words)) > options.max_width - SPINNER_WIDTH:
+            words.pop()
         self._spinner.update(text=Text("   ".join(words), no_wrap=True, overflow="ellipsis"))
-        return self._spinner
+        yield self._spinner
 
 
 def shortened(text: str, width: int) -> str:

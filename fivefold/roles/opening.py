@@ -26,6 +26,7 @@ from fivefold.observe.about import about_run
 from fivefold.observe.console import RunConsole
 from fivefold.observe.events import SUFFIX, EventLog
 from fivefold.observe.run_dir import RunDir
+from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.trackers.background import Trackers, check_installed
@@ -141,6 +142,7 @@ def open_run(
     columns: Sequence[Column],
     banner: Mapping[str, object],
     total_steps: int,
+    screen_kind: ScreenKind = "table",
 ) -> Iterator[OpenRun]:
     """Open the run's folder, its screen and its machines. However the block ends, it leaves no process of the run.
 
@@ -150,13 +152,14 @@ def open_run(
         columns: columns of the table of steps.
         banner: facts about the run, which the screen shows before it starts.
         total_steps: steps of the whole run.
+        screen_kind: what the screen shows.
 
     Raises:
         ValueError: the folder holds another run, or the machines lack devices that the recipe asks for.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(start.open_folder(recipe))
-        screen = stack.enter_context(RunConsole(columns))
+        screen = stack.enter_context(open_screen(screen_kind, columns))
         events = stack.enter_context(closing(EventLog(folder.logs / f"driver{SUFFIX}")))
         timers = PhaseTimers(on_change=screen.phase, events=events)
         title = f"{recipe.experiment_name} / {recipe.trial_name}"

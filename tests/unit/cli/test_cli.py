@@ -55,7 +55,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Loop], None]:
 
 def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     seen: dict[str, object] = {}
-    loop("train", lambda recipe, *, overwrite: seen.update(recipe=recipe, overwrite=overwrite))
+    loop("train", lambda recipe, *, overwrite, screen: seen.update(recipe=recipe, overwrite=overwrite))
     result = invoke("train", recipe, "actor.optimizer.lr=2e-6", "trial_name=t", "--overwrite")
     assert result.exit_code == 0, result.output
     got = seen["recipe"]
@@ -68,7 +68,7 @@ def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Calla
 def test_the_other_commands_hand_over_their_recipes(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     seen: list[object] = []
     for name, kind in (("sft", SFTRecipe), ("dpo", DPORecipe), ("rm", RMRecipe)):
-        loop(name, lambda recipe, *, overwrite: seen.append((type(recipe), overwrite)))
+        loop(name, lambda recipe, *, overwrite, screen: seen.append((type(recipe), overwrite)))
         assert invoke(name, recipe).exit_code == 0
         assert seen.pop() == (kind, False)
 
@@ -90,7 +90,7 @@ def test_a_wrong_recipe_is_exit_code_2_and_one_message(recipe: str) -> None:
 
 
 def test_a_value_error_of_the_setup_is_exit_code_2(recipe: str, loop: Callable[[str, Loop], None]) -> None:
-    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         raise ValueError("14 heads cannot be split over 4 ranks")
 
     loop("train", train)
@@ -102,7 +102,7 @@ def test_a_value_error_of_the_setup_is_exit_code_2(recipe: str, loop: Callable[[
 def test_a_failed_worker_is_exit_code_1_with_its_traceback_and_log(
     recipe: str, tmp_path: Path, loop: Callable[[str, Loop], None]
 ) -> None:
-    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         member = Member("actor", 3, "10.0.0.1", tmp_path / "actor-3.log", strategy=None)  # type: ignore[arg-type]
         with RunDir.create(recipe, overwrite=overwrite) as run:
             run.started()
@@ -140,7 +140,7 @@ def test_a_path_that_cannot_be_used_is_exit_code_2_and_one_line(
         assert message in result.stderr
         assert "Traceback" not in result.stderr
 
-    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         raise PermissionError(13, "Permission denied", "/etc/weights")
 
     loop("train", train)
@@ -152,7 +152,7 @@ def test_a_path_that_cannot_be_used_is_exit_code_2_and_one_line(
 def test_a_disk_that_is_full_in_the_middle_of_a_run_is_exit_code_1(
     recipe: str, loop: Callable[[str, Loop], None]
 ) -> None:
-    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         with RunDir.create(recipe, overwrite=overwrite) as run:
             run.started()
             raise OSError(28, "No space left on device", str(run.metrics))
@@ -186,7 +186,7 @@ def test_numbers_that_would_take_for_ever_are_refused(recipe: str) -> None:
 
 
 def test_a_bug_keeps_its_traceback(recipe: str, loop: Callable[[str, Loop], None]) -> None:
-    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         raise KeyError("a bug")
 
     loop("train", train)
@@ -196,7 +196,7 @@ def test_a_bug_keeps_its_traceback(recipe: str, loop: Callable[[str, Loop], None
 
 
 def test_an_interrupted_run_says_what_it_saved(recipe: str, loop: Callable[[str, Loop], None]) -> None:
-    def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         with RunDir.create(recipe, overwrite=overwrite) as run:
             run.started()
             run.metrics.write_text("{}\n")
@@ -208,7 +208,7 @@ def test_an_interrupted_run_says_what_it_saved(recipe: str, loop: Callable[[str,
     assert "Saved in" in result.stderr
     assert "metrics.jsonl" in result.stderr
 
-    def not_begun(recipe: TrainRecipe, *, overwrite: bool) -> None:
+    def not_begun(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         raise KeyboardInterrupt
 
     loop("train", not_begun)

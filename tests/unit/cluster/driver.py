@@ -22,7 +22,7 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import PhaseTimers
 
 
-def train(recipe: TrainRecipe, *, overwrite: bool) -> None:
+def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
     timers = PhaseTimers()
     with (
         RunDir.create(recipe, overwrite=overwrite) as run,

@@ -1,0 +1,100 @@
+"""The screens that a command may have: the table, as good as nothing, or JSON for programs.
+
+table    RunConsole
+quiet    notes, such as evaluations and warnings, and how the run ended
+json     {"event": "start", "title": "arithmetic / trial-0", "facts": {...}}
+         {"event": "step", "step": 1, "of": 48, "metrics": {...}, "seconds": {...}}
+         {"event": "note", "text": "held-out accuracy after step 24: ..."}
+         {"event": "end", "title": "finished in 92 s", "facts": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from fivefold.observe.console import RunConsole
+from fivefold.observe.jsonl import finite
+from fivefold.observe.table import Column
+
+ScreenKind = Literal["table", "quiet", "json"]
+
+
+def open_screen(kind: ScreenKind, columns: Sequence[Column]) -> RunConsole:
+    """Return the screen of a run, whose table would have these columns."""
+    kinds = {"table": RunConsole, "quiet": QuietScreen, "json": JsonScreen}
+    return kinds[kind](columns)
+
+
+class QuietScreen(RunConsole):
+    """Shows no table, no samples and no phases."""
+
+    def banner(self, title: str, facts: Mapping[str, object]) -> None:
+        """Print the warnings among the facts, if there are any."""
+        if "warnings" in facts:
+            self.note(f"warnings: {facts['warnings']}")
+
+    def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
+        """Print nothing."""
+
+    def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
+        """Print nothing."""
+
+    def end(self, title: str, facts: Mapping[str, object]) -> None:
+        """Print how the run ended."""
+        self.note(title)
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class JsonScreen(RunConsole):
+    """Prints one JSON object a line."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        super().__init__(columns)
+        self._n_steps = 0
+        self._printing = threading.Lock()
+
+    def banner(self, title: str, facts: Mapping[str, object]) -> None:
+        """Print the event `start`."""
+        self._print(event="start", title=title, facts=_texts(facts))
+
+    def start(self, n_steps: int, done: int = 0) -> None:
+        """Remember the number of steps."""
+        self._n_steps = n_steps
+
+    def phase(self, name: str) -> None:
+        """Print nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
+        """Print the event `step`."""
+        self._print(event="step", step=step, of=self._n_steps, metrics=dict(metrics), seconds=dict(seconds))
+
+    def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
+        """Print the event `samples`."""
+        shown = [{"reward": reward, "prompt": prompt, "response": response} for reward, prompt, response in samples]
+        self._print(event="samples", step=step, samples=shown)
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print the event `note`."""
+        self._print(event="note", text=text)
+
+    def end(self, title: str, facts: Mapping[str, object]) -> None:
+        """Print the event `end`."""
+        self._print(event="end", title=title, facts=_texts(facts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _print(self, **event: Any) -> None:
+        with self._printing:
+            sys.stdout.write(json.dumps(finite(event)) + "\n")
+            sys.stdout.flush()
+
+
+def _texts(facts: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items()}

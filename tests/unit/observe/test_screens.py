@@ -1,0 +1,77 @@
+"""Screens without a table: for programs, and for people who want to see nothing but the end."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
+from fivefold.observe.console import RunConsole
+from fivefold.observe.screens import ScreenKind, open_screen
+from fivefold.observe.table import TRAIN_COLUMNS
+
+METRICS = {
+    "reward/mean": 0.25,
+    "accuracy": 0.5,
+    "entropy": 1.2,
+    "lr": 1e-6,
+    "tokens_per_second": 5e4,
+    "grad_norm": float("nan"),
+}
+SECONDS = {"rollout": 8.0, "old log-probs": 0.5, "train": 3.5, "weight sync": 0.1}
+
+
+def show(screen: RunConsole) -> None:
+    """Show a run of three steps, of which the second is the best."""
+    with screen:
+        screen.banner("sums / trial-0", {"model": "tiny", "warnings": "2 devices are not used"})
+        screen.start(n_steps=3)
+        for step, accuracy in ((1, 0.5), (2, 0.875), (3, 0.75)):
+            screen.phase("rollout")
+            screen.step(step, METRICS | {"accuracy": accuracy}, SECONDS)
+            screen.samples(step, [(1.0, "2+3=", "5")])
+        screen.note("held-out accuracy after step 3: 0.9", style="cyan")
+        screen.end("finished in 9 s", {"weights": "runs/sums/trial-0/weights"})
+
+
+def printed(kind: ScreenKind, capsys: pytest.CaptureFixture[str]) -> str:
+    show(open_screen(kind, TRAIN_COLUMNS))
+    return capsys.readouterr().out
+
+
+def test_json_is_one_object_a_line_with_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [json.loads(line) for line in printed("json", capsys).splitlines()]
+    assert [event["event"] for event in events] == ["start", *["step", "samples"] * 3, "note", "end"]
+    assert events[0]["facts"]["model"] == "tiny"
+    assert events[3]["metrics"] == METRICS | {"accuracy": 0.875, "grad_norm": None}
+    assert (events[3]["step"], events[3]["of"], events[3]["seconds"]) == (2, 3, SECONDS)
+    assert events[-1] == {"event": "end", "title": "finished in 9 s", "facts": {"weights": "runs/sums/trial-0/weights"}}
+
+
+def test_quiet_says_warnings_notes_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed("quiet", capsys).splitlines() == [
+        "warnings: 2 devices are not used",
+        "held-out accuracy after step 3: 0.9",
+        "finished in 9 s",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_table_has_fewer_columns_on_a_narrow_screen_and_no_cut_ones(width: int, terminal: bool) -> None:
+    out = io.StringIO()
+    show(RunConsole(TRAIN_COLUMNS, Console(file=out, width=width, force_terminal=terminal, highlight=False)))
+    assert "…" not in out.getvalue()
+    assert "2, accuracy 0.875" in out.getvalue()
+    if not terminal:
+        assert max(map(len, out.getvalue().splitlines())) <= width
+
+
+def test_quiet_and_json_exclude_each_other() -> None:
+    result = CliRunner().invoke(app, ["train", "recipes/quickstart.yaml", "--quiet", "--json"])
+    assert result.exit_code == 2
+    assert "--quiet and --json are two kinds of output" in result.output
