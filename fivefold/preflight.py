@@ -17,6 +17,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import (
     RoleShapes,
+    distillation_problems,
     engine_problems,
     layout_problems,
     reference_problems,
@@ -65,6 +66,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from server_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)
+    yield from distillation_problems(recipe, shape)
     yield from sampling_problems(recipe, shape)
     if recipe.tokenizer_path is not None:
         try:

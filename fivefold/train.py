@@ -52,6 +52,7 @@ from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.teacher import Teacher
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.sync.transport import TITLES, Route, choose_route
@@ -82,6 +83,11 @@ class TrainSetup:
         """Return the reward model among the roles; None if there is none."""
         model = roles.frozen.get("reward")
         return None if model is None else RewardModel(model, end_token(self.ground.tokenizer))
+
+    def teacher(self, roles: Roles) -> Teacher | None:
+        """Return the teacher among the roles; None if there is none."""
+        model = roles.frozen.get("teacher")
+        return None if model is None else Teacher(model, self.recipe.actor.distill, self.ground.shape.vocab)
 
 
 def set_up(recipe: TrainRecipe) -> TrainSetup:
@@ -162,7 +168,7 @@ def _loop(
     recipe, timers = setup.recipe, run.timers
     texts = TokenTexts(setup.ground.tokenizer)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
-    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic)
+    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic, setup.teacher(roles))
     update.guard.in_a_row = state.skips_in_a_row
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)

@@ -9,6 +9,7 @@ import torch
 from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
 from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
+from fivefold.algorithms.distillation import Direction, Distillation
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.algorithms.loss import LossInputs, Metrics, largest, zero_unless
 from fivefold.algorithms.losses.registry import build_surrogate
@@ -18,14 +19,14 @@ from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Totals
 
-_POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"})
+_POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"})
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """A policy's loss, aggregated over a mini-batch as `fivefold/algorithms/aggregation.py` says. A token costs
 
-        cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref)
+        cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref) + distillation.coeff * D
 
     where the weight is that of the rollout correction, or 1, and tokens that the correction leaves out cost nothing.
 
@@ -34,7 +35,8 @@ class PolicyLoss:
     the trainer with the rollout.
 
     Fields read: `advantages`; `old_logprobs` and `rollout_logprobs` where present; `rollout_logprobs` is required with
-    `old_is_rollout` or a correction, and `ref_logprobs` with `kl_coeff` > 0.
+    `old_is_rollout` or a correction, `ref_logprobs` with `kl_coeff` > 0, and `teacher_logprobs` if the policy is
+    distilled over sampled tokens. Over more tokens, D is the prediction `divergence` of the head.
     """
 
     temperature: float
@@ -50,6 +52,8 @@ class PolicyLoss:
     """Whether `rollout_logprobs` are p_old (`recompute_logprob: false`)."""
     rollout_is_truncated: bool = False
     """Whether `rollout_logprobs` are of a truncated distribution, so that a comparison with the trainer's is void."""
+    distillation: Distillation | None = None
+    """How the policy is drawn towards a teacher (`fivefold/algorithms/distillation.py`)."""
 
     @classmethod
     def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
@@ -69,12 +73,19 @@ class PolicyLoss:
             correction=RolloutCorrection.of(config.rollout_correction),
             old_is_rollout=config.recompute_logprob is False,
             rollout_is_truncated=sampling.truncates_distribution,
+            distillation=_distillation(config),
         )
 
     @property
     def before(self) -> BatchStep | None:
         """What the surrogate computes over a whole mini-batch; None: nothing. It needs the field `old_logprobs`."""
         return getattr(self.surrogate, "before", None)
+
+    @property
+    def divergence(self) -> Direction | None:
+        """Direction of the divergence that the head is to predict; None: it need not."""
+        over_several = self.distillation is not None and self.distillation.over != "sampled"
+        return self.distillation.direction if self.distillation is not None and over_several else None
 
     @property
     def entropy_gradient(self) -> bool:
@@ -93,9 +104,10 @@ class PolicyLoss:
         old_T = self._old_logprobs(fields, logprobs_T.detach())
         sequences = Sequences.of(inputs.mask_T, inputs.lengths)
 
-        tokens = PolicyTokens(logprobs_T, old_T, fields["advantages"], sequences, inputs.fields)
+        advantages_T, distill_metrics = self._distilled(fields["advantages"], old_T, fields)
+        tokens = PolicyTokens(logprobs_T, old_T, advantages_T, sequences, inputs.fields)
         cost_T, metrics = self.surrogate(tokens)
-        metrics |= {
+        metrics |= distill_metrics | {
             "policy_loss": zero_unless(trained_T, cost_T.detach()).sum(),
             "entropy": entropy_T.detach().sum(),
             **_ratio_metrics(tokens),
@@ -113,11 +125,24 @@ class PolicyLoss:
         if self.entropy_gradient:
             cost_T = cost_T - self.entropy_coeff * entropy_T
         cost_T, kl_metrics = self._with_kl(cost_T, logprobs_T, fields)
+        if self.distillation is not None and self.divergence is not None:
+            divergence_T = zero_unless(trained_T, inputs.predictions["divergence"])
+            cost_T = cost_T + self.distillation.coeff * divergence_T
+            metrics["teacher_kl"] = divergence_T.detach().sum()
         weights_T = token_weights(inputs.mask_T, inputs.lengths, self.aggregation)
         return (zero_unless(kept_T, cost_T) * weights_T).sum(), metrics | kl_metrics
 
     def _old_logprobs(self, fields: dict[str, torch.Tensor], current_T: torch.Tensor) -> torch.Tensor:
         return fields["rollout_logprobs"] if self.old_is_rollout else fields.get("old_logprobs", current_T)
+
+    def _distilled(
+        self, advantages_T: torch.Tensor, old_T: torch.Tensor, fields: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Return the advantages with those that a teacher gives to sampled tokens."""
+        if self.distillation is None or self.divergence is not None:
+            return advantages_T, {}
+        closer_T = fields["teacher_logprobs"] - old_T
+        return advantages_T + self.distillation.coeff * closer_T, {"teacher_kl": -closer_T.sum()}
 
     def _with_kl(
         self, cost_T: torch.Tensor, logprobs_T: torch.Tensor, fields: dict[str, torch.Tensor]
@@ -131,6 +156,12 @@ class PolicyLoss:
                 f"(it has {sorted(fields)}): compute the reference's log-probs, or set actor.kl_ctl=0"
             )
         return cost_T, {}
+
+
+def _distillation(config: ActorConfig) -> Distillation | None:
+    """Return how a recipe's actor is distilled; None: it is not."""
+    distill = config.distill
+    return Distillation(distill.coeff, distill.over, distill.direction) if distill.coeff > 0 else None
 
 
 def _ratio_metrics(tokens: PolicyTokens) -> Metrics:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
+    "distill",
 ]  # fmt: skip
 
 LOSSES = (
@@ -27,7 +28,7 @@ LOSSES = (
 
 ADVANTAGES = (
     "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k", "pass_at_k_best",
-    "asymre", "opmd", "gae",
+    "asymre", "opmd", "gae", "none",
 )  # fmt: skip
 """Values of `actor.advantage` that name a file in `fivefold/algorithms/advantages/`, and `gae`."""
 
@@ -96,6 +97,8 @@ PRESETS: Mapping[str, Keys] = {
     "pass_at_k": {"actor.advantage": "pass_at_k"},
     # Kimi team 2025 (arXiv 2501.12599), section 2.3.2.
     "kimi": {"actor.loss": "kimi", "actor.loss_aggregation": "sequence_sum", "actor.reward_norm.std_level": "none"},
+    # Lu et al. 2025 (Thinking Machines Lab): the teacher's log-probs in place of rewards.
+    "distill": {"actor.loss": "reinforce", "actor.advantage": "none", "actor.distill.coeff": 1.0},
     # Liu et al. 2025 (arXiv 2505.12504).
     "cpgd": {"actor.loss": "cpgd", **_SEQUENCES},
 }

@@ -18,9 +18,10 @@ ROLE_SECTIONS: Mapping[str, str] = {
     "ref": "ref",
     "critic": "critic",
     "reward": "reward.model",
+    "teacher": "teacher",
 }
 """Dotted key of the section of each role that a recipe can lay out."""
-FROZEN_ROLES = ("reward",)
+FROZEN_ROLES = ("reward", "teacher")
 """Roles whose section is a `FrozenModelConfig`."""
 
 

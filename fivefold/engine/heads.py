@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
+from fivefold.algorithms.distillation import Direction, coarse_divergence
 from fivefold.engine.logprobs import linear_logprobs
+from fivefold.engine.top_k import linear_logprobs_of, linear_top_k
 
 Predictions = Mapping[str, torch.Tensor]
 """Tensors float32 [N], by name."""
@@ -31,6 +33,34 @@ class HeadOptions(Protocol):
     @property
     def entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient."""
+
+
+@runtime_checkable
+class Distilling(Protocol):
+    """A loss that may need the divergence of the model's distributions from a teacher's."""
+
+    @property
+    def divergence(self) -> Direction | None:
+        """Direction of the divergence; None: it is not needed."""
+
+
+@dataclass(frozen=True)
+class TopKScoring:
+    """Options for the most likely tokens at each place, without gradient."""
+
+    temperature: float
+    k: int
+    entropy_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class TeacherTokens:
+    """What a teacher says of N places."""
+
+    tokens_NK: torch.Tensor
+    """int64: its most likely tokens."""
+    logprobs_NK: torch.Tensor
+    """float32: their log-probs."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +121,56 @@ class LogprobHead:
             group=self.group,
         )
         return {"logprobs": logprobs, "entropy": entropy}
+
+    def divergence(
+        self,
+        hidden_NH: torch.Tensor,
+        output: OutputLayer,
+        teacher: TeacherTokens,
+        direction: Direction,
+        temperature: float,
+    ) -> torch.Tensor:
+        """Return the divergence from the teacher at each place, float32 [N], with gradient (`coarse_divergence`).
+
+        Args:
+            hidden_NH: the hidden states, as in `predict`.
+            output: this rank's part of the output layer.
+            teacher: the teacher's distributions, at the same temperature.
+            direction: direction of the divergence.
+            temperature: divides the logits.
+        """
+        logprobs_NK = linear_logprobs_of(
+            hidden_NH,
+            output.weight_VH,
+            teacher.tokens_NK,
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+            vocab=self.vocab,
+            group=self.group,
+        )
+        return coarse_divergence(logprobs_NK, teacher.logprobs_NK, direction)
+
+    def top_k(self, hidden_NH: torch.Tensor, output: OutputLayer, options: TopKScoring) -> Predictions:
+        """Return the most likely tokens of each place and their log-probs, as `top_k_names` calls them.
+
+        Tokens are float32, which is exact up to 2^24.
+        """
+        tokens_NK, logprobs_NK = linear_top_k(
+            hidden_NH,
+            output.weight_VH,
+            options.k,
+            temperature=options.temperature,
+            chunk_size=self.chunk_size,
+            vocab=self.vocab,
+            group=self.group,
+        )
+        rows = torch.cat([tokens_NK.float(), logprobs_NK], 1).T
+        return dict(zip(top_k_names(options.k), rows, strict=True))
+
+
+def top_k_names(k: int) -> tuple[str, ...]:
+    """Return the names of the predictions of `LogprobHead.top_k`: the tokens, then their log-probs."""
+    return tuple(f"{what}/{place}" for what in ("token", "logprob") for place in range(k))
 
 
 @dataclass(frozen=True)

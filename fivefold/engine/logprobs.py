@@ -63,11 +63,11 @@ class _LinearLogprobs(torch.autograd.Function):
         first = group.rank() * weight.shape[0]
         real_rows = min(max(vocab - first, 0), weight.shape[0])
         statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
-        for rows in _chunks(hidden.shape[0], chunk_size):
+        for rows in chunks(hidden.shape[0], chunk_size):
             if real_rows == 0:
                 statistics[:, rows] = _NO_ROWS.to(hidden.device)[:, None]
                 continue
-            logits = _logits(hidden[rows], weight[:real_rows], temperature)
+            logits = logits_of(hidden[rows], weight[:real_rows], temperature)
             statistics[:, rows] = logit_statistics(logits, targets[rows] - first)
         log_normalizer, logprobs, entropy = _combine(statistics, group)
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
@@ -83,9 +83,9 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
         temperature, entropy_gradient, chunk_size, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
-        accumulator = _WeightGradient(weight, real_rows)
-        for rows in _chunks(hidden.shape[0], chunk_size) if real_rows > 0 else []:
-            logits = _logits(hidden[rows], weight[:real_rows], temperature)
+        accumulator = WeightGradient(weight, real_rows)
+        for rows in chunks(hidden.shape[0], chunk_size) if real_rows > 0 else []:
+            logits = logits_of(hidden[rows], weight[:real_rows], temperature)
             grad_logits = logit_gradient(
                 logits,
                 targets[rows] - first,
@@ -100,11 +100,11 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden, accumulator.result(), None, None, None, None, None, None
 
 
-def _chunks(n_tokens: int, chunk_size: int) -> list[slice]:
+def chunks(n_tokens: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, n_tokens)) for start in range(0, n_tokens, chunk_size)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the logits, float32 [chunk, rows]. On CUDA a half-precision product is accumulated and left in float32."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -131,7 +131,7 @@ def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
     return maximum + total.log(), (target_RN.sum(0) - maximum) - total.log(), entropy
 
 
-class _WeightGradient:
+class WeightGradient:
     """Sum over chunks of grad_logits.T @ hidden in float32, in the parameter's `main_grad` if it has one."""
 
     def __init__(self, weight: torch.Tensor, real_rows: int) -> None:

@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.engine.context_parallel import SumOverGroup
-from fivefold.engine.heads import Head, Predictions
+from fivefold.engine.heads import (
+    Distilling,
+    Head,
+    HeadOptions,
+    LogprobHead,
+    OutputLayer,
+    Predictions,
+    TeacherTokens,
+    TopKScoring,
+)
 from fivefold.engine.micro_batches import MicroBatch
 
 LossStep = Callable[[MicroBatch, dict[str, torch.Tensor]], tuple[torch.Tensor, Any]]
@@ -31,6 +40,35 @@ class Scoring:
 
     temperature: float
     entropy_gradient: bool = False
+
+
+def predict(
+    head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch, options: HeadOptions
+) -> Predictions:
+    """Return what a loss, or a scoring, asks of the head for this rank's tokens.
+
+    Args:
+        head: the model's head.
+        hidden_NH: the hidden state before each token that is predicted.
+        output: this rank's part of the output layer.
+        micro_batch: the sequences; a teacher's tokens are in the fields `teacher_tokens` and `teacher_token_logprobs`.
+        options: the loss, or the options of a scoring.
+    """
+    if isinstance(options, TopKScoring):
+        return _logprob_head(head).top_k(hidden_NH, output, options)
+    own = head.predict(hidden_NH, output, micro_batch.local.targets_N, options)
+    if not isinstance(options, Distilling) or (direction := options.divergence) is None:
+        return own
+    fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
+    teacher = TeacherTokens(fields["teacher_tokens"][places_N].long(), fields["teacher_token_logprobs"][places_N])
+    divergence_N = _logprob_head(head).divergence(hidden_NH, output, teacher, direction, options.temperature)
+    return {**own, "divergence": divergence_N}
+
+
+def _logprob_head(head: Head) -> LogprobHead:
+    if not isinstance(head, LogprobHead):
+        raise ValueError(f"this model's head predicts {', '.join(head.names)}: a teacher and its pupil predict tokens")
+    return head
 
 
 def whole_sequences(micro_batch: MicroBatch, own: Predictions, cp_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ _READS = {
     "ref": "a KL divergence needs the same tokens",
     "critic": "the critic reads the actor's tokens",
     "reward": "the reward model reads the actor's tokens",
+    "teacher": "the teacher reads the actor's tokens",
 }
 """Why each role must have the actor's vocabulary."""
 
@@ -112,6 +113,19 @@ def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
         yield (
             f"ref.{key}={getattr(recipe.ref, key)} changes the reference's weights, which FSDP cannot: give it "
             f"processes of its own on megatron with ref.backend, or drop ref.{key}"
+        )
+
+
+MOST_FULL = 16_384
+"""Largest vocabulary over which a teacher tells all log-probs: they are 8 bytes a token and place in host memory."""
+
+
+def distillation_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a line if a teacher would have to tell more log-probs than host memory holds."""
+    if isinstance(recipe, TrainRecipe) and recipe.actor.distill.over == "full" and shape.vocab > MOST_FULL:
+        yield (
+            f"actor.distill.over=full keeps all {shape.vocab:,} log-probs of each token, which is for vocabularies of "
+            f"up to {MOST_FULL:,}: set over=top_k, which counts all other tokens as one"
         )
 
 

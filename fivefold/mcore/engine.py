@@ -31,7 +31,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
@@ -45,6 +45,7 @@ from fivefold.engine.passes import (
     check_head,
     keep_predictions,
     no_optimizer,
+    predict,
     whole_sequences,
 )
 from fivefold.engine.rope import cos_sin, inverse_frequencies
@@ -234,15 +235,29 @@ class MegatronEngine:
         [values] = self._forward(share, ValueHead.names, temperature=1.0)
         return values
 
-    @torch.no_grad()
+    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the most likely tokens before each of the share's trained tokens.
+
+        Returns:
+            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
+        """
+        check_head(self.head, LogprobHead.names)
+        rows = self._score(share, TopKScoring(temperature, k), 2 * k)
+        return rows[:k].T.long(), rows[k:].T.contiguous()
+
     def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
         """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
         check_head(self.head, names)
+        return self._score(share, Scoring(temperature), len(names))
+
+    @torch.no_grad()
+    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
+        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
-        kept = self._run(share, keep_predictions, Scoring(temperature), backward=False)
-        total_PT = assemble_predictions(kept, len(names), share.batch.n_tokens, self._device)
+        kept = self._run(share, keep_predictions, options, backward=False)
+        total_PT = assemble_predictions(kept, n_names, share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
@@ -430,7 +445,7 @@ class MegatronEngine:
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
-        own = self.head.predict(hidden[local.rows_N], decoder.output(), local.targets_N, options)
+        own = predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch, options)
         return whole_sequences(micro_batch, own, self.groups.cp)
 
     @contextmanager

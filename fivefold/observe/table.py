@@ -32,7 +32,7 @@ class Column:
 TRAIN_COLUMNS = (
     Column("reward", ("reward/mean",), "fixed", 6),
     Column("acc", ("accuracy",), "fixed", 5),
-    Column("KL", ("kl_ref", "ppo_kl_k3"), "short", 7, rank=3),
+    Column("KL", ("kl_ref", "teacher_kl", "ppo_kl_k3"), "short", 7, rank=3),
     Column("entropy", ("entropy",), "fixed", 7, rank=4),
     Column("clip", ("clip_fraction",), "fixed", 5, rank=5),
     Column("gnorm", ("grad_norm",), "short", 7, rank=2),
@@ -42,7 +42,7 @@ TRAIN_COLUMNS = (
     Column("tok/s", ("tokens_per_second",), "count", 5),
     Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
 )
-"""Columns of reinforcement learning. KL is to the reference if there is one, else to the policy that sampled."""
+"""Columns of reinforcement learning. KL is to the reference if there is one, else to a teacher, else to the policy that sampled."""
 
 SFT_COLUMNS = (
     Column("loss", ("nll",), "short", 7),

@@ -23,6 +23,7 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.critic_update import CriticUpdate
 from fivefold.roles.reference import Reference
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer import BatchChange
 from fivefold.roles.updates import SkipGuard, make_updates
 from fivefold.types import Sample
@@ -38,12 +39,14 @@ class PolicyUpdate:
         reference: Reference | None,
         timers: PhaseTimers,
         critic: CriticUpdate | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self._config = config = recipe.actor
         self._seed = recipe.seed
         self._actor = actor
         self._reference = reference
         self._critic = critic
+        self._teacher = teacher
         self._timers = timers
         self._temperature = recipe.gconfig.temperature
         self._refresh_steps = recipe.ref.refresh_steps
@@ -94,6 +97,9 @@ class PolicyUpdate:
         if self._reference is not None:
             with self._timers.phase("reference"):
                 batch = batch.with_pieces(self._reference.logprobs(batch, self._temperature))
+        if self._teacher is not None:
+            with self._timers.phase("teacher"):
+                batch = batch.with_pieces(self._teacher.opinions(batch, self._temperature))
         kl = KLInReward(self.state.kl_ctl, self._config.kl_estimator) if self._penalized else None
         values_N = advantages.advantages_N.numpy()
         if self._critic is None:

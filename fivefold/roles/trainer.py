@@ -28,7 +28,7 @@ from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
 from fivefold.config.weight_buckets import HOST_BYTES
-from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine, WeightHolder
+from fivefold.engine.contract import PARAMS, Offloadable, Teaching, TrainingEngine, WeightHolder
 from fivefold.engine.profiling import Recording
 from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
@@ -146,6 +146,11 @@ class Trainer:
         plan, arguments = self.deal(batch, model, temperature, column, model=model)
         return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_logprobs, arguments))
 
+    def top_k(self, batch: RemoteBatch, k: int, temperature: float) -> tuple[Piece, ...]:
+        """Compute the k most likely tokens, as the columns `teacher_tokens` and `teacher_token_logprobs`."""
+        plan, arguments = self.deal(batch, k, temperature)
+        return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_top_k, arguments))
+
     def pieces(self, plan: BatchPlan, kept: Sequence[tuple[Any, Remote]]) -> tuple[Piece, ...]:
         """Return the columns that each replica has kept: one piece for each."""
         return tuple(
@@ -262,6 +267,24 @@ class TrainerWorker:
         with self._working(model) as engine:
             logprobs_T, _ = engine.compute_logprobs(share, temperature=temperature)
         return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
+
+    def compute_top_k(self, order: ShareOrder, k: int, temperature: float, *columns: Columns) -> tuple[None, Columns]:
+        """Compute the k most likely tokens at each of the share's trained tokens, as columns of a teacher.
+
+        Returns:
+            No summary, and the columns.
+
+        Raises:
+            ValueError: the engine cannot tell them.
+        """
+        if not isinstance(self._engine, Teaching):
+            raise ValueError(
+                f"{type(self._engine).__name__} gives no top tokens: set actor.distill.over=sampled, or let the "
+                "teacher run on megatron"
+            )
+        tokens_TK, logprobs_TK = self._engine.compute_top_k(assemble(order, columns), k, temperature=temperature)
+        values = {"teacher_tokens": tokens_TK.int().numpy(), "teacher_token_logprobs": logprobs_TK.numpy()}
+        return None, Columns(order.lengths.astype(np.int32), values)
 
     def sum_logprobs(self, order: ShareOrder, model: Model, *columns: Columns) -> list[float]:
         """Return, for each sequence of the share, the sum of its trained tokens' log-probs at temperature 1.

@@ -10,6 +10,7 @@ import torch
 from fivefold.algorithms.advantages.asymre import asymre
 from fivefold.algorithms.advantages.gpg import gpg
 from fivefold.algorithms.advantages.grpo import grpo
+from fivefold.algorithms.advantages.none import none
 from fivefold.algorithms.advantages.opmd import opmd
 from fivefold.algorithms.advantages.opo import opo
 from fivefold.algorithms.advantages.pass_at_k import pass_at_k, pass_at_k_best
@@ -41,6 +42,7 @@ METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
     "asymre": asymre,
     "opmd": opmd,
     "gae": shaped_rewards,
+    "none": none,
 }
 
 

@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fivefold.config.presets import ADVANTAGES, LOSSES, Correction
-from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OffloadConfig, OptimizerConfig
+from fivefold.config.schema.engine import (
+    EngineConfig,
+    FrozenModelConfig,
+    MicroBatchConfig,
+    OffloadConfig,
+    OptimizerConfig,
+)
 from fivefold.config.schema.fields import (
     ONE_LINE,
     DeviceList,
@@ -91,6 +97,35 @@ class RolloutCorrectionConfig(Section):
         return self
 
 
+class DistillConfig(Section):
+    """How the actor is drawn towards the model of the section `teacher`, on its own samples (docs/distillation.md)."""
+
+    coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the teacher; at 0, no teacher is loaded."""
+    over: Literal["sampled", "top_k", "full"] = "sampled"
+    """Tokens over which the divergence is taken at each place: the sampled one, as an advantage; the teacher's `top_k`
+    and all others as one; or the whole vocabulary."""
+    direction: Literal["reverse", "forward"] = "reverse"
+    """`reverse`: KL(actor || teacher), the only one for `over: sampled`. `forward`: KL(teacher || actor)."""
+    top_k: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Number of tokens for `over: top_k`; null: 64."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> DistillConfig:
+        if self.over == "sampled" and self.direction == "forward":
+            raise ValueError(
+                "direction=forward needs the teacher's probabilities of more than the sampled token: set over to top_k "
+                "or full, or direction to reverse"
+            )
+        if self.top_k is not None and self.over != "top_k":
+            raise ValueError(f"top_k={self.top_k} has no effect with over={self.over}: set over=top_k, or drop top_k")
+        return self
+
+
+class TeacherConfig(FrozenModelConfig):
+    """The model that `actor.distill` draws the actor towards; it must have the actor's vocabulary."""
+
+
 class ActorConfig(EngineConfig):
     """The model that is trained, and the algorithm that trains it."""
 
@@ -103,8 +138,8 @@ class ActorConfig(EngineConfig):
     """Options of the loss that have no key of their own, by name."""
     advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
     """How rewards become advantages: `grpo` (as `reward_norm` says), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
-    `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`, `asymre`, `opmd`, `gae`, or your own as
-    `module:function` or `file.py:function`."""
+    `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`, `asymre`, `opmd`, `gae`, `none` (0: rewards are not trained
+    on), or your own as `module:function` or `file.py:function`."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
     discount: Fraction = 1.0
@@ -143,6 +178,7 @@ class ActorConfig(EngineConfig):
     null: `kl_ctl` is fixed."""
     kl_horizon: Positive = 10_000
     """Number of samples over which the adapted `kl_ctl` follows the divergence."""
+    distill: DistillConfig = DistillConfig()
     recompute_logprob: bool | None = None
     """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more
     than one update."""

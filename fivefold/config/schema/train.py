@@ -10,7 +10,7 @@ from fivefold.config.presets import Algorithm
 from fivefold.config.schema.data import DatasetConfig, RowsConfig
 from fivefold.config.schema.fields import Sequences
 from fivefold.config.schema.rewards import RewardConfig
-from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig
+from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.run import PeriodicConfig, RunConfig
 
@@ -50,6 +50,7 @@ class TrainRecipe(RunConfig):
     actor: ActorConfig
     ref: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig | None = None
+    teacher: TeacherConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
@@ -105,6 +106,23 @@ class TrainRecipe(RunConfig):
             raise ValueError(
                 f"ref.device_mapping={self.ref.device_mapping} has no effect without ref.backend, for the reference "
                 "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> TrainRecipe:
+        coeff = self.actor.distill.coeff
+        if coeff > 0 and self.teacher is None:
+            raise ValueError(f"actor.distill.coeff={coeff} needs a teacher: name its model, teacher.path")
+        if coeff == 0 and self.teacher is not None:
+            raise ValueError(
+                "actor.distill.coeff is 0, so the teacher section has no effect: set algorithm=distill, or raise "
+                "actor.distill.coeff, or drop teacher"
+            )
+        if self.actor.advantage == "none" and coeff == 0 and self.actor.kl_ctl == 0:
+            raise ValueError(
+                "actor.advantage=none trains on no reward, and there is no teacher to learn from: set "
+                "actor.distill.coeff and teacher.path, or choose another advantage"
             )
         return self
 

@@ -136,6 +136,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("opmd", {}, opmd(1.0)),
     ("opmd", {"advantage_kwargs": {"tau": 0.3}}, opmd(0.3)),
     ("gae", {}, plain),
+    ("none", {}, lambda group, _: [0.0] * len(group)),
 ]
 
 

@@ -1,0 +1,111 @@
+"""On every layout, a teacher tells what Hugging Face's model does, and a pupil has the gradient of the divergence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_close
+from hf_reference import Tensors, gradients_as_in_files, load_model
+from megatron_cases import Case, whole
+from ragged import uneven_batch
+from tiny_models import VOCAB
+from worker_pool import Workers
+
+from fivefold.algorithms.distillation import Direction, Distillation
+from fivefold.algorithms.losses.reinforce import Reinforce
+from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.types import Batch
+
+TOLERANCE = 1e-4
+COEFF, TEMPERATURE = 0.7, 1.3
+PUPIL, TEACHER = "qwen3_moe", "qwen2"  # the pupil has an output layer of its own, the teacher's is its embedding
+CASES: list[tuple[str, str, int, Direction]] = [
+    ("megatron:(attn:c2d2|ffn:t2e2)", "megatron:p2t2", 5, "reverse"),
+    ("megatron:(attn:t2p2|ffn:t2)", "megatron:d2c2", 5, "forward"),
+    ("megatron:d1", "megatron:t4", VOCAB, "reverse"),
+]
+"""Layouts of pupil and teacher, tokens of the divergence, and its direction."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    log_q_TV: torch.Tensor
+    """The teacher's log-probs; 0 on the first token of each sequence."""
+    loss: float
+    gradients: Tensors
+
+
+def log_probs(folder: Path, batch: Batch) -> tuple[object, list[torch.Tensor]]:
+    model = load_model(folder)
+    rows = [
+        torch.log_softmax(model(tokens_L[None]).logits[0, :-1] / TEMPERATURE, -1)
+        for tokens_L in batch.split(batch.tokens_T)
+    ]
+    return model, [torch.cat([torch.zeros(1, VOCAB), row]) for row in rows]
+
+
+def hugging_face(models: Path, k: int, direction: str, scratch: Path) -> Expected:
+    """In a worker: the mean over trained tokens of COEFF times the divergence over k tokens and the rest."""
+    batch = uneven_batch()
+    with torch.no_grad():
+        log_q_TV = torch.cat(log_probs(models / TEACHER, batch)[1])
+    model, rows = log_probs(models / PUPIL, batch)
+    p_TV, q_TV = torch.cat(rows).exp(), log_q_TV.exp()
+    chosen_TV = torch.zeros_like(q_TV).scatter(1, q_TV.topk(k).indices, 1.0)
+    events = []
+    for probability_TV in (p_TV, q_TV):
+        rest_T1 = (probability_TV * (1 - chosen_TV)).sum(1, keepdim=True)
+        events.append(
+            torch.cat([torch.where(chosen_TV > 0, probability_TV, 1.0), rest_T1 if k < VOCAB else rest_T1 + 1], 1)
+        )
+    a, b = events if direction == "reverse" else events[::-1]
+    # An event with the probability 1 in both, in the place of one that is not there, adds nothing.
+    divergence_T = (a * (a / b).log()).sum(1)
+    loss = COEFF * (divergence_T * batch.mask_T).sum() / batch.mask_T.sum()
+    loss.backward()
+    return Expected(log_q_TV, float(loss), gradients_as_in_files(model, scratch))
+
+
+def teacher_top_k(case: Case, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In a worker: return tokens and log-probs of the whole batch."""
+    engine, batch = case.engine(folder), uneven_batch()
+    tokens_TK, logprobs_TK = engine.compute_top_k(engine.share(batch), k, temperature=TEMPERATURE)
+    rows = engine._assembled(batch, torch.cat([tokens_TK.float(), logprobs_TK], 1).T)
+    return rows[:k].T.long(), rows[k:].T
+
+
+def pupil(case: Case, folder: Path, tokens_TK: torch.Tensor, logprobs_TK: torch.Tensor, direction: Direction) -> object:
+    """In a worker: return the loss and its gradient."""
+    engine, batch = case.engine(folder, OptimizerConfig()), uneven_batch()
+    batch = batch.with_fields(
+        advantages=torch.zeros(batch.n_tokens), teacher_tokens=tokens_TK.int(), teacher_token_logprobs=logprobs_TK
+    )
+    over = "full" if tokens_TK.shape[1] == VOCAB else "top_k"
+    loss = PolicyLoss(TEMPERATURE, Reinforce(), distillation=Distillation(COEFF, over, direction))
+    metrics = engine.forward_backward_of(batch, loss)
+    return metrics["loss"], metrics["teacher_kl"], whole(engine.gradients())
+
+
+@pytest.mark.parametrize(("layout", "of_teacher", "k", "direction"), CASES)
+def test_a_pupil_has_the_gradient_of_the_divergence(
+    layout: str, of_teacher: str, k: int, direction: Direction, models: Path, workers: Workers, tmp_path: Path
+) -> None:
+    batch = uneven_batch()
+    (expected,) = workers(1).run(hugging_face, models, k, direction, tmp_path)
+    teacher, case = Case(of_teacher), Case(layout)
+    for tokens_TK, logprobs_TK in workers(teacher.world_size).run(teacher_top_k, teacher, models / TEACHER, k):
+        trained_T = batch.mask_T.bool()
+        best = expected.log_q_TV.topk(k)
+        torch.testing.assert_close(logprobs_TK[trained_T], best.values[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
+        told = expected.log_q_TV.gather(1, tokens_TK)[trained_T]
+        torch.testing.assert_close(told, logprobs_TK[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
+        assert not logprobs_TK[~trained_T].any()
+    results = workers(case.world_size).run(pupil, case, models / PUPIL, tokens_TK, logprobs_TK, direction)
+    for loss, divergence, _ in results:
+        assert loss == pytest.approx(expected.loss, rel=TOLERANCE)
+        assert divergence == pytest.approx(expected.loss / COEFF, rel=TOLERANCE)
+    assert_close(results[0][2], expected.gradients, TOLERANCE)
