@@ -42,7 +42,8 @@ TRAIN_COLUMNS = (
     Column("tok/s", ("tokens_per_second",), "count", 5),
     Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
 )
-"""Columns of reinforcement learning. KL is to the reference if there is one, else to a teacher, else to the policy that sampled."""
+"""Columns of reinforcement learning. KL is to the reference if there is one, else to a teacher, else to the policy that
+sampled."""
 
 SFT_COLUMNS = (
     Column("loss", ("nll",), "short", 7),

@@ -1,4 +1,4 @@
-"""Models that are not trained, beside the actor: a reward model, and a reference that follows the actor."""
+"""Models that are not trained, beside the actor: a reward model, a teacher, and a reference that follows the actor."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ TRAIN = (
     "train_dataset.batch_size=8", "gconfig.n_samples=4", "actor.ppo_n_minibatches=1", "valid_dataset=null",
     "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "stats.n_logged_samples=8",
     "actor.kl_ctl=0.05", "ref={backend: megatron:t2, offload: true, ema_decay: 0.5, mb_spec: {max_tokens_per_mb: 512}}",
+    "teacher={path: package:tiny-moe-trained, dtype: float32}", "actor.distill={coeff: 0.1, over: top_k, top_k: 4}",
 )  # fmt: skip
 
 
@@ -108,7 +109,9 @@ def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, comma
         assert all(torch.equal(mine[name], tensor) for name, tensor in others.items())
 
 
-def test_the_scores_have_a_curve(run: Path) -> None:
+def test_scores_and_the_divergence_from_the_teacher_have_curves(run: Path) -> None:
     for row in rows(run / "metrics.jsonl"):
+        assert row["teacher_kl"] > 0
+        assert row["seconds/teacher"] > 0
         assert row["reward/liked/min"] <= row["reward/liked/mean"] <= row["reward/liked/max"]
         assert row["offload/freed_gb"] > 0

@@ -153,8 +153,8 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     assert planned.blueprint is not None
     roles = [placed.role for placed in planned.blueprint.placement.roles]
     alone = ("tiny-moe-sft", "quickstart-dpo", "quickstart-rm")
-    with_others = ["rollout", "actor", "critic"] if recipe.stem == "quickstart-ppo" else ["rollout", "actor"]
-    assert roles == (["actor"] if recipe.stem in alone else with_others)
+    third = {"quickstart-ppo": ["critic"], "quickstart-distill": ["teacher"]}.get(recipe.stem, [])
+    assert roles == (["actor"] if recipe.stem in alone else ["rollout", "actor", *third])
 
 
 def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:
