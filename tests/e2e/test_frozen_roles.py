@@ -22,7 +22,8 @@ TRAIN = (
     "train_dataset.batch_size=8", "gconfig.n_samples=4", "actor.ppo_n_minibatches=1", "valid_dataset=null",
     "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "stats.n_logged_samples=8",
     "actor.kl_ctl=0.05", "ref={backend: megatron:t2, offload: true, ema_decay: 0.5, mb_spec: {max_tokens_per_mb: 512}}",
-    "teacher={path: package:tiny-moe-trained, dtype: float32}", "actor.distill={coeff: 0.1, over: top_k, top_k: 4}",
+    "teacher={path: package:tiny-moe-trained, backend: megatron:p2, dtype: float32}",
+    "actor.distill={coeff: 0.1, over: top_k, top_k: 4}",
 )  # fmt: skip
 
 

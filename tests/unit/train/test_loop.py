@@ -42,6 +42,7 @@ class FixedRollout(Rollout):
 
     def __init__(self, n_answers: int) -> None:
         self.shares_devices = False
+        self.device_share = None
         self._n_answers = n_answers
 
     def generate(self, prompts: Sequence[Prompt], n_samples: int, *_: Any) -> Generated:
