@@ -22,7 +22,7 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
@@ -190,23 +190,37 @@ class FSDPEngine:
         [values] = self._forward(share, ValueHead.names, temperature=1.0)
         return values
 
-    @torch.no_grad()
+    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the most likely tokens before each of the share's trained tokens.
+
+        Returns:
+            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
+        """
+        check_head(self.head, LogprobHead.names)
+        rows = self._score(share, TopKScoring(temperature, k), 2 * k)
+        return rows[:k].T.long(), rows[k:].T.contiguous()
+
     def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
         """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
         check_head(self.head, names)
+        return self._score(share, Scoring(temperature), len(names))
+
+    @torch.no_grad()
+    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
+        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
         self._require("params")
         kept = [
-            keep_predictions(micro_batch, self._predict(micro_batch, Scoring(temperature)))[1]
+            keep_predictions(micro_batch, self._predict(micro_batch, options))[1]
             for micro_batch in self._builder.build(share)
         ]
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
             unit.reshard()
-        return assemble_predictions(kept, len(names), share.batch.n_tokens, self._device).cpu()
+        return assemble_predictions(kept, n_names, share.batch.n_tokens, self._device).cpu()
 
     def _predict(self, micro_batch: MicroBatch, options: HeadOptions) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
-        return whole_sequences(micro_batch, self.model(micro_batch.local, options), self.groups.cp)
+        return whole_sequences(micro_batch, self.model(micro_batch, options), self.groups.cp)
 
     def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step.

@@ -25,7 +25,8 @@ from transformers.initialization import no_init_weights
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.heads import Head, HeadOptions, OutputLayer, Predictions
-from fivefold.engine.sequences import LocalSequences
+from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.passes import predict
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.attention import ATTENTION_NAME, register_attention
 from fivefold.fsdp.groups import Groups
@@ -60,8 +61,9 @@ class PackedModel(nn.Module):
         self._head = head
         self._groups = groups
 
-    def forward(self, local: LocalSequences, options: HeadOptions) -> Predictions:
+    def forward(self, micro_batch: MicroBatch, options: HeadOptions) -> Predictions:
         """Return the head's predictions of this rank's tokens."""
+        local = micro_batch.local
         hidden_TH = self.model(
             input_ids=local.tokens_T.unsqueeze(0),
             position_ids=local.positions_T.unsqueeze(0),
@@ -70,7 +72,7 @@ class PackedModel(nn.Module):
             cp_group=self._groups.cp,
         ).last_hidden_state[0]
         hidden_NH = copy_to_group(hidden_TH[local.rows_N], self._groups.tp)
-        return dict(self._head.predict(hidden_NH, self._output(), local.targets_N, options))
+        return dict(predict(self._head, hidden_NH, self._output(), micro_batch, options))
 
     def _output(self) -> OutputLayer:
         """Return this rank's part of the output layer. It is whole only inside `forward`."""

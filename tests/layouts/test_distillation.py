@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import AnyCase, case_of
 from compare import assert_close
 from hf_reference import Tensors, gradients_as_in_files, load_model
-from megatron_cases import Case, whole
+from megatron_cases import whole
 from ragged import uneven_batch
 from tiny_models import VOCAB
 from worker_pool import Workers
@@ -27,6 +28,7 @@ CASES: list[tuple[str, str, int, Direction]] = [
     ("megatron:(attn:c2d2|ffn:t2e2)", "megatron:p2t2", 5, "reverse"),
     ("megatron:(attn:t2p2|ffn:t2)", "megatron:d2c2", 5, "forward"),
     ("megatron:d1", "megatron:t4", VOCAB, "reverse"),
+    ("fsdp:d2t2", "fsdp:t2c2", 5, "reverse"),
 ]
 """Layouts of pupil and teacher, tokens of the divergence, and its direction."""
 
@@ -70,7 +72,7 @@ def hugging_face(models: Path, k: int, direction: str, scratch: Path) -> Expecte
     return Expected(log_q_TV, float(loss), gradients_as_in_files(model, scratch))
 
 
-def teacher_top_k(case: Case, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """In a worker: return tokens and log-probs of the whole batch."""
     engine, batch = case.engine(folder), uneven_batch()
     tokens_TK, logprobs_TK = engine.compute_top_k(engine.share(batch), k, temperature=TEMPERATURE)
@@ -78,7 +80,9 @@ def teacher_top_k(case: Case, folder: Path, k: int) -> tuple[torch.Tensor, torch
     return rows[:k].T.long(), rows[k:].T
 
 
-def pupil(case: Case, folder: Path, tokens_TK: torch.Tensor, logprobs_TK: torch.Tensor, direction: Direction) -> object:
+def pupil(
+    case: AnyCase, folder: Path, tokens_TK: torch.Tensor, logprobs_TK: torch.Tensor, direction: Direction
+) -> object:
     """In a worker: return the loss and its gradient."""
     engine, batch = case.engine(folder, OptimizerConfig()), uneven_batch()
     batch = batch.with_fields(
@@ -96,7 +100,7 @@ def test_a_pupil_has_the_gradient_of_the_divergence(
 ) -> None:
     batch = uneven_batch()
     (expected,) = workers(1).run(hugging_face, models, k, direction, tmp_path)
-    teacher, case = Case(of_teacher), Case(layout)
+    teacher, case = case_of(of_teacher), case_of(layout)
     for tokens_TK, logprobs_TK in workers(teacher.world_size).run(teacher_top_k, teacher, models / TEACHER, k):
         trained_T = batch.mask_T.bool()
         best = expected.log_q_TV.topk(k)
