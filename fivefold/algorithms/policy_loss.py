@@ -14,6 +14,7 @@ from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.algorithms.loss import LossInputs, Metrics, largest, zero_unless
 from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
+from fivefold.algorithms.positions import entropy_by_part
 from fivefold.algorithms.ragged import Sequences
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
@@ -110,6 +111,7 @@ class PolicyLoss:
         metrics |= distill_metrics | {
             "policy_loss": zero_unless(trained_T, cost_T.detach()).sum(),
             "entropy": entropy_T.detach().sum(),
+            **entropy_by_part(entropy_T.detach(), sequences),
             **_ratio_metrics(tokens),
         }
         if "rollout_logprobs" in fields and not self.rollout_is_truncated:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from math import comb
 from statistics import fmean, pstdev
 from typing import Any
+
+import numpy as np
 
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.reward_model import RewardModel
@@ -13,6 +17,8 @@ from fivefold.types import Sample
 
 FULL_REWARD = 1.0
 """Least reward of a completion that counts as correct."""
+PERCENTILES = (10, 50, 90)
+"""Percentiles of the lengths of responses that are told."""
 
 
 def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
@@ -39,13 +45,34 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return `accuracy` (see below), response lengths in tokens, and the share of samples cut off at the limit."""
+    """Return accuracies (see below), response lengths in tokens, and the share of samples cut off at the limit.
+
+    Of the lengths there are the mean, the largest, and percentiles as `response_length/p<percent>`.
+    """
     lengths = [sample.n_sampled for sample in samples]
     return {
         "accuracy": accuracy(samples),
+        **pass_at_k(samples),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
+        **{f"response_length/p{percent}": float(np.percentile(lengths, percent)) for percent in PERCENTILES},
         "truncated": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    }
+
+
+def pass_at_k(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return `pass_at/<k>`, the mean over prompts of the chance that one of k completions is right.
+
+    It is 1 - C(n - c, k) / C(n, k) for a prompt with c of n completions right, without bias (Chen et al. 2021, arXiv
+    2107.03374, eq. 1). k is 2, 4, 8 and so on, up to the completions of the prompt that has the fewest.
+    """
+    groups: dict[int, list[bool]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.prompt.index].append(sample.score >= FULL_REWARD)
+    fewest = min(len(group) for group in groups.values())
+    return {
+        f"pass_at/{k}": fmean(1 - comb(len(group) - sum(group), k) / comb(len(group), k) for group in groups.values())
+        for k in (2**power for power in range(1, fewest.bit_length()))
     }
 
 

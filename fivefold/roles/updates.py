@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from fivefold.algorithms.positions import N_PARTS, PART, SHARE
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
 from fivefold.observe.errors import RunFailed
@@ -107,6 +108,11 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
         averages |= {name: averages[name] / share for name in _OVER_KNOWN}
         averages["rollout_ess"] = _effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
+    for number in range(1, N_PARTS + 1):
+        # The sums are over the tokens of one part, and were divided by all trained tokens.
+        if (of_part := averages.pop(f"{SHARE}/{number}", None)) is not None:
+            entropy = averages.pop(f"{PART}/{number}")
+            averages |= {f"{PART}/{number}": entropy / of_part} if of_part > 0 else {}
     if "correction/weight" in averages:
         averages["correction/ess"] = _effective_share(
             averages["correction/weight"], averages.pop("correction/weight_square")
