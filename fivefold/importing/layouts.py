@@ -42,6 +42,7 @@ def lay_out(draft: Draft) -> None:
         draft.recipe.setdefault("rollout.colocate", draft.is_shared)
     _settle_reference(draft, actor)
     _settle_critic(draft)
+    _settle_reward_model(draft)
     if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
         draft.notes.append(WHOLE_WEIGHTS)
 
@@ -92,6 +93,14 @@ def _settle_critic(draft: Draft) -> None:
         _settle(draft, "critic")
     elif has_critic(draft) and "allocation_mode" not in draft.recipe and "actor.backend" in draft.recipe:
         draft.recipe.setdefault("critic.backend", draft.recipe["actor.backend"])
+
+
+def _settle_reward_model(draft: Draft) -> None:
+    """Lay a reward model out as the actor, on the actor's devices."""
+    if "reward.model.path" in draft.recipe and "allocation_mode" not in draft.recipe:
+        for key in ("backend", "device_mapping"):
+            if f"actor.{key}" in draft.recipe:
+                draft.recipe.setdefault(f"reward.model.{key}", draft.recipe[f"actor.{key}"])
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:

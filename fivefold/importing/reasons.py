@@ -27,8 +27,8 @@ ADAMW = "the optimizer is AdamW"
 # Rewards
 
 NO_REWARD_MODEL = (
-    "rewards are functions, not models that Fivefold loads: serve a model that judges behind an OpenAI-compatible URL, "
-    "and write reward.fn=judge"
+    "models that write a judgement are not loaded: serve one behind an OpenAI-compatible URL, and write "
+    "reward.fn=judge; a model with a score head is reward.model, with reward.fn=model"
 )
 OWN_REWARD = "a response's reward is what reward.fn returns, or the weighted sum of reward.rewards"
 REWARDS_TOGETHER = "rewards are computed concurrently"

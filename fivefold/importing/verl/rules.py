@@ -251,13 +251,59 @@ OWN_FUNCTION: Mapping[str, Rule] = {
 }
 """A reward function of the user's own."""
 
+ENABLED = "reward_model.enable"
+"""The switch of a reward model with a score head; that below `reward.reward_model` is of one that writes judgements."""
+
+
+def _scored_by_model(draft: Draft, source: str) -> None:
+    """Convert the switch of a reward model, whose score then takes the place of a function."""
+    path = "reward_model.model.path"
+    if draft.get(source) is not True:
+        draft.implied(source, "it is switched off")
+    elif draft.writes(path):
+        draft.mapped(source, "reward.fn", "model", "the reward is the model's score alone")
+    else:
+        draft.unsupported(source, f"set reward.fn=model and reward.model.path: {path} is not written")
+
+
+def _of_score_model(rule: Rule) -> Rule:
+    """Apply a rule to an option of a reward model with a score head; without one, the option is implied."""
+
+    def of(draft: Draft, source: str) -> None:
+        if draft.get(ENABLED) is True:
+            rule(draft, source)
+        else:
+            draft.implied(source, "only a reward model reads this")
+
+    return of
+
+
+SCORE_MODEL: Mapping[str, Rule] = {
+    name: _of_score_model(rule)
+    for name, rule in {
+        "model.path": to("reward.model.path", text),
+        "model.input_tokenizer": unsupported(
+            "the reward model reads the actor's tokens, so it must have the actor's vocabulary"
+        ),
+        "megatron.param_offload": to("reward.model.offload", flag),
+        "model.fsdp_config.param_offload": to("reward.model.offload", flag),
+        "forward_max_token_len_per_gpu": to("reward.model.mb_spec.max_tokens_per_mb", whole),
+        "micro_batch_size*": implied(reasons.TOKEN_BUDGET),
+        "use_dynamic_bsz": implied(reasons.TOKEN_BUDGET),
+        "model.use_remove_padding": implied(reasons.ALWAYS_PACKED),
+        "max_length": implied("completions that are too long for the model are an error before the run"),
+        "megatron.*": unsupported("the reward model is laid out as the actor: change reward.model.backend"),
+        "*": unsupported("the section reward.model has the reward model's keys (docs/rewards.md)"),
+    }.items()
+}
+
 REWARD_RULES: Mapping[str, Rule] = {
-    "reward_model.enable": off(reasons.NO_REWARD_MODEL),
+    ENABLED: _scored_by_model,
     "reward_model.reward_manager": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),
     "reward_model.launch_reward_fn_async": implied(reasons.REWARDS_TOGETHER),
     "reward_model.reward_kwargs.*": off(REWARD_KWARGS),
     **for_each(OVERLONG_SECTIONS, OVERLONG),
-    "reward_model.*": option_of_reward_model("reward_model.enable"),
+    **under("reward_model.", SCORE_MODEL),
     "reward.reward_model.enable": off(reasons.NO_REWARD_MODEL),
     "reward.reward_model.*": option_of_reward_model("reward.reward_model.enable"),
     "reward.reward_manager.name": only("naive", holds="each response has one reward", otherwise=reasons.OWN_REWARD),

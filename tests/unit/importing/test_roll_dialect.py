@@ -322,7 +322,7 @@ def test_a_reward_from_a_model_is_unsupported_with_all_its_keys(tmp_path: Path) 
     keys = {entry.key for entry in conversion.report.entries if entry.key.startswith("rewards.judge.")}
     assert len(keys) == 11
     assert keys <= conversion.unsupported()
-    assert "functions, not models" in conversion["rewards.judge.model_args.model_name_or_path"].note
+    assert "reward.fn=judge" in conversion["rewards.judge.model_args.model_name_or_path"].note
     # A classifier on devices of its own is a model as well.
     placed = "rewards: {score: {worker_cls: my.Worker, world_size: 2, device_mapping: '0-1'}}\n"
     conversion = convert_text("roll", tmp_path, placed)

@@ -401,12 +401,32 @@ def test_what_cannot_be_converted_says_why() -> None:
     assert "actor.eps_clip" not in convert_words("verl", f"{ACTOR}clip_ratio=0.3").recipe
 
 
-def test_a_reward_model_is_unsupported_with_all_its_keys() -> None:
-    for section in ("reward_model.", "reward.reward_model."):
-        path = f"{section}model.path=some/judge"
-        assert convert_words("verl", path).unsupported() == set()
-        conversion = convert_words("verl", path, f"{section}enable=True")
-        assert conversion.unsupported() == {f"{section}model.path", f"{section}enable"}
+def test_a_served_reward_model_is_unsupported_with_all_its_keys() -> None:
+    section = "reward.reward_model."
+    path = f"{section}model.path=some/judge"
+    assert convert_words("verl", path).unsupported() == set()
+    conversion = convert_words("verl", path, f"{section}enable=True")
+    assert conversion.unsupported() == {f"{section}model.path", f"{section}enable"}
+
+
+def test_a_reward_model_with_a_score_head_is_a_role() -> None:
+    section = "reward_model."
+    words = (f"{section}model.path=some/scorer", f"{section}micro_batch_size_per_gpu=4")
+    off = convert_words("verl", *words)
+    assert off.unsupported() == set()
+    assert "reward.model.path" not in off.recipe
+    conversion = convert_words(
+        "verl", *words, f"{section}enable=True", f"{section}megatron.param_offload=True",
+        f"{section}megatron.tensor_model_parallel_size=4",
+    )  # fmt: skip
+    assert {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")} == {
+        "reward.fn": "model",
+        "reward.model.path": "some/scorer",
+        "reward.model.offload": True,
+        "reward.model.backend": conversion.recipe["actor.backend"],
+    }
+    assert conversion.unsupported() == {f"{section}megatron.tensor_model_parallel_size"}
+    assert convert_words("verl", f"{section}enable=True").unsupported() == {f"{section}enable"}
 
 
 def test_a_reward_function_of_ones_own_is_named_by_its_file() -> None:
