@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fivefold.config.schema.data import BatchesConfig, RowsConfig
+from fivefold.config.schema.data import DatasetConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler, fingerprint
 from fivefold.data.tokens import tokenize
+from fivefold.data.weighted_sampler import WeightedSampler
 from fivefold.types import Prompt
 
 if TYPE_CHECKING:
@@ -52,8 +53,22 @@ class PromptDataset:
         """The data sources of the prompts."""
         return frozenset(prompt.data_source for prompt in self.prompts)
 
-    def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[Prompt]:
-        """Return a sampler of batches of `config.batch_size` prompts."""
+    def sampler(self, config: DatasetConfig, seed: int) -> EpochSampler[Prompt]:
+        """Return a sampler of batches of `config.batch_size` prompts.
+
+        Raises:
+            ValueError: fewer prompts than a batch has, or weights of data sources that do not fit the prompts.
+        """
+        if config.source_weights:
+            return WeightedSampler(
+                self.prompts,
+                [prompt.data_source for prompt in self.prompts],
+                config.source_weights,
+                batch_size=config.batch_size,
+                shuffle=config.shuffle,
+                seed=seed,
+                fingerprint=self.fingerprint(),
+            )
         return EpochSampler(
             self.prompts,
             batch_size=config.batch_size,

@@ -87,10 +87,14 @@ class EpochSampler(Generic[Item]):
         if self._ordered_epoch != self.epoch:
             self._order, self._ordered_epoch = self._order_of(self.epoch), self.epoch
         batch = [self._items[i] for i in self._order[start : start + self._batch_size]]
+        self._advance()
+        return batch
+
+    def _advance(self) -> None:
+        """Count a batch that is given out."""
         self.position += 1
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
-        return batch
 
     def state_dict(self) -> SamplerState:
         """Return the position in the data set, and what identifies the data set and its order."""
@@ -122,8 +126,13 @@ class EpochSampler(Generic[Item]):
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._items)))
-        if self._shuffle:
-            # random hashes a string with SHA-512, so that neighbouring seeds and epochs give unrelated orders.
-            random.Random(f"{self._seed}-{epoch}").shuffle(order)
-        return order
+        return shuffled(range(len(self._items)), self._seed, str(epoch), self._shuffle)
+
+
+def shuffled(places: Iterable[int], seed: int, name: str, is_random: bool) -> list[int]:
+    """Return places in the order of the name under a seed; otherwise than `is_random`, in their own order."""
+    order = list(places)
+    if is_random:
+        # random hashes a string with SHA-512, so that neighbouring seeds and epochs give unrelated orders.
+        random.Random(f"{seed}-{name}").shuffle(order)
+    return order

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
 from fivefold.config.schema.fields import PathText, Positive, Section
 
 
@@ -35,6 +39,17 @@ class BatchesConfig(Section):
 
 class DatasetConfig(RowsConfig, BatchesConfig):
     """Prompts to train on."""
+
+    source_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """Weights of the values of the column `data_source`: each source gets the share of its weight in every batch, as
+    near as whole prompts allow, and all its prompts come once before any comes again. All sources must be named; empty:
+    prompts come as often as they are in the data set."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> DatasetConfig:
+        if self.source_weights and not any(self.source_weights.values()):
+            raise ValueError(f"source_weights={self.source_weights} are all 0: raise one of them")
+        return self
 
 
 class SFTRowsConfig(RowsConfig):

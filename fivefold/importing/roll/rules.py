@@ -81,7 +81,7 @@ DATA_ARGS: Mapping[str, Rule] = {
     "domain_interleave_probs.*": only(
         1,
         holds="there is only this domain",
-        otherwise="one data set is read: mix the domains in its file",
+        otherwise="write the shares of the data sources as train_dataset.source_weights",
     ),
     "cache_path": implied(reasons.READ_FIRST),
     "*": unknown("the data"),
