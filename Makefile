@@ -31,7 +31,7 @@ test: $(STAMP) ## run the tests
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/browser $(ARGS)
 
 test-browser: $(STAMP) ## run the tests of pages in a headless Chromium, if there is one
-	$(RUN)/python -m pytest tests/browser -rs $(ARGS)
+	$(RUN)/python -m pytest tests/browser -rs -p no:cacheprovider $(ARGS)
 
 lint: $(STAMP) ## format, lint, types and import directions
 	$(RUN)/ruff format --check .

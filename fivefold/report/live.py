@@ -91,6 +91,9 @@ def application(paths: Sequence[Path], token: str) -> Starlette:
     watched = [Watched(path) for path in paths]
 
     def page(request: Request) -> Response:
+        for each in watched:
+            with each.lock:
+                each.refresh()
         shown = [facts(each.run) | {"samples": sample_facts(each.samples)} for each in watched]
         return HTMLResponse(render(shown, {}, live=True), headers=HEADERS)
 

@@ -25,7 +25,7 @@ from fivefold.report.timeline import Timeline, timeline_block
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("core.js", "charts.js", "timeline.js", "samples.js", "page.js")
 """Scripts of the page, in their order; the last one begins."""
-ROOM_FOR_SAMPLES = 12_000_000
+ROOM_FOR_SAMPLES = 10_000_000
 """Bytes of a page that samples may take: with plotly's script and the metrics it stays below 20 MB."""
 INSTALL = "install it with: pip install 'fivefold[report]'"
 

@@ -122,7 +122,12 @@ class SampleBrowser {
     this.choose(this.rows[place]);
   }
 
-  choose(id) { this.chosen = id; this.draw(); this.show(); }
+  choose(id) {
+    this.chosen = id;
+    const top = this.rows.indexOf(id) * ROW, { scrollTop, clientHeight } = this.list;
+    if (top >= 0 && (top < scrollTop || top + ROW > scrollTop + clientHeight)) this.list.scrollTop = top - clientHeight / 2;
+    this.draw(); this.show();
+  }
 
   /* Show the chosen sample, its group side by side, and the samples of its prompt at other steps. */
   async show() {
