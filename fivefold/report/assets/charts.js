@@ -30,11 +30,16 @@ const CURVES = [
   ["mismatch", "Ratio of trainer and rollout", ["rollout_ratio", "rollout_ratio/max"], "ratio"],
   ["mismatch", "Effective sample size", ["rollout_ess", "correction/ess"], "share"],
   ["mismatch", "Correction", [/^correction\/(?!ess)/], ""],
-  ["mismatch", "Staleness", [/stale|version_lag|\bage\b|off_policy/], ""],
+  ["mismatch", "Staleness", ["staleness/mean", "staleness/max"], "steps"],
+  ["mismatch", "Samples of several versions", ["staleness/mixed"], "share"],
+  ["mismatch", "Wait for a step", [/^staleness\/wait_seconds/], "s"],
+  ["expert", "Imbalance of the experts", [/^(critic\/)?experts\/imbalance(\/max)?$/], "largest / mean"],
+  ["expert", "Experts without a token", [/^(critic\/)?experts\/dead$/], "count"],
   ["speed", "Tokens per second", ["tokens_per_second", "train/tokens_per_second_per_device"], "tokens/s"],
   ["speed", "Model TFLOP/s per device", ["train/tflops_per_device"], "TFLOP/s"],
   ["speed", "MFU", ["mfu"], "share"],
   ["speed", "Memory", [/memory_gb|memory\//, /^offload\//], "GB"],
+  ["speed", "Idle time", [/^idle\//], "share"],
   ["speed", "Load of the replicas", [/^replica_busy\//], "share"],
   ["speed", "Seconds of a step", ["seconds/step"], "s"],
 ];
@@ -207,7 +212,7 @@ function buildCharts() {
   const used = new Set(["step"]);
   const layered = all.filter((name) => LAYERED.test(name));
   layered.forEach((name) => used.add(name));
-  const parents = { curve: byId("curve-charts"), mismatch: byId("mismatch-charts"), speed: byId("speed-charts") };
+  const parents = { curve: byId("curve-charts"), mismatch: byId("mismatch-charts"), expert: byId("expert-charts"), speed: byId("speed-charts") };
   PAGE.runs.forEach((run) => {
     if (all.some((name) => name.startsWith("seconds/") && name !== "seconds/step")) {
       addChart(parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", "seconds", (chart) => drawPhases(chart, run), { wide: true, canLog: false });

@@ -73,7 +73,7 @@ def _metrics(step: int, n_steps: int, draw: random.Random) -> dict[str, float]:
         "train/tflops_per_device": 400.0,
         "peak_memory_gb/max": 61.0,
         **{f"seconds/{phase}": 1 + draw.random() for phase in ("rollout", "rewards", "train", "weight sync")},
-        **{f"experts/layer-{layer}/load_max": 1 + draw.random() for layer in range(4)},
+        **{f"experts/imbalance/layer_{layer}": 1 + draw.random() for layer in range(4)},
         **{f"extra/{number}": draw.random() for number in range(20)},
         "seconds/step": 6.0,
     }
