@@ -24,8 +24,10 @@ def learning_rate(
     """
     peak = config.lr if peak is None else peak
     end = config.lr * config.min_lr_ratio if end is None else end
-    # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
-    warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
+    warmup = config.warmup_steps
+    if warmup is None:
+        # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
+        warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

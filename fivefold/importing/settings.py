@@ -116,11 +116,13 @@ def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> 
     draft.mapped(key, TOKEN_BUDGET_KEY, count * length, note)
 
 
-def warmup(draft: Draft, key: str, total_steps: int | None) -> None:
-    """Convert warm-up steps to a share of all steps."""
+def warmup(draft: Draft, key: str, total_steps: int | None, *, counts_updates: bool = False) -> None:
+    """Convert warm-up steps: to as many if they are updates of the optimizer, else to a share of all steps."""
     steps = draft.read(key, whole)
     if steps <= 0:
         draft.implied(key, "it is 0, so nothing is warmed up by a number of steps")
+    elif counts_updates:
+        draft.mapped(key, "actor.optimizer.warmup_steps", steps)
     elif total_steps is None or total_steps < 1:
         draft.unsupported(
             key,

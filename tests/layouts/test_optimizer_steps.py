@@ -42,6 +42,13 @@ def test_the_cosine_schedule_is_that_of_torch() -> None:
         schedule.step()
 
 
+def test_the_warm_up_may_be_a_number_of_updates() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(step, config, 100) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="both say how long the warm-up is"):
+        OptimizerConfig(warmup_steps=4, warmup_steps_proportion=0.1)
+
+
 def test_the_constant_schedule_has_no_warm_up_by_default() -> None:
     assert {learning_rate(step, OptimizerConfig(lr=2.0), total_steps=5) for step in range(9)} == {2.0}
 

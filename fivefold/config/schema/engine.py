@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fivefold.config.schema.fields import DeviceList, Dtype, Fraction, PathText, Positive, Section, Sequences
+from fivefold.config.schema.fields import (
+    DeviceList,
+    Dtype,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Sequences,
+)
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 
@@ -32,11 +41,22 @@ class OptimizerConfig(Section):
     """Shape of the decay after the warm-up."""
     warmup_steps_proportion: Fraction = 0.0
     """Share of all optimizer steps spent on a linear warm-up from 0."""
+    warmup_steps: NonNegative | None = None
+    """Optimizer updates of the warm-up, in place of `warmup_steps_proportion`; null: as that says."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of `lr`. As in torch's schedules, the end is one step after the
     last one."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 switches clipping off."""
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> OptimizerConfig:
+        if self.warmup_steps is not None and self.warmup_steps_proportion > 0:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_steps_proportion={self.warmup_steps_proportion} both say "
+                "how long the warm-up is: keep one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_decay(self) -> OptimizerConfig:

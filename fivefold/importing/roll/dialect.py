@@ -206,18 +206,16 @@ def count_updates(draft: Draft) -> None:
     the number of replicas is known only after the layout.
     """
     steps, plan, per_device = draft.get(ACCUMULATION), draft.plans.get("actor"), draft.get(PER_DEVICE)
-    updates = None
     if plan is not None and plan.n_devices is not None and isinstance(steps, int) and isinstance(per_device, int):
         replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
-        updates = _updates(draft, per_device, steps, replicas)
+        _updates(draft, per_device, steps, replicas)
     draft.unsupported(ACCUMULATION, "the updates in a step cannot be counted here: set actor.ppo_n_minibatches")
     if draft.writes(WARMUP):
-        total = updates and draft.read("max_steps", positive) * updates * draft.read("ppo_epochs", positive, 1)
-        warmup(draft, WARMUP, total)
+        warmup(draft, WARMUP, None, counts_updates=True)
 
 
-def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | None:
-    """Return the updates in a step; None, with ACCUMULATION unsupported, if they do not divide its sequences."""
+def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> None:
+    """Convert the accumulation to the updates in a step; it is unsupported if they do not divide its sequences."""
     prompts, group = draft.read("rollout_batch_size", positive), draft.read("num_return_sequences_in_group", positive)
     update, responses = per_device * steps * replicas, prompts * group
     if update < 1 or responses % update or prompts % (responses // update):
@@ -225,10 +223,9 @@ def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> int | 
             f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences in whole groups"
         )
         draft.unsupported(ACCUMULATION, text)
-        return None
+        return
     note = f"{prompts}*{group} sequences in updates of {per_device}*{steps}*{replicas} replicas"
     draft.mapped(ACCUMULATION, "actor.ppo_n_minibatches", responses // update, note)
-    return responses // update
 
 
 # Algorithm
@@ -286,7 +283,7 @@ def _critics_batches(draft: Draft) -> None:
         per_device = draft.get(own + "per_device_train_batch_size")
         token_budget(critic, own + "per_device_train_batch_size", per_device, _sequence_length(draft))
     if draft.writes(own + "warmup_steps"):
-        warmup(critic, own + "warmup_steps", None)
+        warmup(critic, own + "warmup_steps", None, counts_updates=True)
     draft.unsupported(
         own + "gradient_accumulation_steps",
         "the critic makes as many updates as the actor: set critic.ppo_n_minibatches",
