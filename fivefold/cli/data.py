@@ -11,8 +11,19 @@ import typer
 from fivefold.cli.command import OutFolder, reporting_errors
 from fivefold.config.limits import LARGEST_SEED
 
-data_app = typer.Typer(help="Write the problems of a task to files.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    help="Write the problems of a task to files: tasks of Fivefold's own, and public data sets.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed gives the same files.")]
+
+Source = Annotated[
+    str | None,
+    typer.Option(
+        help="Downloaded folder or file, or a hub name.  [default: the data set on the hub]", show_default=False
+    ),
+]
 
 
 @data_app.command()
@@ -31,6 +42,44 @@ def additions(out: OutFolder, seed: Seed = 1) -> None:
         from fivefold.data.additions import write_additions
 
         _print_row_counts(write_additions(out, seed=seed))
+
+
+def _write_task(name: str, source: str | None, out: Path) -> None:
+    with reporting_errors():
+        from fivefold.data.tasks import write_task
+
+        for path, count in write_task(name, source, out).items():
+            typer.echo(f"{path}  {count:,} rows")
+
+
+@data_app.command()
+def gsm8k(out: OutFolder, source: Source = None) -> None:
+    """GSM8K (grade-school problems) as parquet files in verl's schema."""
+    _write_task("gsm8k", source, out)
+
+
+@data_app.command()
+def math(out: OutFolder, source: Source = None) -> None:
+    """MATH (competition problems with worked solutions) as parquet files in verl's schema."""
+    _write_task("math", source, out)
+
+
+@data_app.command()
+def math500(out: OutFolder, source: Source = None) -> None:
+    """MATH-500, for evaluation, as a parquet file in verl's schema."""
+    _write_task("math500", source, out)
+
+
+@data_app.command()
+def deepscaler(out: OutFolder, source: Source = None) -> None:
+    """DeepScaleR's 40,000 problems as a parquet file in verl's schema."""
+    _write_task("deepscaler", source, out)
+
+
+@data_app.command()
+def aime24(out: OutFolder, source: Source = None) -> None:
+    """AIME 2024, for evaluation, as a parquet file in verl's schema."""
+    _write_task("aime24", source, out)
 
 
 def _print_row_counts(paths: Iterable[Path]) -> None:

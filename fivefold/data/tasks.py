@@ -1,0 +1,120 @@
+"""Public data sets of mathematics as parquet files in verl's schema, from the hub or from files that were downloaded.
+
+{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "..."}], "ability": "math",
+ "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": {"split": "train", "index": 0, ...}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.paths import user_path
+from fivefold.config.schema.data import RowsConfig
+from fivefold.data.files import Row
+from fivefold.data.rows import load_rows, require_column
+
+BOXED = "Let's think step by step and output the final answer within \\boxed{}."
+HASHES = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def after_hashes(solution: str) -> str:
+    """Return what stands behind the last `####` of a solution, without commas between digits."""
+    return solution.rpartition("####")[2].strip().replace(",", "")
+
+
+def last_boxed(solution: str) -> str:
+    """Return the content of the last `\\boxed{...}` of a solution, whose braces may be nested.
+
+    Raises:
+        ValueError: there is none, or its brace is not closed.
+    """
+    start = solution.rfind("\\boxed{")
+    depth = 0
+    for place in range(start + len("\\boxed"), len(solution)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(solution[place], 0)
+        if depth == 0:
+            return solution[start + len("\\boxed{") : place]
+    raise ValueError(f"no \\boxed{{...}} in {solution[-80:]!r}")
+
+
+def as_written(answer: str) -> str:
+    """Return an answer without blanks around it."""
+    return answer.strip()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One data set: where it is, which columns it has, and how its answers are written."""
+
+    hub: str
+    """Name on the hub, with the configuration if it has several; the `data_source` of the rows is the name alone."""
+    question: str
+    """Column of the question."""
+    answer: str
+    """Column from which the answer is taken."""
+    extract: Callable[[str], str]
+    """Takes the answer from its column."""
+    instruction: str
+    """Follows the question in the prompt."""
+    splits: tuple[str, ...]
+
+
+TASKS = {
+    "gsm8k": Task("openai/gsm8k:main", "question", "answer", after_hashes, HASHES, ("train", "test")),
+    "math": Task("DigitalLearningGmbH/MATH-lighteval", "problem", "solution", last_boxed, BOXED, ("train", "test")),
+    "math500": Task("HuggingFaceH4/MATH-500", "problem", "answer", as_written, BOXED, ("test",)),
+    "deepscaler": Task("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", as_written, BOXED, ("train",)),
+    "aime24": Task("HuggingFaceH4/aime_2024", "problem", "answer", as_written, BOXED, ("train",)),
+}
+"""The tasks by the names of `fivefold data`."""
+
+
+def write_task(name: str, source: str | None, out_dir: str | Path) -> dict[Path, int]:
+    """Write a task's splits as parquet files.
+
+    Args:
+        name: a key of `TASKS`.
+        source: a folder with files that are named after splits, a single file, or a name on the hub; None: the task's.
+        out_dir: the folder to write to.
+
+    Returns:
+        The rows of each file.
+
+    Raises:
+        ValueError: a source that cannot be read, that lacks a column, or with an answer that is not written as the
+            task's are.
+    """
+    from datasets import Dataset
+
+    task, out = TASKS[name], Path(out_dir)
+    source = source or task.hub
+    out.mkdir(parents=True, exist_ok=True)
+    is_file = user_path(source).is_file()
+    counts = {}
+    for split in (user_path(source).stem,) if is_file else task.splits:
+        rows = load_rows(RowsConfig(path=source, split=None if is_file else split))
+        for column in (task.question, task.answer):
+            require_column(rows, column, f"fivefold data {name}", source)
+        path = out / f"{split}.parquet"
+        Dataset.from_list(list(_converted(task, rows, split, source))).to_parquet(path)
+        counts[path] = len(rows)
+    return counts
+
+
+def _converted(task: Task, rows: list[Row], split: str, source: str) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(rows):
+        question, answer = str(row[task.question]), str(row[task.answer])
+        try:
+            truth = task.extract(answer)
+        except ValueError as error:
+            raise ValueError(f"row {index + 1} of {source!r}, column {task.answer!r}: {error}") from error
+        yield {
+            "data_source": task.hub.partition(":")[0],
+            "prompt": [{"role": "user", "content": f"{question} {task.instruction}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+        }
