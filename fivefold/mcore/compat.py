@@ -7,7 +7,6 @@ states its symptom, its cause and the condition for its removal.
 from __future__ import annotations
 
 import contextlib
-import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,13 +39,6 @@ def prepare() -> None:
         _allow_uneven_collectives_on_gloo()
         _CudaToCpu().__enter__()
     _prepared = True
-
-
-def make_deterministic() -> None:
-    """Allow only kernels that give the same bits every time. Call it before the device's first matrix product."""
-    # cuBLAS reads this when its handle is made; without it, another stream may get another algorithm.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def _fix_router_without_transformer_engine() -> None:

@@ -30,6 +30,7 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
 from fivefold.engine.host_copy import Parkable
@@ -106,7 +107,7 @@ class MegatronEngine:
         """
         compat.prepare()
         if config.megatron.use_deterministic_algorithms:
-            compat.make_deterministic()
+            make_deterministic()
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         shape = load_shape(self._folder)

@@ -427,6 +427,7 @@ def replica_spec(
         max_restarts=config.max_server_restarts,
         recomputes=bool(config.recompute_kv_cache),
         route=route,
+        deterministic=recipe.actor.megatron.use_deterministic_algorithms,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
     )
 

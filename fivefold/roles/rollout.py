@@ -25,6 +25,7 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
+from fivefold.engine.deterministic import make_deterministic
 from fivefold.roles.actor import Actor
 from fivefold.roles.gate import Gate
 from fivefold.roles.remote_batch import Piece, RemoteBatch
@@ -263,6 +264,8 @@ class RolloutWorker:
     """One replica of the rollout engine."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        if spec.deterministic:
+            make_deterministic()
         run = f"{spec.run}-{os.environ[NODE]}"
         place = NodePlace(run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)

@@ -51,3 +51,5 @@ class ReplicaSpec:
     """Whether the embedded engine computes keys and values of running completions anew when weights change."""
     route: Route = FOLDER
     """How weights reach the engine."""
+    deterministic: bool = False
+    """Whether the embedded engine allows only kernels that give the same bits every time."""

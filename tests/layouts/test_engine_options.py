@@ -130,6 +130,27 @@ def test_deterministic_kernels_are_switched_on(workers: Workers, models: Path) -
         assert workers(1).run(determinism, case, models / "qwen3_moe") == [(wanted, wanted)]
 
 
+def trained_deterministically(case: Case, folder: Path) -> tuple[list[float], Tensors]:
+    """In a worker: return the gradient norms of two steps, and the weights behind them."""
+    try:
+        run = megatron_cases.train(case, folder, uneven_batch(), SFTLoss(), OptimizerConfig(lr=1e-2), 2)
+        return [step.grad_norm for step in run.steps], run.weights
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:c2|ffn:t2)", "megatron:(attn:t2p2|ffn:e2)"])
+def test_two_runs_of_a_deterministic_model_are_the_same_to_the_bit(workers: Workers, models: Path, layout: str) -> None:
+    fields = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+    options = MegatronConfig(use_deterministic_algorithms=True, transformer=fields)
+    case = Case(layout, options, dtype="bfloat16")
+    first, second = (
+        workers(case.world_size).run(trained_deterministically, case, models / "qwen3_moe-bf16")[0] for _ in range(2)
+    )
+    assert first[0] == second[0]
+    assert all(tensor.equal(second[1][name]) for name, tensor in first[1].items())
+
+
 def random_weights(case: Case, folder: Path, seed: int) -> Tensors:
     return whole(case.engine(folder, seed=seed).export_weights())
 

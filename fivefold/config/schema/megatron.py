@@ -189,7 +189,8 @@ class MegatronConfig(Section):
     """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
     newest is read (docs/converting.md)."""
     use_deterministic_algorithms: bool = False
-    """Use kernels whose results are the same bit for bit in every run; they are slower."""
+    """Use kernels and collectives whose results are the same bit for bit in every run, in the rollout's embedded engine
+    too; they are slower."""
     virtual_pipeline_parallel_size: Positive = 1
     """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
     router_dtype: Literal["model", "fp32"] = "fp32"
