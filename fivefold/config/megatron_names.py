@@ -137,7 +137,7 @@ _TRANSFORMER: dict[str, str] = {
         "no family that is trained has such a bias in its files, so that the rollout would route without it",
         "moe_router_enable_expert_bias moe_router_bias_update_rate",
     ),
-    **_each("tokens travel by all-to-all or all-gather", "moe_deepep_num_sms moe_hybridep_num_sms"),
+    "moe_hybridep_num_sms": "token_dispatcher=flex exchanges tokens by DeepEP, not by HybridEP",
 }
 
 _DDP: dict[str, str] = {

@@ -29,6 +29,7 @@ HANDED_ON: Mapping[str, frozenset[str]] = {
     "TransformerConfig": frozenset(
         {
             "bias_activation_fusion",
+            "moe_deepep_num_sms",
             "deallocate_pipeline_outputs",
             "batch_p2p_sync",
             "microbatch_group_size_per_vp_stage",
@@ -115,7 +116,7 @@ def transformer_settings(config: EngineConfig, layout: ParallelLayout, shape: Mo
         # For dense models too: Megatron-Core's default refuses uneven lengths even where there are no experts.
         "moe_token_dispatcher_type": config.megatron.token_dispatcher,
         # The all-gather dispatcher wants one length on all ranks, so the engine pads to it.
-        "variable_seq_lengths": config.megatron.token_dispatcher == "alltoall",
+        "variable_seq_lengths": config.megatron.token_dispatcher != "allgather",
     }
     if shape.is_moe:
         fields |= _moe_fields(config.megatron, layout, shape)

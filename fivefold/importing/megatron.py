@@ -32,7 +32,7 @@ DEGREES: Mapping[str, Degree] = {
 }
 FOLLOWS_SCHEDULE = "this follows from the pipeline's schedule"
 DROPLESS = "no token is ever dropped"
-ALL_TO_ALL = "tokens travel by all-to-all or all-gather, not by DeepEP"
+ALL_TO_ALL = "DeepEP is chosen by actor.megatron.token_dispatcher=flex"
 AS_ACTOR = "the reference runs with the actor's options"
 CHECKPOINT = "recomputation is switched by actor.megatron.recompute: none, selective or full"
 SHARED_OUT = "sequence parallelism, which is on if t is above 1, divides saved activations over the ranks"
@@ -120,7 +120,7 @@ TRANSFORMER: Mapping[str, Rule] = {
     # Mixture of experts
     "moe_router_dtype": to("actor.megatron.router_dtype", one_of(fp32="fp32", float32="fp32")),
     "moe_token_dispatcher_type": to(
-        "actor.megatron.token_dispatcher", one_of(alltoall="alltoall", allgather="allgather")
+        "actor.megatron.token_dispatcher", one_of(alltoall="alltoall", allgather="allgather", flex="flex")
     ),
     "moe_aux_loss_coeff": RouterLoss("actor.megatron.transformer.moe_aux_loss_coeff", _weights),
     "moe_z_loss_coeff": to("actor.megatron.transformer.moe_z_loss_coeff", number),

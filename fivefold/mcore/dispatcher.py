@@ -9,6 +9,7 @@ expert-parallel rank, the device never waits for the host.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,7 +20,21 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.kernels import sum_rows
+
+
+def check_deepep(config: MegatronConfig) -> None:
+    """Refuse DeepEP's dispatcher where it is not installed.
+
+    Raises:
+        ValueError: `token_dispatcher` is `flex`, and there is no package `deep_ep`.
+    """
+    if config.token_dispatcher == "flex" and find_spec("deep_ep") is None:
+        raise ValueError(
+            "token_dispatcher=flex exchanges tokens by DeepEP, and the package deep_ep is not installed here: build it "
+            "(https://github.com/deepseek-ai/DeepEP), or set token_dispatcher to alltoall"
+        )
 
 
 def install(decoder: nn.Module, config: TransformerConfig) -> None:

@@ -61,6 +61,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
+from fivefold.mcore.dispatcher import check_deepep
 from fivefold.mcore.generators import MegatronGenerators
 from fivefold.mcore.model import Decoder, build_chunks, named_parameters
 from fivefold.mcore.optimizer import Optimizer
@@ -116,6 +117,7 @@ class MegatronEngine:
             self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
         check_layout(layout, shape)
         check_megatron(config, shape, layout)
+        check_deepep(config.megatron)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._bridge = BRIDGES[config.megatron.bridge_type](self.shape)

@@ -218,6 +218,12 @@ def test_an_impossible_layout_is_refused_on_every_rank(
         assert rule in message
 
 
+def test_deepeps_dispatcher_is_refused_where_it_is_not_installed(workers: Workers, models: Path) -> None:
+    case = Case("megatron:d1", MegatronConfig(token_dispatcher="flex"))
+    (message,) = workers(1).run(message_of, build, case, models / "qwen3_moe")
+    assert "the package deep_ep is not installed here" in message
+
+
 def build_on_other_layout(first: str, second: str, folder: Path) -> None:
     Case(first).engine(folder)
     layout = parse_backend(second)

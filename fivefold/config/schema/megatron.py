@@ -77,6 +77,8 @@ class MegatronTransformerFields(MegatronFields):
     """Groups of experts that a token may visit."""
     moe_router_force_load_balancing: bool = False
     """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
+    moe_deepep_num_sms: Positive = 20
+    """With `token_dispatcher: flex`: multiprocessors of the GPU that DeepEP takes for the exchange."""
     bias_activation_fusion: bool = False
     """Compute the activation of dense MLPs and shared experts in one kernel, which saves memory."""
     deallocate_pipeline_outputs: bool = False
@@ -195,8 +197,9 @@ class MegatronConfig(Section):
     """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
     router_dtype: Literal["model", "fp32"] = "fp32"
     """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
-    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """Collective that brings tokens to their experts. Neither drops tokens."""
+    token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens come to their experts: by all-to-all, by all-gather, or (`flex`) by DeepEP's kernels, which have to be
+    installed. None drops tokens."""
     logprob_chunk_size: Positive = 1024
     """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -242,6 +245,12 @@ class MegatronConfig(Section):
                 f"transformer.recompute_modules=[moe], and recompute={self.recompute} or recompute_modules says "
                 "something else: drop moe_layer_recompute, and add moe to recompute_modules"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_dispatcher(self) -> MegatronConfig:
+        if self.token_dispatcher == "flex" and self.router_dtype != "fp32":
+            raise ValueError("token_dispatcher=flex sends probabilities in float32: set router_dtype to fp32")
         return self
 
     @property

@@ -76,6 +76,7 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_layers_in_first_pipeline_stage": (20, {}),
     "num_layers_in_last_pipeline_stage": (20, {}),
     "pipeline_model_parallel_layout": (STAGES, {}),
+    "moe_deepep_num_sms": (24, {}),
     "bucket_size": (12345, {}),
     "exp_avg_dtype": ("bfloat16", {}),
     "exp_avg_sq_dtype": ("bfloat16", {}),
