@@ -8,7 +8,9 @@ import torch
 
 
 def load_metrics(load_LE: torch.Tensor, moe_layers: Sequence[bool]) -> dict[str, float]:
-    """Return how uneven the loads of experts are, over all layers and by layer; nothing if no token was routed.
+    """Return how uneven the loads of experts are; nothing if no token was routed.
+
+    Over all layers they are `experts/imbalance` and the like, of layer n `experts/imbalance/layer_<n>`.
 
     Args:
         load_LE: tokens that each expert of each layer got, [layers, experts].

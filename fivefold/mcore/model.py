@@ -40,7 +40,8 @@ class Decoder(GPTModel):
                 for tensor_T in (padding_T, sequences_T)
             )
         padding_1T = padding_T.unsqueeze(0)
-        note_sequences(self.routers, padding_1T, sequences_T, local.n_sequences)
+        if self.training:
+            note_sequences(self.routers, padding_1T, sequences_T, local.n_sequences)
         return self.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=packed, padding_mask=padding_1T
         )

@@ -24,7 +24,7 @@ def effective_configs(recipe: Recipe) -> Changed:
     """Return what differs from Megatron-Core's defaults, for each role that is trained on Megatron-Core.
 
     Raises:
-        ValueError: layouts that contradict one another, or a model whose shape is not known.
+        ValueError: layouts that contradict one another, a model whose shape is not known, or no role on Megatron-Core.
     """
     placement = place(recipe)
     actor = find_shape(recipe.actor.path)
@@ -35,6 +35,8 @@ def effective_configs(recipe: Recipe) -> Changed:
         models["critic"] = recipe.critic, find_shape(recipe.critic.path).as_critic()
         optimizers["critic"] = recipe.critic.optimizer
     layouts = {role: placement[role].layout for role in models}
+    if all(layout.backend != "megatron" for layout in layouts.values()):
+        raise ValueError("no role of this recipe is trained on Megatron-Core, whose configuration --effective shows")
     return {
         role: changed_values(config, optimizers[role], layouts[role], shape, on_gpu=not placement.is_cpu)
         for role, (config, shape) in models.items()

@@ -144,3 +144,17 @@ def test_a_picture_without_a_layout_that_fits_is_not_written(tmp_path: Path) -> 
     assert result.stderr.startswith("--svg: nothing was written")
     assert "nothing was written" not in result.stdout
     assert run("--model", "DeepSeek-V3", "--gpus", "8", "--search").stderr == ""
+
+
+def test_the_effective_configuration_is_what_differs_from_megatron_cores_defaults(recipe: str) -> None:
+    result = run(recipe, "actor.megatron.transformer.bias_activation_fusion=true", "--effective")
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert "bias_activation_fusion: true  # default: false" in lines
+    assert "tensor_model_parallel_size: 2  # default: 1" in lines
+    assert not any(line.startswith("pipeline_model_parallel_size") for line in lines)
+    values = printed_json(recipe, "--effective")
+    assert values["actor"]["TransformerConfig"]["num_layers"] == 36
+    assert "bias_activation_fusion" not in values["actor"]["TransformerConfig"]
+    refused = run("--model", "Qwen3-8B", "--gpus", "8", "--effective")
+    assert "--effective needs a recipe" in refused.output
