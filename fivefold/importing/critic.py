@@ -81,6 +81,8 @@ def complete(draft: Draft) -> None:
         return
     recipe = draft.recipe
     recipe.setdefault(PATH, recipe.get("actor.path", "${actor.path}"))
-    for name in ("dtype", "ppo_epochs", "ppo_n_minibatches", "mb_spec.max_tokens_per_mb", "megatron.recompute"):
+    engine = str(recipe.get("critic.backend", recipe.get("actor.backend", ""))).partition(":")[0]
+    recomputes = [f"{name}.recompute" for name in ("megatron", "fsdp") if engine in ("", name)]
+    for name in ("dtype", "ppo_epochs", "ppo_n_minibatches", "mb_spec.max_tokens_per_mb", *recomputes):
         if f"actor.{name}" in recipe:
             recipe.setdefault(f"critic.{name}", recipe[f"actor.{name}"])

@@ -42,8 +42,6 @@ class RolePlan:
     """How the source lays out one role, before it is known whether that fits the devices."""
 
     backend: str = "megatron"
-    shards_weights: bool = False
-    """Whether the source trains with FSDP, ZeRO or the like; Fivefold lays out Megatron-Core in its place."""
     degrees: dict[Degree, int] = field(default_factory=dict)
     n_devices: int | None = None
     keys: dict[str, str] = field(default_factory=dict)
@@ -58,6 +56,11 @@ class RolePlan:
     """The source's key of the list of devices."""
     has_processes: bool = False
     """Whether a reference has devices, and so processes, of its own."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the role trains with FSDP, in whose place ZeRO is laid out too."""
+        return self.backend == "fsdp"
 
     def get(self, degree: Degree) -> int:
         """Return a degree; 1 if the source gives none."""

@@ -5,6 +5,7 @@ The data-parallel degree `d` follows from the devices: their number over that of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,17 @@ from typing import Any
 from fivefold.importing.critic import NOT_TRAINED, has_critic
 from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.models import is_moe, known_shape
-from fivefold.importing.reasons import NO_REFERENCE, WHOLE_WEIGHTS
+from fivefold.importing.reasons import NO_REFERENCE
 from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.devices import device_text, parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 
 DEFAULT_GPUS_PER_NODE = 8
 ANY_ROLLOUT = "transformers:d*"
+_TRAINERS = "|".join(name for name, backend in BACKENDS.items() if backend.trains)
+"""A regular expression of the engines that train."""
 
 
 def lay_out(draft: Draft) -> None:
@@ -43,8 +47,25 @@ def lay_out(draft: Draft) -> None:
     _settle_reference(draft, actor)
     _settle_critic(draft)
     _settle_reward_model(draft)
-    if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
-        draft.notes.append(WHOLE_WEIGHTS)
+    _drop_options_of_other_engines(draft)
+
+
+def _drop_options_of_other_engines(draft: Draft) -> None:
+    """Remove the keys of a trained role that only another engine reads, such as losses of Megatron-Core's router."""
+    for role in ("actor", "critic"):
+        engine = engine_of(draft, role)
+        for key in [key for key in draft.recipe if key.startswith((f"{role}.megatron.", f"{role}.fsdp."))]:
+            if key.split(".")[1] != engine:
+                draft.demote(key, f"the {role} runs on {BACKENDS[engine].title}, which has no such option")
+
+
+def engine_of(draft: Draft, role: str) -> str:
+    """Return the engine that the recipe trains a role with; the critic's is the actor's if it has none of its own."""
+    written = draft.recipe.get("allocation_mode")
+    layouts = [str(written)] if written else [str(draft.recipe.get(f"{key}.backend", "")) for key in (role, "actor")]
+    patterns = (rf"\b({_TRAINERS})\[{role}\]", rf"\b({_TRAINERS})\b")
+    found = (re.search(pattern, layout) for pattern in patterns for layout in layouts)
+    return next((match[1] for match in found if match), "megatron")
 
 
 def _settle(draft: Draft, role: Role) -> RoleAllocation | None:

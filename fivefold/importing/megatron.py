@@ -238,10 +238,17 @@ def recompute_ways(draft: Draft, prefix: str, granularity: Any) -> None:
             draft.mapped(key, f"actor.megatron.transformer.{name}", draft.read(key, convert))
 
 
-def checkpoint_layers(draft: Draft, switch: str, is_on: bool) -> None:
-    """Convert the gradient checkpointing of FSDP and DeepSpeed, whose key is `switch`: it recomputes whole layers."""
+def checkpoint_layers(draft: Draft, switch: str, is_on: bool, backend: str = "fsdp") -> None:
+    """Convert gradient checkpointing that recomputes whole layers, as that of FSDP, DeepSpeed and Archon does.
+
+    Args:
+        draft: receives the recipe's value and the entries.
+        switch: the framework's key.
+        is_on: its value.
+        backend: the engine that trains here.
+    """
     if is_on:
-        draft.mapped(switch, "actor.megatron.recompute", "full", "whole layers are recomputed, as there")
+        draft.mapped(switch, f"actor.{backend}.recompute", "full", "whole layers are recomputed, as there")
     draft.implied(switch, "it is off, as by default")
 
 

@@ -57,15 +57,17 @@ KERNELS = "Fivefold chooses its kernels itself"
 OWN_BRIDGE = "Fivefold has one bridge between Hugging Face and Megatron-Core weights, for dense and MoE models"
 WEIGHTS_IN_BUCKETS = "rollout.weight_transport decides how weights go from actor to rollout"
 
-# Megatron-Core in the place of FSDP and DeepSpeed
+# FSDP in the place of DeepSpeed, and Megatron-Core in the place of Archon
 
 ON_MEGATRON = "Megatron-Core trains in its place: the notes say what differs"
-NOT_FSDP = "training on Megatron-Core has no counterpart of this option of FSDP"
+ON_FSDP = "FSDP trains in its place, which shards weights, gradients and optimizer too"
+NOT_FSDP = "this option of FSDP has no counterpart"
+LAYER_UNITS = "each layer is gathered on its own, while the one before it computes"
 WHOLE_IN_PASSES = "weights stay whole in the forward and the backward pass: none is gathered or freed"
-STATES_SHARDED = "optimizer states are sharded over all replicas"
+STATES_SHARDED = "weights, gradients and optimizer states are sharded over all replicas"
 SPLIT_CONTEXTS = "context parallelism is the degree c of a Megatron layout"
 WHOLE_WEIGHTS = (
-    "FSDP and ZeRO-3 shard the weights too; Megatron's distributed optimizer, laid out in their place, shards the "
+    "Archon shards the weights too; Megatron's distributed optimizer, laid out in its place, shards the "
     "optimizer's states only. A large model may need t, p or e: `fivefold plan RECIPE --search` proposes layouts"
 )
 

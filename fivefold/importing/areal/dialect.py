@@ -13,6 +13,7 @@ from fivefold.importing.critic import ADVANTAGE, NOT_NORMALISED, WHITENS, ForCri
 from fivefold.importing.defaults import own_default
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
+from fivefold.importing.layouts import engine_of
 from fivefold.importing.rules import under
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold.importing.tasks import DISTILLATION, PREFERENCES, REWARD_MODEL, SFT, Sign
@@ -108,7 +109,7 @@ def _backends(draft: Draft) -> set[str]:
             trainers |= _map_layout(draft, key, modern(str(draft.get(key))))
     if draft.get("ref.backend") and draft.read("actor.kl_ctl", number, 0.1) > 0:
         value = modern(str(draft.get("ref.backend")))
-        if on_megatron(value) == draft.recipe.get("actor.backend"):
+        if offered(value) == draft.recipe.get("actor.backend"):
             draft.implied("ref.backend", "the reference runs in the actor's processes, laid out as the actor")
         _map_layout(draft, "ref.backend", value)
     draft.implied("ref.backend", reasons.NO_REFERENCE)
@@ -118,18 +119,18 @@ def _backends(draft: Draft) -> set[str]:
 
 
 def _map_layout(draft: Draft, key: str, layout: str) -> set[str]:
-    """Map `key` to `layout` on Megatron-Core; return the engines that the source trains with."""
+    """Map `key` to `layout` on the engines that are offered; return the engines that the source trains with."""
     trainers = set(TRAINER.findall(layout))
-    is_other = bool(trainers - {"megatron"})
-    draft.mapped(key, key, on_megatron(layout), reasons.ON_MEGATRON if is_other else "")
+    is_other = "archon" in trainers
+    draft.mapped(key, key, offered(layout), reasons.ON_MEGATRON if is_other else "")
     if is_other and reasons.WHOLE_WEIGHTS not in draft.notes:
         draft.notes.append(reasons.WHOLE_WEIGHTS)
     return trainers
 
 
-def on_megatron(layout: str) -> str:
-    """Return the layout with Megatron-Core in the place of every trainer, with the same degrees."""
-    return TRAINER.sub("megatron", layout)
+def offered(layout: str) -> str:
+    """Return the layout with Megatron-Core in the place of Archon, with the same degrees."""
+    return re.sub(r"\barchon\b", "megatron", layout)
 
 
 def modern(allocation: str, trainer: str | None = None) -> str:
@@ -273,7 +274,8 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
     """Convert gradient checkpointing, whose granularity for Megatron-Core is `full` unless written."""
     switch, key = "actor.gradient_checkpointing", "actor.megatron.recompute_granularity"
     is_on = draft.read(switch, flag, False)
-    if "megatron" in trainers:
+    engine = engine_of(draft, "actor")
+    if engine == "megatron" and "megatron" in trainers:
         granularity = draft.get(key, "full") if is_on else "none"
         written = key if draft.writes(key) and is_on else switch
         draft.mapped(written, "actor.megatron.recompute", granularity)
@@ -282,12 +284,12 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
             if not is_on:
                 draft.implied(name, f"{switch} is off")
         megatron.recompute_ways(draft, "actor.megatron.", granularity)
-    megatron.checkpoint_layers(draft, switch, is_on)
+    megatron.checkpoint_layers(draft, switch, is_on, engine)
     for unused in draft.keys("ref.gradient_checkpointing"):
         draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)
     if draft.writes("critic.gradient_checkpointing"):
         is_on = draft.read("critic.gradient_checkpointing", flag)
-        megatron.checkpoint_layers(ForCritic(draft), "critic.gradient_checkpointing", is_on)
+        megatron.checkpoint_layers(ForCritic(draft), "critic.gradient_checkpointing", is_on, engine_of(draft, "critic"))
 
 
 def _router(draft: Draft, trainers: set[str]) -> None:

@@ -173,7 +173,7 @@ ENGINE: Mapping[str, Rule] = {
     "scheduling_spec.*": implied(RAY_PLACES),
     "scheduling_spec.*.env_vars.*": unsupported(reasons.OWN_ENVIRONMENT),
     "scheduling_strategy": implied("roles have devices of their own where the cluster has room"),
-    "fsdp.wrap_policy*": implied(reasons.WHOLE_IN_PASSES),
+    "fsdp.wrap_policy*": implied(reasons.LAYER_UNITS),
     "fsdp.offload_params": off(reasons.NO_OFFLOAD),
     "fsdp.*": unsupported(reasons.NOT_FSDP),
     "archon.*": unsupported("training on Megatron-Core has no counterpart of this option of Archon"),

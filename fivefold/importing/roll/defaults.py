@@ -70,6 +70,9 @@ RUN: Mapping[str, Any] = {
         TRAIN + CONFIG + "moe_z_loss_coeff",
         TRAIN + CONFIG + "overlap_grad_reduce",
     ),
+    **none(
+        TRAIN + CONFIG + "reshard_after_forward",  # true, as in Fivefold
+    ),
 }
 
 CRITICS: Mapping[str, Any] = {"critic_warmup": 0, **under(CRITIC + "training_args.", OPTIMIZER)}

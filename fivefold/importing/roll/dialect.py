@@ -132,11 +132,12 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
         megatron.degrees(draft, role, section + CONFIG)
         plan.keys[section + STRATEGY] = ""
     elif strategy.startswith(("fsdp2", "deepspeed")):
-        plan.shards_weights = True
-        plan.keys[section + STRATEGY] = reasons.ON_MEGATRON
+        plan.backend = "fsdp"
+        plan.keys[section + STRATEGY] = ""
         if strategy.startswith("deepspeed"):
+            plan.keys[section + STRATEGY] = reasons.ON_FSDP
             for option in draft.keys(section + CONFIG + "*"):
-                draft.unsupported(option, "Megatron-Core trains in DeepSpeed's place, and does not read its options")
+                draft.unsupported(option, "FSDP trains in DeepSpeed's place, and does not read its options")
         if draft.writes(section + "model_args.ulysses_size"):
             draft.lay_out(section + "model_args.ulysses_size", role, "cp")
     else:

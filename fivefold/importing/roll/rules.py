@@ -109,8 +109,8 @@ GENERATING_ARGS: Mapping[str, Rule] = {
 FSDP: Mapping[str, Rule] = {
     "enable_mix_precision": implied("weights are bfloat16, master weights float32"),
     "fsdp_size": implied(reasons.STATES_SHARDED),
-    "reshard_after_forward": implied(reasons.WHOLE_IN_PASSES),
-    "wrap_policy.*": implied(reasons.WHOLE_IN_PASSES),
+    "reshard_after_forward": implied("it matters in training only"),
+    "wrap_policy.*": implied(reasons.LAYER_UNITS),
     "offload_policy": off(reasons.NO_OFFLOAD),
     "use_batched_model_update": implied(reasons.WEIGHTS_IN_BUCKETS),
     "param_dtype": implied("actor.dtype is the number format"),
@@ -294,5 +294,6 @@ RULES: Mapping[str, Rule] = {
     **under(INFER + "generating_args.", GENERATING_ARGS),
     **under("validation.data_args.", VALIDATION_DATA),
     **under(TRAIN + CONFIG, FSDP),
+    TRAIN + CONFIG + "reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
     TRAIN + CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
 }

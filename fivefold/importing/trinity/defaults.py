@@ -63,6 +63,7 @@ RUN: Mapping[str, Any] = {
     # The trainer's own tree repeats the keys above, with the same defaults.
     **none(TREE + MODEL + "tokenizer_path", *under(TREE + ACTOR + "optim.", OPTIMIZER), *under(TREE + ACTOR, MEGATRON)),
     **none(*(f"{TREE}{ACTOR}{name}" for name in ("megatron.param_dtype", "megatron.dtype", "fsdp_config.dtype"))),
+    **none(TREE + ACTOR + "fsdp_config.reshard_after_forward"),
     **none(*(f"{TREE}{ACTOR}{name}" for name in ("grad_clip", "entropy_coeff", "clip_ratio_c", "ppo_epochs"))),
     **none(*(f"{TREE}{ACTOR}{name}" for name in ("loss_agg_mode", "loss_scale_factor", "recompute_old_log_prob"))),
 }

@@ -203,8 +203,8 @@ def _lay_out_trainer(draft: Draft) -> None:
     """Read `trainer.trainer_strategy` and `trainer.megatron`, which override the tree."""
     plan, strategy = draft.plans["actor"], "trainer.trainer_strategy"
     if draft.writes(strategy):
-        plan.shards_weights = not str(draft.get(strategy)).startswith("megatron")
-        plan.keys[strategy] = reasons.ON_MEGATRON if plan.shards_weights else ""
+        plan.backend = "megatron" if str(draft.get(strategy)).startswith("megatron") else "fsdp"
+        plan.keys[strategy] = ""
     own = draft.keys("trainer.megatron.*")
     if plan.shards_weights:
         megatron.ignore(draft, "trainer.megatron.")

@@ -69,6 +69,7 @@ TREE: Mapping[str, Any] = {
     **under(ACTOR, MEGATRON),
     ACTOR + "megatron.dtype": "bfloat16",
     **none(ACTOR + "megatron.param_dtype", ACTOR + "fsdp_config.dtype"),
+    ACTOR + "fsdp_config.reshard_after_forward": True,
     ACTOR + "grad_clip": 1.0,
     ACTOR + "ppo_mini_batch_size": 256,
     ACTOR + "ppo_max_token_len_per_gpu": 16384,

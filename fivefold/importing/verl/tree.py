@@ -106,7 +106,8 @@ def lay_out_trainers(draft: Draft, tree: Tree) -> None:
     """Read how the actor and the reference are laid out."""
     at = tree.prefix
     actor = draft.plans["actor"] = RolePlan(etp_follows_tp=tree.etp_follows_tp)
-    actor.shards_weights = not _trains_on_megatron(draft, at)
+    if not _trains_on_megatron(draft, at):
+        actor.backend = "fsdp"
     actor.n_devices = _n_devices(draft, at)
     _degrees(draft, "actor", at + ACTOR)
     # The reference takes the actor's degree where its own is not written.
@@ -119,11 +120,12 @@ def lay_out_critic(draft: Draft, tree: Tree) -> None:
     if not has_critic(draft):
         return
     at, actor = tree.prefix, draft.plans["actor"]
-    plan = draft.plans["critic"] = RolePlan(etp_follows_tp=tree.etp_follows_tp, n_devices=actor.n_devices)
-    plan.shards_weights = actor.shards_weights
+    plan = draft.plans["critic"] = RolePlan(
+        actor.backend, etp_follows_tp=tree.etp_follows_tp, n_devices=actor.n_devices
+    )
     _degrees(draft, "critic", at + CRITIC)
     if draft.writes(at + CRITIC + "strategy"):
-        plan.keys[at + CRITIC + "strategy"] = reasons.ON_MEGATRON if plan.shards_weights else ""
+        plan.keys[at + CRITIC + "strategy"] = ""
     switch = at + CRITIC + "model.enable_gradient_checkpointing"
     if plan.shards_weights:
         megatron.checkpoint_layers(ForCritic(draft), switch, is_on=draft.read(switch, flag, True))
@@ -171,7 +173,7 @@ def _trains_on_megatron(draft: Draft, at: str) -> bool:
         if not draft.writes(written):
             continue
         if strategy in ("megatron", "fsdp", "fsdp2"):
-            draft.plans["actor"].keys[written] = "" if strategy == "megatron" else reasons.ON_MEGATRON
+            draft.plans["actor"].keys[written] = ""
         else:
             draft.unsupported(written, f"{strategy!r} is not offered; megatron is laid out in its place")
     return strategy not in ("fsdp", "fsdp2")

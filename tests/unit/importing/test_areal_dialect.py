@@ -142,22 +142,36 @@ def test_older_layouts_name_their_backends_and_leave_degrees_of_1_out() -> None:
         parse_role(new) if "+" not in new else parse(new)
 
 
-def test_other_trainers_degrees_become_megatrons(tmp_path: Path) -> None:
+def test_fsdp_keeps_its_layout_and_archon_gets_megatrons(tmp_path: Path) -> None:
     text = "actor: {path: Qwen/Qwen2.5-1.5B, gradient_checkpointing: true}\n"
-    sides = "sglang[rollout]:d8|{}[actor]:d4t2"
+    sides = "sglang[rollout]:d8|fsdp[actor]:d4t2"
     for words, key, layout in (
-        (["allocation_mode=vllm:d4t2+fsdp:d8"], "allocation_mode", "vllm:d4t2+megatron:d8"),
-        ([f"allocation_mode={sides.format('fsdp')}"], "allocation_mode", sides.format("megatron")),
-        (["allocation_mode=sglang:d4p1t1+d2c2"], "allocation_mode", "sglang:d4+megatron:d2c2"),
-        (["actor.backend=fsdp:d4c2", "rollout.backend=vllm:d8"], "actor.backend", "megatron:d4c2"),
-        (["actor.backend=archon:d2p2t2", "rollout.backend=vllm:d8"], "actor.backend", "megatron:d2p2t2"),
+        (["allocation_mode=vllm:d4t2+fsdp:d8"], "allocation_mode", "vllm:d4t2+fsdp:d8"),
+        ([f"allocation_mode={sides}"], "allocation_mode", sides),
+        (["allocation_mode=sglang:d4p1t1+d2c2"], "allocation_mode", "sglang:d4+fsdp:d2c2"),
+        (["actor.backend=fsdp:d4c2", "rollout.backend=vllm:d8"], "actor.backend", "fsdp:d4c2"),
     ):
         conversion = convert_text("areal", tmp_path, text, *words)
         assert conversion.recipe[key] == layout
-        assert "Megatron-Core trains in its place" in conversion[key].note, words
-        assert conversion.recipe["actor.megatron.recompute"] == "full", words
+        assert conversion.recipe["actor.fsdp.recompute"] == "full", words
         assert conversion.unsupported() == set(), words
-        assert any("fivefold plan RECIPE --search" in note for note in conversion.report.notes), words
+    conversion = convert_text("areal", tmp_path, text, "actor.backend=archon:d2p2t2", "rollout.backend=vllm:d8")
+    assert conversion.recipe["actor.backend"] == "megatron:d2p2t2"
+    assert "Megatron-Core trains in its place" in conversion["actor.backend"].note
+    assert conversion.recipe["actor.megatron.recompute"] == "full"
+    assert any("fivefold plan RECIPE --search" in note for note in conversion.report.notes)
+
+
+def test_a_critic_on_another_engine_than_the_actor_has_that_engines_options(tmp_path: Path) -> None:
+    text = (
+        "actor: {path: m, backend: 'megatron:d4', gradient_checkpointing: true}\n"
+        "critic: {path: c, backend: 'fsdp:d4', gradient_checkpointing: true}\n"
+        "rollout: {backend: 'vllm:d4'}\n"
+        "train_dataset: {path: d.parquet, batch_size: 8}\n"
+    )
+    recipe = convert_text("areal", tmp_path, text).recipe
+    assert (recipe["actor.megatron.recompute"], recipe["critic.fsdp.recompute"]) == ("full", "full")
+    assert "critic.megatron.recompute" not in recipe
 
 
 def test_options_of_an_engine_that_does_not_train_have_no_effect(tmp_path: Path) -> None:
@@ -180,7 +194,7 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "cluster.n_gpus_per_node": 8,
         "cluster.fileroot": "/scratch/runs",
         "total_train_epochs": 4,
-        "allocation_mode": "sglang:d4+megatron:d4",
+        "allocation_mode": "sglang:d4+fsdp:d4",
         "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
         "actor.dtype": "bfloat16",
         "actor.init_from_scratch": False,
@@ -243,7 +257,7 @@ def test_ppo_with_a_critic_and_lora() -> None:
         "cluster.n_nodes": 1,
         "cluster.n_gpus_per_node": 4,
         "actor.path": "Qwen/Qwen2.5-0.5B",
-        "actor.backend": "megatron:d2",
+        "actor.backend": "fsdp:d2",
         "actor.optimizer.lr": 1e-3,  # this, the next three and the share of the memory are AReaL's defaults
         "actor.optimizer.warmup_steps_proportion": 0.001,
         "actor.ppo_n_minibatches": 4,
@@ -252,7 +266,7 @@ def test_ppo_with_a_critic_and_lora() -> None:
         "actor.advantage": "gae",
         "actor.whiten_advantages": True,
         "critic.path": "Qwen/Qwen2.5-0.5B",
-        "critic.backend": "megatron:d2",
+        "critic.backend": "fsdp:d2",
         "critic.colocate": False,
         "critic.optimizer.lr": 1e-5,
         "critic.optimizer.warmup_steps_proportion": 0.001,
@@ -269,7 +283,8 @@ def test_ppo_with_a_critic_and_lora() -> None:
     }
     assert "LoRA" in conversion["actor.use_lora"].note
     beside = [f"critic.scheduling_strategy.{pair}" for pair in ("type=colocation", "target=actor")]
-    options = ["actor.gae_lambda=0.95", "critic.eps_clip=0.3", "critic.megatron.use_deterministic_algorithms=true"]
+    options = ["actor.gae_lambda=0.95", "critic.eps_clip=0.3", "critic.backend=megatron:d2"]
+    options += ["critic.megatron.use_deterministic_algorithms=true"]
     recipe = convert_fixture("areal", "areal_ppo.yaml", overrides=[*beside, *options]).recipe
     assert recipe["critic.colocate"] is True
     assert (recipe["actor.gae_lambda"], recipe["critic.eps_clip"]) == (0.95, 0.3)

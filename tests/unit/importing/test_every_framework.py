@@ -52,7 +52,8 @@ def test_the_recipe_loads_and_is_laid_out_on_its_cluster(tmp_path: Path) -> None
         placement = place(load_recipe(output, [f"{key}=given" for key in to_give], TrainRecipe))
         assert {"actor", "rollout"} <= {placed.role for placed in placement.roles}, fixture
         trainers = {placed.layout.backend for placed in placement.roles if placed.role != "rollout"}
-        assert trainers == {"megatron"}, fixture
+        assert len(trainers) == 1, fixture
+        assert trainers <= {"megatron", "fsdp"}, fixture
 
 
 @pytest.mark.parametrize("framework", get_args(Framework))

@@ -131,7 +131,7 @@ def test_grpo_on_a_mixture_of_experts() -> None:
     }
 
 
-def test_ppo_with_a_critic_on_deepspeed_runs_on_megatron() -> None:
+def test_ppo_with_a_critic_on_deepspeed_runs_on_fsdp() -> None:
     conversion = convert_fixture("roll", "roll_ppo_deepspeed.yaml")
     assert conversion.recipe == {
         "experiment_name": "ppo",
@@ -142,9 +142,9 @@ def test_ppo_with_a_critic_on_deepspeed_runs_on_megatron() -> None:
         "recover.freq_steps": 50,
         "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
-        "actor.backend": "megatron:d4",
+        "actor.backend": "fsdp:d4",
         "actor.mb_spec.max_tokens_per_mb": 2 * 1536,
-        "actor.megatron.recompute": "full",  # ROLL's default
+        "actor.fsdp.recompute": "full",  # ROLL's default
         "actor.optimizer.lr": 1e-6,
         "actor.optimizer.weight_decay": 0.0,  # this and the next are ROLL's defaults
         "actor.optimizer.lr_scheduler_type": "linear",
@@ -158,11 +158,11 @@ def test_ppo_with_a_critic_on_deepspeed_runs_on_megatron() -> None:
         "actor.gae_lambda": 0.95,
         "actor.whiten_advantages": False,  # ROLL's default
         "critic.path": "Qwen/Qwen2.5-0.5B-Instruct",
-        "critic.backend": "megatron:d4",
+        "critic.backend": "fsdp:d4",
         "critic.device_mapping": "0-3",
         "critic.dtype": "bfloat16",
         "critic.mb_spec.max_tokens_per_mb": 2 * 1536,
-        "critic.megatron.recompute": "full",
+        "critic.fsdp.recompute": "full",
         "critic.optimizer.lr": 1e-5,
         "critic.optimizer.weight_decay": 0.0,
         "critic.optimizer.lr_scheduler_type": "linear",

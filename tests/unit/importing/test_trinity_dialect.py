@@ -21,9 +21,9 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "recover.freq_steps": 80,
         "recover.freq_secs": None,
         "actor.path": "Qwen/Qwen2.5-0.5B-Instruct",
-        "actor.backend": "megatron:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
+        "actor.backend": "fsdp:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
         "actor.mb_spec.max_tokens_per_mb": 2 * 12288,  # the budget of each of 2 context shards
-        "actor.megatron.recompute": "full",
+        "actor.fsdp.recompute": "full",
         "actor.optimizer.lr": 4e-6,
         "actor.optimizer.beta1": 0.9,
         "actor.optimizer.beta2": 0.95,

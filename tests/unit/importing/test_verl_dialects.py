@@ -94,7 +94,7 @@ def test_a_mixture_of_experts_on_megatron() -> None:
     assert conversion.unsupported() == {"reward_model.reward_manager"}
 
 
-def test_ppo_with_a_critic_on_fsdp_runs_on_megatron() -> None:
+def test_ppo_with_a_critic_runs_on_fsdp() -> None:
     conversion = convert_fixture("verl", "verl_ppo_fsdp.sh")
     assert conversion.recipe == {
         "experiment_name": "verl_examples",
@@ -104,9 +104,9 @@ def test_ppo_with_a_critic_on_fsdp_runs_on_megatron() -> None:
         "total_train_epochs": 15,
         "stats.trackers": [],
         "actor.path": "deepseek-ai/deepseek-llm-7b-chat",
-        "actor.backend": "megatron:d8",
+        "actor.backend": "fsdp:d8",
         "actor.mb_spec.max_tokens_per_mb": 16 * (512 + 512),
-        "actor.megatron.recompute": "full",  # verl's default
+        "actor.fsdp.recompute": "full",  # verl's default
         "actor.optimizer.lr": 1e-6,
         "actor.ppo_n_minibatches": 256 // 64,
         "actor.offload.optimizer": True,
@@ -116,9 +116,9 @@ def test_ppo_with_a_critic_on_fsdp_runs_on_megatron() -> None:
         "actor.kl_estimator": "k1",
         "actor.advantage": "gae",
         "critic.path": "deepseek-ai/deepseek-llm-7b-chat",
-        "critic.backend": "megatron:d8",
+        "critic.backend": "fsdp:d8",
         "critic.mb_spec.max_tokens_per_mb": 32 * (512 + 512),
-        "critic.megatron.recompute": "full",
+        "critic.fsdp.recompute": "full",
         "critic.optimizer.lr": 1e-5,
         "critic.ppo_n_minibatches": 256 // 64,  # as the actor's, which verl takes too
         "rollout.backend": "vllm:d2t4",
@@ -176,9 +176,9 @@ def test_a_trainers_yaml() -> None:
         "total_train_epochs": 2,
         "stats.trackers": ["tensorboard"],
         "actor.path": "Qwen/Qwen2.5-3B-Instruct",
-        "actor.backend": "megatron:d4c2",
+        "actor.backend": "fsdp:d4c2",
         "actor.mb_spec.max_tokens_per_mb": 2 * (512 + 1536),
-        "actor.megatron.recompute": "full",
+        "actor.fsdp.recompute": "full",
         "actor.optimizer.lr": 1e-6,
         "actor.optimizer.warmup_steps_proportion": 0.05,
         "actor.ppo_n_minibatches": 1,
@@ -294,20 +294,20 @@ def test_experts_stay_whole_where_split_ones_do_not_fit() -> None:
     assert any("expert tensor degree" in note for note in conversion.report.notes)
 
 
-def test_fsdp_becomes_megatron_with_a_note_on_what_differs() -> None:
+def test_fsdp_stays_fsdp() -> None:
     words = (
         f"{ACTOR}ulysses_sequence_parallel_size=2 {ACTOR}fsdp_config.wrap_policy.min_num_params=0 "
-        f"{ACTOR}fsdp_config.forward_prefetch=True {ACTOR}fsdp_config.param_offload=True {ACTOR}fsdp_config.fsdp_size=4 "
+        f"{ACTOR}fsdp_config.forward_prefetch=True {ACTOR}fsdp_config.reshard_after_forward=False {ACTOR}fsdp_config.param_offload=True {ACTOR}fsdp_config.fsdp_size=4 "
         f"{OVERRIDE}moe_z_loss_coeff=0.1 {MODEL}enable_gradient_checkpointing=True trainer.nnodes=2"
     ).split()
     for strategy in ("fsdp", "fsdp2"):
         conversion = convert_words("verl", f"{ACTOR}strategy={strategy}", *words)
-        assert conversion.recipe["actor.backend"] == "megatron:d8c2"
-        assert "Megatron-Core trains in its place" in conversion[ACTOR + "strategy"].note
-        assert any("optimizer's states only" in note and "--search" in note for note in conversion.report.notes)
+        assert conversion.recipe["actor.backend"] == "fsdp:d8c2"
+        assert conversion[ACTOR + "strategy"].outcome == "mapped"
         checkpointing = conversion[MODEL + "enable_gradient_checkpointing"]
-        assert (checkpointing.to, checkpointing.result) == ("actor.megatron.recompute", "full")
+        assert (checkpointing.to, checkpointing.result) == ("actor.fsdp.recompute", "full")
         assert conversion.unsupported() == {ACTOR + "fsdp_config.fsdp_size"}
+        assert conversion.recipe["actor.fsdp.reshard_after_forward"] is False
         # Megatron-Core's options had no effect there.
         assert "actor.megatron.transformer.moe_z_loss_coeff" not in conversion.recipe
 
@@ -316,7 +316,7 @@ def test_gradient_checkpointing_that_is_off_recomputes_nothing() -> None:
     switch = MODEL + "enable_gradient_checkpointing"
     conversion = convert_words("verl", f"{ACTOR}strategy=fsdp", f"{switch}=False")
     assert conversion[switch].outcome == "implied"
-    assert "actor.megatron.recompute" not in conversion.recipe
+    assert "actor.fsdp.recompute" not in conversion.recipe
 
 
 def test_pipelines_of_unequal_stages_are_kept() -> None:
