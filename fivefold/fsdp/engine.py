@@ -22,6 +22,7 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
@@ -41,6 +42,7 @@ from fivefold.engine.training_state import TorchGenerators, TrainingState
 from fivefold.families.check import check_layout
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
 from fivefold.fsdp.model import build_model, units
@@ -104,6 +106,7 @@ class FSDPEngine:
         self.model = build_model(
             self._folder, config, self.shape, known, self.head, self.groups, self._device, trains=trains
         )
+        self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
         self.shards = Shards(self.model, self.shape, known, self.groups)
         self._load(seed, stored)
         self.optimizer: Optimizer | None = None
@@ -155,13 +158,18 @@ class FSDPEngine:
         self._require("params", "grads")
         normalizer = loss.normalizer(share.totals)
         kept = []
+        self._loads.start_mini_batch()
         for micro_batch in self._builder.build(share):
-            total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, self._predict(micro_batch, loss))
+            with self._loads.counting(micro_batch.local.padding_T):
+                predictions = self._predict(micro_batch, loss)
+            total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
             total.backward()
             kept.append(metrics)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         reduced = reduce_metrics(kept, counts=counts, n_trained=share.totals.n_trained_tokens)
         reduced["loss"] = reduced.pop("loss/sum") / normalizer
+        if self.shape.is_moe:
+            reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
         return reduced
 
     def optim_step(self) -> StepResult:
