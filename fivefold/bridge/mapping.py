@@ -1,4 +1,4 @@
-"""How one Megatron parameter and its Hugging Face tensors turn into each other.
+"""How one parameter of an engine and its Hugging Face tensors turn into each other.
 
     Hugging Face tensors <──pieces: rectangles of this rank──> parameter (a shard)
     Hugging Face tensors <──merge── [n, *local shape] <──all-gather── parameter (a shard, or some of its experts)
@@ -80,11 +80,12 @@ def _columns(name: str, shape: tuple[int, int], rank: int, size: int, start: int
 
 @dataclass(frozen=True)
 class WeightMapping(ABC):
-    """One Megatron parameter (its global name) and the Hugging Face tensors it is made of."""
+    """One parameter of an engine and the Hugging Face tensors it is made of."""
 
     domain: ClassVar[Domain]
 
     megatron: str
+    """Name of the parameter: Megatron-Core's, with global layer numbers; on FSDP that of transformers."""
 
     @abstractmethod
     def hf_shapes(self) -> dict[str, Shape]:
