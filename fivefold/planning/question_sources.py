@@ -184,8 +184,12 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     )
 
 
+WAITING_BYTES = 13
+"""Bytes of a token that waits for its step: its id, its mask, its log-prob and the version of its weights."""
+
+
 def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
-    """Yield a note for each reason why a step generates more than it trains on, which is not counted."""
+    """Yield a note for each reason why more is generated than a step trains on, which is not counted elsewhere."""
     if recipe.actor.dynamic_sampling:
         yield (
             f"actor.dynamic_sampling generates up to {recipe.actor.dynamic_sampling_max_rounds} times as much as is "
@@ -193,6 +197,15 @@ def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
         )
     if recipe.actor.advantage == "remax":
         yield "actor.advantage=remax generates a greedy completion of each prompt besides what is planned here"
+    if (age := recipe.rollout.max_head_offpolicyness) > 0:
+        prompts = (age + 1) * recipe.train_dataset.batch_size
+        sequences = prompts * recipe.gconfig.n_samples
+        most = sequences * (recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens) * WAITING_BYTES
+        yield (
+            f"rollout.max_head_offpolicyness={age}: up to {prompts:,} prompts ({sequences:,} sequences) are answered "
+            f"or wait for their step, with {most / 1e9:,.1f} GB of tokens and log-probs in host memory and in each "
+            "checkpoint at most"
+        )
 
 
 def _kind_notes(recipe: SFTRecipe | DPORecipe | RMRecipe) -> Iterator[str]:

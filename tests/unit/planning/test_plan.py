@@ -354,3 +354,16 @@ def test_a_layout_is_searched_for_listed_devices() -> None:
 def test_lists_of_devices_that_do_not_work_are_refused(devices: list[str], rollout: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_model("Qwen3-8B", 8, actor="megatron:d8", rollout=rollout, devices=devices)
+
+
+def test_a_plan_says_how_much_waits_for_its_step() -> None:
+    keys = ["train_dataset.max_length=44"]
+    blueprint = plan_recipe(RECIPES / "quickstart-async.yaml", keys).blueprint
+    assert blueprint is not None
+    # 3 x 32 prompts with 8 samples of 44 + 20 tokens each, of 13 bytes
+    [note] = [note for note in blueprint.notes if "max_head_offpolicyness" in note]
+    assert "up to 96 prompts (768 sequences)" in note
+    assert f"{768 * 64 * 13 / 1e9:.1f} GB" in note
+    synchronous = plan_recipe(RECIPES / "quickstart-async.yaml", [*keys, "rollout.max_head_offpolicyness=0"]).blueprint
+    assert synchronous is not None
+    assert not [note for note in synchronous.notes if "max_head_offpolicyness" in note]
