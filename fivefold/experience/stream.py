@@ -279,13 +279,17 @@ class StreamSource:
                     return
                 groups = list(self._to_judge)
                 self._to_judge.clear()
-            for group in groups:
-                with self._timers.phase("rewards"):
-                    samples = judge(Generated(group.samples, group.batch, {}), self._rewards)
-                with self._changed:
-                    self._progress = time.perf_counter()
-                    self._judged[group.number // self._size] = Judged(samples, group.batch, self._progress)
-                    self._changed.notify_all()
+            # All that have finished meanwhile are judged together, because rewards are computed concurrently.
+            samples = [sample for group in groups for sample in group.samples]
+            batch = RemoteBatch.joined([group.batch for group in groups])
+            with self._timers.phase("rewards"):
+                judged = judge(Generated(samples, batch, {}), self._rewards)
+            with self._changed:
+                self._progress = time.perf_counter()
+                for place, group in enumerate(groups):
+                    own = judged[place * self._size : (place + 1) * self._size]
+                    self._judged[group.number // self._size] = Judged(own, group.batch, self._progress)
+                self._changed.notify_all()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run the work of a thread; hand what it raises to the main thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,6 +21,10 @@ N_AT_ONCE = 64
 CLEAN_UP_S = 1.0
 """Seconds that coroutines have to end when their time is over. Then the main thread is interrupted, because one of them
 may block it."""
+
+
+_LOOP = threading.Lock()
+"""Held while the one event loop runs: an evaluation may need it beside the rewards of a stream."""
 
 
 def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -85,7 +90,7 @@ def _in_threads(function: Callable[..., Result], n_threads: int, *arguments: Seq
 
 
 def _in_event_loop(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    with time_limit(None if reward.timeout_s is None else reward.timeout_s + CLEAN_UP_S):
+    with _LOOP, time_limit(None if reward.timeout_s is None else reward.timeout_s + CLEAN_UP_S):
         try:
             return _runner().run(_judge_together(reward, prompts, responses))
         except BaseException as error:
