@@ -13,7 +13,6 @@ The rule is AReaL's (Fu et al. 2025, arXiv 2505.24298, section 4.2), there for p
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
 
@@ -37,8 +36,6 @@ class Turns:
         self._max_running = max_running
         self._end = (last_turn + 1) * batch_size
         self._next = first_turn * batch_size
-        self._lost: list[int] = []
-        """Prompts that must begin again, as a heap."""
         self._running: set[int] = set()
         self._finished: set[int] = set()
         self.version = first_turn
@@ -61,15 +58,12 @@ class Turns:
         """Let the next prompt begin, and return it; None: none may begin yet."""
         while self._next in self._finished:
             self._next += 1
-        prompt = self._lost[0] if self._lost else self._next
+        prompt = self._next
         if prompt >= self._end or self.turn_of(prompt) - self.version > self._max_age:
             return None
         if self._max_running is not None and len(self._running) >= self._max_running:
             return None
-        if self._lost:
-            heapq.heappop(self._lost)
-        else:
-            self._next += 1
+        self._next += 1
         self._running.add(prompt)
         return prompt
 
@@ -78,22 +72,12 @@ class Turns:
         self._running.remove(prompt)
         self._finished.add(prompt)
 
-    def lose(self, prompts: Iterable[int]) -> None:
-        """Record that running prompts were lost, with the replica that ran them: they begin again before all others."""
-        for prompt in prompts:
-            self._running.remove(prompt)
-            heapq.heappush(self._lost, prompt)
-
     def restore(self, prompts: Iterable[int]) -> None:
         """Record that prompts, none of which has begun, are finished already, as a checkpoint has them."""
         self._finished.update(prompts)
 
-    def is_complete(self, turn: int) -> bool:
-        """Return whether all prompts of a turn are finished."""
-        return self._finished.issuperset(self.prompts_of(turn))
-
     def take(self, turn: int) -> None:
-        """Record that the prompts of a complete turn are trained."""
+        """Record that the prompts of a turn, all of which are finished, are trained."""
         prompts = self.prompts_of(turn)
         self._finished.difference_update(prompts)
         self._next = max(self._next, prompts.stop)

@@ -116,7 +116,8 @@ class StateWriter:
             if number == 0 and not self._hosts:
                 self._allocate(pinned=tensor.is_cuda)
             self._hosts[number].copy_(tensor.view(stored.n_elements), non_blocking=True)
-        if torch.cuda.is_available():
+        # Without a range nothing was copied, and the driver, which has none, must not open a CUDA context.
+        if self._ranges and torch.cuda.is_available():
             torch.cuda.synchronize()
         others = [
             (_item(key, (0,) * tensor.ndim, tuple(tensor.shape), tuple(tensor.shape), tensor.dtype), tensor)

@@ -58,8 +58,6 @@ class RolloutStream:
         """Replicas whose server was started again, and which get no jobs before the next weights."""
         self.busy_s = [0.0] * n
         """Seconds that each replica has worked."""
-        self.n_tokens = [0] * n
-        """Tokens that each replica has sampled in the jobs that are done."""
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +121,6 @@ class RolloutStream:
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
         jobs = self._jobs[call.rank]
         self.busy_s[call.rank] += report.busy_s
-        self.n_tokens[call.rank] += int(report.sampled_N.sum())
         # First in the queue, in their order: their turn comes before that of all others.
         self._queue.extendleft(jobs.pop(number) for number in sorted(report.lost, reverse=True))
         if not report.has_weights:
