@@ -36,7 +36,6 @@ KEYS = {
     "valid_dataset": "null",
     "recover.mode": "disabled",
     "saver.freq_steps": "null",
-    "stats.tensorboard": "false",
 }
 
 
