@@ -13,17 +13,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.bridge.dcp_folder import DCPFolder
-from fivefold.engine.state_store import HostSnapshot, StateWriter, WrittenPart
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.rollout_stream import Group
 from fivefold.types import Columns, Prompt, Sample
+
+if TYPE_CHECKING:
+    from fivefold.engine.state_store import HostSnapshot, WrittenPart
 
 GROUPS, LENGTHS, COLUMNS = "groups", "lengths", "columns/"
 
@@ -65,6 +66,9 @@ class WaitingGroups:
 
     def snapshot(self, folder: Path) -> int:
         """Copy the groups to this process, for `write_snapshot`. Returns their bytes."""
+        # Imported late: a driver needs torch's checkpoint library only for this.
+        from fivefold.engine.state_store import StateWriter
+
         self._snapshot = StateWriter(0, ()).snapshot(folder, (), _tensors(self._groups()))
         return self._snapshot.n_bytes
 
@@ -84,6 +88,8 @@ def read_groups(folder: Path) -> list[SavedGroup]:
     Raises:
         ValueError: a file is missing or damaged.
     """
+    from fivefold.bridge.dcp_folder import DCPFolder  # late, as above
+
     with DCPFolder(folder) as files:
         if not files.names:
             return []
