@@ -1,6 +1,6 @@
 """Writes the checkpoints of a run while training goes on.
 
-    begin    the ranks copy their state to host memory                     training waits
+    begin    the ranks copy their state to host memory, or write it        training waits
     commit   the ranks write and sync their files ─> .metadata, run.json,
              recipe.yaml ─> manifest.json ─> old checkpoints are deleted   in the background
     finish   the last checkpoint is on the disk
@@ -39,7 +39,13 @@ class StateOwner(Protocol):
     """A role whose state is in a checkpoint."""
 
     def snapshot(self, folder: Path) -> int:
-        """Copy the state to host memory, for `write_snapshot` to write it below `folder`. Returns its bytes."""
+        """Copy the state to host memory, for `write_snapshot` to write it below `folder`. Returns its bytes.
+
+        Where no copy is made, it is written at once.
+
+        Raises:
+            OSError: some rank could not write.
+        """
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the last snapshot, from any thread; may be repeated. Returns what each rank wrote.
@@ -56,6 +62,8 @@ class _Begun:
     folder: Path
     state: RunState
     saved: str
+    seconds: float
+    """Time that the copy took."""
 
 
 class Checkpointer:
@@ -98,7 +106,7 @@ class Checkpointer:
         self._begun: _Begun | None = None
         self._writing: Future[None] | None = None
         self.longest_write = 0.0
-        """Longest time, in seconds, that the background took to write a checkpoint."""
+        """Longest time, in seconds, that a checkpoint took from the beginning of its copy until it was written."""
 
     def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
@@ -117,8 +125,10 @@ class Checkpointer:
             if self._history is not None and self._history.name in metrics:
                 self._history = self._history.with_value(state.step, metrics[self._history.name])
             saved = datetime.now(UTC).isoformat(timespec="seconds")
+            began = time.monotonic()
             folder = self._attempted(state.step, lambda: self._snapshot(state.step))
-            self._begun = _Begun(folder, replace(state, kept_metric=self._history), saved)
+            seconds = time.monotonic() - began
+            self._begun = _Begun(folder, replace(state, kept_metric=self._history), saved, seconds)
             self._schedule.done()
 
     def commit(self) -> None:
@@ -174,7 +184,7 @@ class Checkpointer:
             self._attempted(begun.state.step, lambda: self._store.commit(begun.folder, content))
             best = None if self._history is None else self._history.best([each.step for each in self._store.all()])
             self._store.prune(self._config.max_to_keep, () if best is None else (best,))
-        self.longest_write = max(self.longest_write, time.monotonic() - began)
+        self.longest_write = max(self.longest_write, begun.seconds + time.monotonic() - began)
 
     def _files(self, begun: _Begun) -> dict[str, FileEntry]:
         """Write all files but the manifest. Returns their entries."""

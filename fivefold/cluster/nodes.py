@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import ray
+from ray._common.utils import get_system_memory
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -49,6 +50,8 @@ class Node:
     """Puts a worker on this node, inside the reservation."""
     gpu_memory: int | None = None
     """Bytes of the smallest of `gpus`; None: there are none, or no driver for them."""
+    host_memory: int = 0
+    """Bytes of host memory, as far as processes here may use it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Look:
     interface: str | None
     versions: dict[str, str]
     gpu_memory: int | None
+    host_memory: int
 
 
 def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
@@ -94,7 +98,9 @@ def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
 
 
 def _node(index: int, home: RayNode, look: Look, strategy: PlacementGroupSchedulingStrategy) -> Node:
-    return Node(index, home.host, look.gpus, look.cores, look.interface, home.port, strategy, look.gpu_memory)
+    return Node(
+        index, home.host, look.gpus, look.cores, look.interface, home.port, strategy, look.gpu_memory, look.host_memory
+    )
 
 
 def _look_around(
@@ -131,7 +137,7 @@ def look_here(host: str) -> Look:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(host)
     gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
-    return Look(gpus, cores, interface, versions(), least_gpu_memory() if gpus else None)
+    return Look(gpus, cores, interface, versions(), least_gpu_memory() if gpus else None, get_system_memory())
 
 
 def interface_of(host: str) -> str | None:

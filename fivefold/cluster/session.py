@@ -90,6 +90,11 @@ class Session:
         """Bytes of the smallest GPU of the run; None: its processes are on CPUs, or its GPUs have no driver."""
         return min((node.gpu_memory for node in self.nodes if node.gpu_memory is not None), default=None)
 
+    @property
+    def host_memory(self) -> int:
+        """Bytes of host memory of the run's smallest node."""
+        return min(node.host_memory for node in self.nodes)
+
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.
 

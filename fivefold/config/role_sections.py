@@ -8,7 +8,6 @@ from typing import TypeVar
 from fivefold.config.schema.engine import FrozenModelConfig
 from fivefold.config.schema.fields import Section
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.train import TrainRecipe
 
 S = TypeVar("S", bound=Section)
 
@@ -49,7 +48,7 @@ def model_paths(recipe: Recipe) -> dict[str, str]:
     return {role: path for role, path in paths.items() if path is not None}
 
 
-def with_paths(recipe: TrainRecipe, paths: Mapping[str, str]) -> TrainRecipe:
+def with_paths(recipe: S, paths: Mapping[str, str]) -> S:
     """Return a recipe in which the models of the roles in `paths` have other paths."""
     for role, path in paths.items():
         recipe = _with(recipe, [*ROLE_SECTIONS[role].split("."), "path"], path)

@@ -26,13 +26,14 @@ PARAMS: tuple[Offloadable, ...] = ("params",)
 
 
 class Snapshot(Protocol):
-    """One rank's part of the training state at one moment, in host memory."""
+    """One rank's part of the training state at one moment, in host memory or on the disk."""
 
-    n_bytes: int
-    """Bytes of this rank."""
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of this rank."""
 
     def write(self) -> WrittenPart:
-        """Write this rank's files, and wait until they are on the disk.
+        """Write this rank's files, unless they are on the disk, and wait until they are.
 
         It may run in any thread, beside anything that the rank does, and may be called again after an error.
 
@@ -90,14 +91,19 @@ class TrainingEngine(Protocol):
             OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
         """
 
-    def snapshot(self, folder: Path) -> Snapshot:
+    def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
         """Copy this rank's part of the training state to host memory, to be written to `folder`.
 
         Training may go on when this returns. The folder is whole when all ranks have written their part, and
         `state_store.finish` has written the index.
 
+        Args:
+            folder: the folder of the state.
+            copy: False: write the files at once, through little host memory, instead of copying the state.
+
         Raises:
-            ValueError: the last snapshot still exists and is not written yet, or the engine has no optimizer.
+            ValueError: the last copy still exists and is not written yet, or the engine has no optimizer.
+            OSError: without a copy, a file cannot be written; the error names it.
         """
 
     def load(self, folder: Path) -> None:

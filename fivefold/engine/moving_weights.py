@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, WeightMapping
-from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange
+from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.stored_state import StoredState
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
@@ -84,17 +84,22 @@ class MovingWeights:
         if waiting:
             raise ValueError(f"the weights that came lack those of {', '.join(sorted(waiting)[:3])}: give all of them")
 
-    def snapshot(self, folder: Path) -> HostSnapshot:
-        """Copy this rank's part to host memory, to be written to `folder`.
+    def snapshot(self, folder: Path, *, copy: bool) -> HostSnapshot | WrittenSnapshot:
+        """Copy this rank's part to host memory, to be written to `folder`; or write it there at once.
+
+        Args:
+            folder: the folder of the weights.
+            copy: whether to copy.
 
         Raises:
-            ValueError: the last snapshot still exists and is not written yet.
+            ValueError: the last copy still exists and is not written yet.
+            OSError: without a copy, a file cannot be written; the error names it.
         """
         stored = dict(self._stored())
         if self._writer is None:
             self._writer = StateWriter(dist.get_rank(), list(stored.values()))
         values = (self._average.get(name, self._parameters[name].detach()).float().view(-1) for name in stored)
-        return self._writer.snapshot(folder, values, {})
+        return self._writer.snapshot(folder, values, {}) if copy else self._writer.write(folder, values, {})
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Training state on disk in the format of torch.distributed.checkpoint (DCP), whatever engine it belongs to.
 
     rank      device ──snapshot──> host memory ──write, in any thread──> __<rank>_<n>.distcp  ─┐ WrittenPart
+              device or host ──write, chunk by chunk, while training waits──> the same files  ─┤
     driver    finish: checks that the parts of all ranks tile every tensor, writes .metadata  <┘
 
 Tensors are float32, and have keys such as `param/model.norm.weight`: a kind and a Hugging Face name. Each rank writes
@@ -10,14 +11,18 @@ its own pieces. `stored_state` reads them on any layout, as does torch.distribut
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import IO, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -41,6 +46,8 @@ _THREADS = 4
 """Most files that a rank writes at one time."""
 _FILE_BYTES = 256 * 2**20
 """Bytes from which on a rank writes more than one file."""
+CHUNK_ELEMENTS = 2**24
+"""Most elements of a chunk in host memory, of which each thread has one, while state is written without a copy."""
 
 Item = tuple[WriteItem, Tensor]
 """A tensor on the CPU, with storage of its own size, and what DCP calls it."""
@@ -77,6 +84,19 @@ class WrittenPart:
     files: tuple[WrittenFile, ...]
     items: tuple[WriteItem, ...]
     results: tuple[WriteResult, ...]
+
+
+@dataclass(frozen=True)
+class WrittenSnapshot:
+    """One rank's state at one moment, which is on the disk."""
+
+    n_bytes: int
+    """Bytes of this rank."""
+    part: WrittenPart
+
+    def write(self) -> WrittenPart:
+        """Return what was written."""
+        return self.part
 
 
 class StateWriter:
@@ -119,13 +139,38 @@ class StateWriter:
         # Without a range nothing was copied, and the driver, which has none, must not open a CUDA context.
         if self._ranges and torch.cuda.is_available():
             torch.cuda.synchronize()
-        others = [
-            (_item(key, (0,) * tensor.ndim, tuple(tensor.shape), tuple(tensor.shape), tensor.dtype), tensor)
-            for key, tensor in small.items()
-        ]
-        snapshot = HostSnapshot(folder, self._rank, [*others, *self._items])
+        snapshot = HostSnapshot(folder, self._rank, [*_whole_items(small), *self._items])
         self._latest = weakref.ref(snapshot)
         return snapshot
+
+    def write(self, folder: Path, tensors: Iterable[Tensor], small: Mapping[str, Tensor]) -> WrittenSnapshot:
+        """Write the state as it is, in chunks through host memory, and wait until it is on the disk.
+
+        Args:
+            folder: the folder that gets this rank's files.
+            tensors: float32 [n_elements] of each range, on any device; they must not change before this returns. The
+                next one is asked for, in any thread, when the one before it is written.
+            small: other tensors by key, on the CPU, which this rank stores whole.
+
+        Raises:
+            OSError: a file cannot be written; the error names it.
+        """
+        n_bytes = 4 * sum(piece.n_elements for stored in self._ranges for piece in stored.pieces)
+        n_bytes += sum(tensor.nbytes for tensor in small.values())
+        items = _SharedItems(chain(_whole_items(small), self._chunks(tensors)))
+        part = _write_files(folder, self._rank, [items] * _n_files(n_bytes))
+        return WrittenSnapshot(n_bytes, part)
+
+    def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Item]:
+        """Yield the pieces of every range, cut where chunks end."""
+        for stored, tensor in zip(self._ranges, tensors, strict=True):
+            flat = tensor.detach().view(stored.n_elements)
+            for first in range(0, stored.n_elements, CHUNK_ELEMENTS):
+                begin = stored.begin + first
+                memory = flat[first : first + CHUNK_ELEMENTS].cpu().numpy()
+                for piece in stored.pieces:
+                    for part in piece.within(begin, begin + len(memory)):
+                        yield _piece_item(stored.kind, part, memory, begin)
 
     def _allocate(self, *, pinned: bool) -> None:
         self._memory = torch.empty(sum(stored.n_elements for stored in self._ranges), dtype=torch.float32)
@@ -134,13 +179,7 @@ class StateWriter:
         self._hosts = list(self._memory.split([stored.n_elements for stored in self._ranges]))
         for stored, host in zip(self._ranges, self._hosts, strict=True):
             memory = host.numpy()
-            for piece in stored.pieces:
-                # A tensor with storage of its own: torch.save writes the whole storage of a view.
-                elements = torch.frombuffer(
-                    memory, dtype=torch.float32, count=piece.n_elements, offset=4 * (piece.start - stored.begin)
-                )
-                item = _item(f"{stored.kind}/{piece.name}", piece.offsets, piece.sizes, piece.shape, torch.float32)
-                self._items.append((item, elements.view(piece.sizes)))
+            self._items += [_piece_item(stored.kind, piece, memory, stored.begin) for piece in stored.pieces]
 
 
 class HostSnapshot:
@@ -162,24 +201,28 @@ class HostSnapshot:
         Raises:
             OSError: a file cannot be written; the error names it.
         """
-        with naming(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        for partial in self.folder.glob(f"__{self._rank}_*.distcp"):
-            partial.unlink()
-        shares = _shares(self._items, min(_THREADS, 1 + self.n_bytes // _FILE_BYTES))
-        paths = [self.folder / f"__{self._rank}_{number}.distcp" for number in range(len(shares))]
-        with ThreadPoolExecutor(_THREADS, "state-writer") as pool:
-            written = list(pool.map(_write_items, paths, shares))
-        sync_folder(self.folder)
+        part = _write_files(self.folder, self._rank, _shares(self._items, _n_files(self.n_bytes)))
         self.is_written = True
-        return WrittenPart(
-            files=tuple(
-                WrittenFile(path.name, n_bytes, digest)
-                for path, (n_bytes, digest, _) in zip(paths, written, strict=True)
-            ),
-            items=tuple(item for share in shares for item, _ in share),
-            results=tuple(result for _, _, results in written for result in results),
-        )
+        return part
+
+
+class _SharedItems:
+    """Items that several threads take, each of which is made when it is taken; none after one of them has failed."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        with self._lock:
+            return next(self._items)
+
+    def end(self) -> None:
+        with self._lock:
+            self._items = iter(())
 
 
 def finish(folder: Path, parts: Sequence[WrittenPart]) -> list[WrittenFile]:
@@ -235,6 +278,27 @@ def _item(
     return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
+def _piece_item(kind: str, piece: Piece, memory: npt.NDArray[np.float32], begin: int) -> Item:
+    """Return a piece of the range that begins at element `begin` of the shard, and is in `memory`."""
+    # A tensor with storage of its own: torch.save writes the whole storage of a view.
+    elements = torch.frombuffer(memory, dtype=torch.float32, count=piece.n_elements, offset=4 * (piece.start - begin))
+    item = _item(f"{kind}/{piece.name}", piece.offsets, piece.sizes, piece.shape, torch.float32)
+    return item, elements.view(piece.sizes)
+
+
+def _whole_items(tensors: Mapping[str, Tensor]) -> list[Item]:
+    """Return tensors by key that one rank stores whole."""
+    return [
+        (_item(key, (0,) * tensor.ndim, tuple(tensor.shape), tuple(tensor.shape), tensor.dtype), tensor)
+        for key, tensor in tensors.items()
+    ]
+
+
+def _n_files(n_bytes: int) -> int:
+    """Return the number of files for so many bytes of a rank, which are written at the same time."""
+    return min(_THREADS, 1 + n_bytes // _FILE_BYTES)
+
+
 def _shares(items: Sequence[Item], count: int) -> list[list[Item]]:
     """Split items into at most `count` runs of about the same number of bytes."""
     total = max(1, sum(tensor.nbytes for _, tensor in items))
@@ -246,30 +310,55 @@ def _shares(items: Sequence[Item], count: int) -> list[list[Item]]:
     return [share for share in shares if share]
 
 
-def _write_items(path: Path, items: Iterable[Item]) -> tuple[int, str, list[WriteResult]]:
+def _write_files(folder: Path, rank: int, shares: Sequence[Iterable[Item]]) -> WrittenPart:
+    """Write a rank's files, one for each share, at the same time, and wait until they are on the disk.
+
+    Raises:
+        OSError: a file cannot be written; the error names it.
+    """
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for partial in folder.glob(f"__{rank}_*.distcp"):
+        partial.unlink()
+    paths = [folder / f"__{rank}_{number}.distcp" for number in range(len(shares))]
+    with ThreadPoolExecutor(_THREADS, "state-writer") as pool:
+        parts = list(pool.map(_write_items, paths, shares))
+    sync_folder(folder)
+    return WrittenPart(
+        files=tuple(file for part in parts for file in part.files),
+        items=tuple(item for part in parts for item in part.items),
+        results=tuple(result for part in parts for result in part.results),
+    )
+
+
+def _write_items(path: Path, items: Iterable[Item]) -> WrittenPart:
     """Write a file of DCP, and wait until it is on the disk.
 
     Args:
         path: the file; it must not exist.
-        items: what to write.
-
-    Returns:
-        The number of bytes, their xxh3_128 digest in hexadecimal, and where each item is.
+        items: what to write. Shared items end if the file cannot be written, so that no thread goes on for nothing.
 
     Raises:
         OSError: it cannot be written; the error names `path`, and a part of the file may be left.
     """
-    results = []
-    with naming(path), path.open("xb") as file:
-        stream = _HashedStream(file)
-        for item, tensor in items:
-            start = stream.n_bytes
-            stream.save(tensor)
-            length = stream.n_bytes - start
-            results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
-        file.flush()
-        os.fsync(file.fileno())
-    return stream.n_bytes, stream.digest, results
+    described, results = [], []
+    try:
+        with naming(path), path.open("xb") as file:
+            stream = _HashedStream(file)
+            for item, tensor in items:
+                start = stream.n_bytes
+                stream.save(tensor)
+                length = stream.n_bytes - start
+                described.append(item)
+                results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        if isinstance(items, _SharedItems):
+            items.end()
+        raise
+    file_on_disk = WrittenFile(path.name, stream.n_bytes, stream.digest)
+    return WrittenPart((file_on_disk,), tuple(described), tuple(results))
 
 
 class _HashedStream:

@@ -22,7 +22,7 @@ from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, WeightMapping
 from fivefold.bridge.pieces import Piece
 from fivefold.engine.optimizer_state import STATE_KINDS, StateKind, StateSlice
-from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange
+from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.stored_state import StoredState
 from fivefold.layout.parallel import ParallelLayout
 
@@ -110,11 +110,16 @@ class TrainingState:
         self._stored: set[str] = set()
         self._writer: StateWriter | None = None
 
-    def snapshot(self, folder: Path) -> HostSnapshot:
-        """Copy this rank's part of the state to host memory, to be written to `folder`.
+    def snapshot(self, folder: Path, *, copy: bool) -> HostSnapshot | WrittenSnapshot:
+        """Copy this rank's part of the state to host memory, to be written to `folder`; or write it there at once.
+
+        Args:
+            folder: the folder of the state.
+            copy: whether to copy.
 
         Raises:
-            ValueError: the last snapshot still exists and is not written yet.
+            ValueError: the last copy still exists and is not written yet.
+            OSError: without a copy, a file cannot be written; the error names it.
         """
         if self._writer is None:
             self._writer = self._plan()
@@ -122,6 +127,8 @@ class TrainingState:
         if dist.get_rank() == 0:
             small[_COUNTS] = torch.tensor([self._optimizer.steps, self._optimizer.updates])
             small[_LAYOUT] = self._layout
+        if not copy:
+            return self._writer.write(folder, self._tensors(), small)
         return self._writer.snapshot(folder, self._tensors(), small)
 
     def load(self, folder: Path) -> None:

@@ -112,7 +112,7 @@ NO_PROFILER = "there is no profiler to configure"
 BETWEEN_STEPS = "weights are written between steps"
 LAST_WEIGHTS = "the weights are saved after the last step, as a Hugging Face folder"
 OWN_FREQUENCY = "it is off: checkpoints are written every recover.freq_secs, unless recover.mode is disabled"
-IN_BACKGROUND = "the files of a checkpoint are always written while training goes on"
+IN_BACKGROUND = "the files of a checkpoint are written while training goes on, unless recover.snapshot says otherwise"
 WHOLE_CHECKPOINTS = "checkpoints hold all that a run needs to go on, and are read as a whole"
 OTHER_CHECKPOINTS = (
     "a run goes on from checkpoints that Fivefold has written: name one in recover.mode, or, to start from the "

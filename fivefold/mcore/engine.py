@@ -29,7 +29,7 @@ from fivefold.bridge.random_weights import RandomWeights
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
@@ -52,7 +52,6 @@ from fivefold.engine.passes import (
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state_store import HostSnapshot
 from fivefold.engine.training_state import TrainingState
 from fivefold.families.check import check_layout
 from fivefold.families.megatron_check import check_megatron
@@ -304,15 +303,20 @@ class MegatronEngine:
         new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
         save_blocks(new, shared_blocks(self._bridge.mapped(self.parameters), self._shards))
 
-    def snapshot(self, folder: Path) -> HostSnapshot:
+    def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
         """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
 
+        Args:
+            folder: the folder of the state.
+            copy: False: write the files at once, through little host memory, instead of copying the state.
+
         Raises:
-            ValueError: the last snapshot still exists and is not written yet, the engine has no optimizer, or its
-                state was offloaded.
+            ValueError: the last copy still exists and is not written yet, the engine has no optimizer, or its state
+                was offloaded.
+            OSError: without a copy, a file cannot be written; the error names it.
         """
         self._require("params", "optimizer")
-        return self._trained_state("save").snapshot(folder)
+        return self._trained_state("save").snapshot(folder, copy=copy)
 
     def load(self, folder: Path) -> None:
         """Load the training state in `folder`, of this layout or any other; accumulated gradients are lost.

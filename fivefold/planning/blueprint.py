@@ -44,8 +44,20 @@ class Blueprint:
     @property
     def host_memory(self) -> dict[int, HostMemory]:
         """Host memory that the roles need, by node."""
-        checkpoints = self.question.writes_checkpoints
-        return host_memory(self.trainers, self.rollouts, self.offloaded, writes_checkpoints=checkpoints)
+        return self._host_memory(copies_state=self.copies_state)
+
+    @property
+    def copies_state(self) -> bool:
+        """Whether trainers copy their state to host memory, to write checkpoints from there while training goes on."""
+        question = self.question
+        if not question.writes_checkpoints or question.snapshot == "blocking":
+            return False
+        if question.snapshot == "copy" or question.gpus_per_node == 0:
+            return True
+        return not any(host_problems(self._host_memory(copies_state=True), question.host_memory_gib))
+
+    def _host_memory(self, *, copies_state: bool) -> dict[int, HostMemory]:
+        return host_memory(self.trainers, self.rollouts, self.offloaded, copies_state=copies_state)
 
 
 def draw_up(question: Question) -> Blueprint:
@@ -261,6 +273,8 @@ def _host_notes(blueprint: Blueprint) -> Iterator[str]:
         limit = blueprint.question.host_memory_gib
         of = "" if limit is None else f", of the {gb(limit * GIB)} GB of cluster.host_memory_gib"
         yield f"a node needs up to {gb(most.total)} GB of host memory{of}: {most.describe()}"
+        if blueprint.question.writes_checkpoints and not blueprint.copies_state:
+            yield "training waits while a checkpoint is written, because no copy of its state is in host memory"
 
 
 def _turns(blueprint: Blueprint) -> Iterator[str]:

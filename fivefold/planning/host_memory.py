@@ -46,7 +46,7 @@ def host_memory(
     rollouts: Iterable[RolloutPlan],
     offloaded: tuple[Kind, ...],
     *,
-    writes_checkpoints: bool,
+    copies_state: bool,
 ) -> dict[int, HostMemory]:
     """Return the host memory that the roles need, by node.
 
@@ -54,7 +54,7 @@ def host_memory(
         trainers: plans of the roles that train or compute log-probs.
         rollouts: plans of the roles that generate.
         offloaded: what the actor moves off its GPUs.
-        writes_checkpoints: whether trainers copy their state to host memory for checkpoints.
+        copies_state: whether trainers copy their state to host memory for checkpoints.
     """
     needed: dict[int, HostMemory] = {}
     for trainer in trainers:
@@ -63,7 +63,7 @@ def host_memory(
         moved = offloaded if placed.role == "actor" else trainer.offloaded
         for rank, device in enumerate(placed.devices):
             memory = trainer.memory[rank // per_stage]
-            of_rank = HostMemory(PROCESS_BYTES, memory.on_host(moved), memory.snapshot if writes_checkpoints else 0)
+            of_rank = HostMemory(PROCESS_BYTES, memory.on_host(moved), memory.snapshot if copies_state else 0)
             needed[device.node] = needed.get(device.node, HostMemory()) + of_rank
     for rollout in rollouts:
         for device in rollout.placed.devices:
@@ -87,7 +87,7 @@ def host_problems(needed: Mapping[int, HostMemory], host_memory_gib: int | None)
         "actor.megatron.optimizer)",
     ]
     if most.snapshots:
-        relief.append("write no checkpoints (recover.mode=disabled)")
+        relief.append("write checkpoints without a copy (recover.snapshot=blocking)")
     yield (
         f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(host_memory_gib * GIB)} GB of "
         f"cluster.host_memory_gib: {most.describe()}; {', or '.join(relief)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
@@ -92,7 +93,9 @@ class Question:
     weight_transport: Transport = "auto"
     """How weights go from the actor to the rollout."""
     writes_checkpoints: bool = False
-    """Whether trainers copy their state to host memory, from which checkpoints are written."""
+    """Whether the run writes checkpoints."""
+    snapshot: Literal["auto", "copy", "blocking"] = "auto"
+    """Whether trainers copy their state to host memory, from which checkpoints are written: `recover.snapshot`."""
     notes: tuple[str, ...] = ()
     """What the recipe left open, and how it was understood."""
 

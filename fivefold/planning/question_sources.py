@@ -260,6 +260,7 @@ def _question(
         devices=recipe_devices(recipe),
         host_memory_gib=recipe.cluster.host_memory_gib,
         writes_checkpoints=recipe.recover.is_enabled,
+        snapshot=recipe.recover.snapshot,
     )
 
 

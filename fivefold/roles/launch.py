@@ -25,7 +25,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE, PARAMS, Offloadable
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
-from fivefold.planning.beside_rollout import BesideRollout, beside_rollout
+from fivefold.planning.beside_rollout import BesideRollout, beside_rollout, copies_state
 from fivefold.roles.actor import Actor
 from fivefold.roles.cache_room import CacheRoom
 from fivefold.roles.critic import Critic
@@ -215,16 +215,21 @@ def launch_roles(
         route: how weights travel from the actor to the rollout.
     """
     warmup = 0 if recipe.critic is None else recipe.critic.warmup_steps
-    spec = actor_spec(recipe, placement, path, updates_of(recipe.actor, max(1, n_steps - warmup)))
+    copies = _copies_state(session, recipe, placement, path)
+    spec = actor_spec(recipe, placement, path, updates_of(recipe.actor, max(1, n_steps - warmup)), copies=copies)
     roles = [trainer_role("actor", placement, spec)]
     reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
     alone = None
     if reference is not None and "ref" in placement:
         timeout_s = recipe.scheduler.timeout_s
-        alone = TrainerSpec(reference, placement["ref"].layout, recipe.seed, timeout_s, moving=_moving(recipe))
+        alone = TrainerSpec(
+            reference, placement["ref"].layout, recipe.seed, timeout_s, moving=_moving(recipe), copies_state=copies
+        )
     beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
     replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
-    critic_spec = None if recipe.critic is None else _critic_spec(recipe, recipe.critic, placement, n_steps)
+    critic_spec = (
+        None if recipe.critic is None else _critic_spec(recipe, recipe.critic, placement, n_steps, copies=copies)
+    )
     offloaded_by_critic = () if recipe.critic is None else _offloaded_by_critic(recipe.critic, placement)
     frozen = frozen_specs(recipe, placement)
     in_turn: list[tuple[Role, Sequence[Offloadable]]] = [
@@ -279,7 +284,9 @@ def _offloaded_by_critic(critic: CriticConfig, placement: Placement) -> tuple[Of
     return tuple(kind for kind, is_wanted in wanted.items() if (by_default if is_wanted is None else is_wanted))
 
 
-def _critic_spec(recipe: TrainRecipe, critic: CriticConfig, placement: Placement, n_steps: int) -> TrainerSpec:
+def _critic_spec(
+    recipe: TrainRecipe, critic: CriticConfig, placement: Placement, n_steps: int, *, copies: bool
+) -> TrainerSpec:
     """Return the spec of the critic's processes."""
     return TrainerSpec(
         model=engine_config(critic, resolve_model_path(critic.path)),
@@ -290,17 +297,29 @@ def _critic_spec(recipe: TrainRecipe, critic: CriticConfig, placement: Placement
         optimizer=critic.optimizer,
         total_steps=updates_of(critic, n_steps),
         value_head=True,
+        copies_state=copies,
     )
 
 
 def launch_actor(session: Session, recipe: Recipe, placement: Placement, path: str, total_steps: int) -> Actor:
     """Start the processes of the actor alone."""
-    spec = actor_spec(recipe, placement, path, total_steps)
+    copies = _copies_state(session, recipe, placement, path)
+    spec = actor_spec(recipe, placement, path, total_steps, copies=copies)
     return Actor(trainer_of(session.launch(trainer_role("actor", placement, spec))["actor"], spec))
 
 
-def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int) -> TrainerSpec:
-    """Return the spec of the actor's processes: its model, and the reference if that shares the processes."""
+def actor_spec(
+    recipe: Recipe, placement: Placement, path: str, total_steps: int, *, copies: bool = True
+) -> TrainerSpec:
+    """Return the spec of the actor's processes: its model, and the reference if that shares the processes.
+
+    Args:
+        recipe: the recipe.
+        placement: the roles on their devices.
+        path: the actor's model, folder or hub name.
+        total_steps: optimizer steps of the whole run.
+        copies: whether the processes copy their state to host memory for a checkpoint.
+    """
     model = engine_config(recipe.actor, path)
     reference = _reference_config(recipe, model) if _holds_reference(recipe, placement) else None
     return TrainerSpec(
@@ -316,6 +335,7 @@ def actor_spec(recipe: Recipe, placement: Placement, path: str, total_steps: int
         moving=None if reference is None else _moving(recipe),
         value_head=isinstance(recipe, RMRecipe),
         value_bias=not isinstance(recipe, RMRecipe),
+        copies_state=copies,
     )
 
 
@@ -438,6 +458,20 @@ def _longest(recipe: TrainRecipe) -> int:
     return max(data.max_length for data in rows) + recipe.gconfig.max_new_tokens
 
 
+def _copies_state(session: Session, recipe: Recipe, placement: Placement, path: str) -> bool:
+    """Return whether trainers copy their state for a checkpoint: on GPUs, as the recipe or the plan says."""
+    if not recipe.recover.is_enabled or recipe.recover.snapshot != "auto" or placement.is_cpu:
+        return recipe.recover.snapshot != "blocking"
+    folders = _folders(recipe, path)
+    return copies_state(recipe, folders, gpu_memory=session.gpu_memory, host_memory=session.host_memory)
+
+
+def _folders(recipe: Recipe, path: str) -> dict[str, Path]:
+    """Return the local model folder of each role."""
+    others = {role: resolve_model_folder(other) for role, other in model_paths(recipe).items()}
+    return {"actor": resolve_model_folder(path), **others}
+
+
 def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_memory: int | None) -> BesideRollout:
     """Return how the roles on the rollout's devices wait while it is awake: as the plan says, on GPUs."""
     sharers = placement.sharers("rollout")
@@ -445,8 +479,7 @@ def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_me
         return BesideRollout(0, ())
     if placement.is_cpu:
         return BesideRollout(0, asked_offload(recipe.actor.offload) if "actor" in sharers else ())
-    folders = {role: resolve_model_folder(other) for role, other in model_paths(recipe).items()}
-    return beside_rollout(recipe, {"actor": resolve_model_folder(path), **folders}, gpu_memory=gpu_memory)
+    return beside_rollout(recipe, _folders(recipe, path), gpu_memory=gpu_memory)
 
 
 def _reference_config(recipe: TrainRecipe | DPORecipe, model: EngineConfig) -> EngineConfig:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trained import parts_of
+from fivefold.roles.trained import written
 from fivefold.roles.trainer import Trainer, TrainerWorker
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ class Reference(Protocol):
         """Let the weights follow the actor's, which must be on its devices."""
 
     def snapshot(self, folder: Path) -> int:
-        """Copy the weights to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+        """Copy the weights to host memory, for `write_snapshot`. Returns the bytes of all ranks.
+
+        Raises:
+            OSError: they are written at once (`TrainerSpec.copies_state`), and some rank could not write.
+        """
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
@@ -61,11 +65,11 @@ class ReferenceBesideActor:
 
     def snapshot(self, folder: Path) -> int:
         """Copy the weights to host memory, as `Reference` says."""
-        return sum(self._actors.group.call(TrainerWorker.snapshot_moving, folder))
+        return sum(written(self._actors.group, self._actors.group.call(TrainerWorker.snapshot_moving, folder)))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `Reference` says."""
-        return parts_of(self._actors.group, self._actors.group.control(TrainerWorker.write_moving))
+        return written(self._actors.group, self._actors.group.control(TrainerWorker.write_moving))
 
     def load_state(self, folder: Path) -> None:
         """Load the weights below `folder`."""
@@ -91,12 +95,12 @@ class ReferenceAlone:
     def snapshot(self, folder: Path) -> int:
         """Copy the weights to host memory, as `Reference` says."""
         with self.model.working() as trainer:
-            return sum(trainer.group.call(TrainerWorker.snapshot_moving, folder))
+            return sum(written(trainer.group, trainer.group.call(TrainerWorker.snapshot_moving, folder)))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `Reference` says."""
         group = self.model.trainer.group
-        return parts_of(group, group.control(TrainerWorker.write_moving))
+        return written(group, group.control(TrainerWorker.write_moving))
 
     def load_state(self, folder: Path) -> None:
         """Load the weights below `folder`."""

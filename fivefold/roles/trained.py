@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fivefold.cluster.group import WorkerGroup
 from fivefold.config.schema.run import ProfileConfig
@@ -14,6 +14,8 @@ from fivefold.roles.trainer import Trainer, TrainerWorker, WriteFailed
 
 if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenPart
+
+Result = TypeVar("Result")
 
 
 class TrainedRole:
@@ -42,8 +44,13 @@ class TrainedRole:
         self.trainer.group.call_first(TrainerWorker.save, folder)
 
     def snapshot(self, folder: Path) -> int:
-        """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        return sum(self.trainer.group.call(TrainerWorker.snapshot, folder))
+        """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks.
+
+        Raises:
+            OSError: the state is written at once (`TrainerSpec.copies_state`), and some rank could not write.
+        """
+        group = self.trainer.group
+        return sum(written(group, group.call(TrainerWorker.snapshot, folder)))
 
     def write_snapshot(self) -> list[WrittenPart]:
         """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.
@@ -52,7 +59,7 @@ class TrainedRole:
             OSError: some rank could not write.
         """
         group = self.trainer.group
-        return parts_of(group, group.control(TrainerWorker.write_snapshot))
+        return written(group, group.control(TrainerWorker.write_snapshot))
 
     def load_state(self, folder: Path) -> None:
         """Load the training state that was written below `folder`, on this layout or any other."""
@@ -79,8 +86,8 @@ class TrainedRole:
         )
 
 
-def parts_of(group: WorkerGroup, results: Sequence[WrittenPart | WriteFailed]) -> list[WrittenPart]:
-    """Return what each rank of a group wrote.
+def written(group: WorkerGroup, results: Sequence[Result | WriteFailed]) -> list[Result]:
+    """Return the result of each rank of a group, all of which could write.
 
     Raises:
         OSError: some rank could not write.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""
 
+Result = TypeVar("Result")
+
 Model = Literal["own", "reference"]
 """A model in the trainer's processes: its own, or the reference beside it."""
 
@@ -82,6 +84,8 @@ class TrainerSpec:
     """Whether the model has a value head in place of its output layer."""
     value_bias: bool = True
     """Whether that head has a bias: a critic's has, a reward model's has not."""
+    copies_state: bool = True
+    """Whether state is copied to host memory for a checkpoint; False: it is written while training waits."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,7 @@ class TrainerWorker:
         self._tokenizer = spec.tokenizer
         self._first_ranks = first_ranks(spec.layout)
         self._timeout_s = spec.timeout_s
+        self._copies_state = spec.copies_state
         self._sender: WeightSender | None = None
         self._link: NcclLink | None = None
         self._snapshot: Snapshot | None = None
@@ -338,11 +343,15 @@ class TrainerWorker:
         """
         self._require_moving().follow_whole(unpack(buckets, torch.device("cpu")))
 
-    def snapshot_moving(self, folder: Path) -> int:
+    def snapshot_moving(self, folder: Path) -> int | WriteFailed:
         """Copy the moving weights of this rank to host memory, for `write_moving`; see `snapshot`."""
+        moving = self._require_moving()
         with self._working("own" if self._reference is None else "reference"):
-            self._moving_snapshot = self._require_moving().snapshot(folder)
-        return self._moving_snapshot.n_bytes
+            snapshot = _unless_failed(lambda: moving.snapshot(folder, copy=self._copies_state))
+        if isinstance(snapshot, WriteFailed):
+            return snapshot
+        self._moving_snapshot = snapshot
+        return snapshot.n_bytes
 
     def write_moving(self) -> WrittenPart | WriteFailed:
         """Write the files of the last `snapshot_moving`; see `write_snapshot`."""
@@ -458,14 +467,19 @@ class TrainerWorker:
         """Write the model as a Hugging Face folder."""
         self._engine.save_hf(folder, self._tokenizer)
 
-    def snapshot(self, folder: Path) -> int:
+    def snapshot(self, folder: Path) -> int | WriteFailed:
         """Copy this rank's training state to host memory, for `write_snapshot` to write it below `folder`.
 
+        Without a copy (`TrainerSpec.copies_state`) it is written at once, and `write_snapshot` only tells what was.
+
         Returns:
-            The number of its bytes.
+            The number of its bytes. A failure of the file system is a result, because an exception would end the run.
         """
-        self._snapshot = self._engine.snapshot(folder)
-        return self._snapshot.n_bytes
+        snapshot = _unless_failed(lambda: self._engine.snapshot(folder, copy=self._copies_state))
+        if isinstance(snapshot, WriteFailed):
+            return snapshot
+        self._snapshot = snapshot
+        return snapshot.n_bytes
 
     def write_snapshot(self) -> WrittenPart | WriteFailed:
         """Write the files of the last snapshot; it runs beside other methods, and may be repeated after a failure.
@@ -528,8 +542,13 @@ def _written(snapshot: Snapshot | None) -> WrittenPart | WriteFailed:
     """Write the files of a snapshot."""
     if snapshot is None:
         raise ValueError("there is nothing to write: take a snapshot first")
+    return _unless_failed(snapshot.write)
+
+
+def _unless_failed(action: Callable[[], Result]) -> Result | WriteFailed:
+    """Return what `action` returns, or the failure of the file system with which it ends."""
     try:
-        return snapshot.write()
+        return action()
     except OSError as error:
         return WriteFailed(dist.get_rank(), socket.gethostname(), str(error))
 

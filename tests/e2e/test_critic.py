@@ -21,11 +21,12 @@ N_STEPS = 3
 TRAIN = (
     "train", str(ROOT / "recipes" / "quickstart-ppo.yaml"), f"total_train_steps={N_STEPS}",
     "train_dataset.batch_size=8",
-    "valid_dataset=null", "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "critic.warmup_steps=1",
+    "valid_dataset=null", "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "recover.snapshot=blocking",
+    "critic.warmup_steps=1",
     "actor.kl_ctl=0.01", "actor.kl_in=reward", "actor.gae_lambda=0.95", "rollout.colocate=true",
     "critic.offload={params: true, grads: true, optimizer: true}", "actor.offload={params: true, optimizer: true}",
 )  # fmt: skip
-"""All roles take turns, and what can be offloaded is."""
+"""All roles take turns, what can be offloaded is, and training waits while checkpoints are written."""
 
 
 @pytest.fixture(scope="module")

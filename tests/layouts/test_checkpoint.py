@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.engine.state_store import HostSnapshot, finish
+from fivefold.engine.contract import Snapshot
+from fivefold.engine.state_store import finish
 
 # With a schedule, the step count matters; a large eps keeps Adam from amplifying rounding errors.
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3, gradient_clipping=0.0)
@@ -78,7 +80,7 @@ def train(engine: OpenEngine | OpenFSDPEngine, n_steps: int, skipped: int | None
     return Trained(whole(engine.export_weights()), gradients, rate, generators)
 
 
-def commit(snapshot: HostSnapshot, folder: Path) -> None:
+def commit(snapshot: Snapshot, folder: Path) -> None:
     """Write the snapshots of all ranks; rank 0 takes the driver's part."""
     part = snapshot.write()
     parts = [part] * dist.get_world_size()
@@ -166,6 +168,28 @@ def test_training_resumes_bit_for_bit_on_the_same_layout(
     unbroken = run.run(save_and_go_on, case, model, tmp_path)
     resumed = run.run(go_on, case, model, tmp_path)
     assert [rank.rate for rank in resumed] == [rank.rate for rank in unbroken]
+    for ours, theirs in zip(resumed, unbroken, strict=True):
+        assert_equal(ours.generators, theirs.generators)
+    assert_equal(resumed[0].weights, unbroken[0].weights)
+
+
+def save_both_and_go_on(case: Case, model: Path, copied: Path, written: Path) -> Trained:
+    """In a worker: make two steps, save from a copy and without one, and make two more steps."""
+    engine = case.engine(model, OPTIMIZER)
+    train(engine, 2)
+    commit(engine.snapshot(copied), copied)
+    with patch("fivefold.engine.state_store.CHUNK_ELEMENTS", 500):
+        commit(engine.snapshot(written, copy=False), written)
+    return train(engine, 2)
+
+
+def test_a_state_that_is_written_without_a_copy_is_the_same(workers: Workers, models: Path, tmp_path: Path) -> None:
+    case, model = Case("megatron:(attn:p2t2|ffn:p2e2)", dtype="bfloat16"), models / "qwen3_moe"
+    copied, written = tmp_path / "copied", tmp_path / "written"
+    unbroken = workers(4).run(save_both_and_go_on, case, model, copied, written)
+    for kind, tensors in read_with_torch(copied).items():
+        assert_equal(read_with_torch(written)[kind], tensors)
+    resumed = workers(4).run(go_on, case, model, written)
     for ours, theirs in zip(resumed, unbroken, strict=True):
         assert_equal(ours.generators, theirs.generators)
     assert_equal(resumed[0].weights, unbroken[0].weights)

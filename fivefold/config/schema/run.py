@@ -54,6 +54,10 @@ class RecoverConfig(PeriodicConfig):
     newest are kept."""
     verify: bool = True
     """Compare the checksum of every file before a run goes on from a checkpoint; false: compare only the sizes."""
+    snapshot: Literal["auto", "copy", "blocking"] = "auto"
+    """`copy`: state is copied to host memory, in float32, and written from there while training goes on. `blocking`:
+    it is written while training waits, through little host memory. `auto`: copies, unless they do not fit into the host
+    memory of the run's GPU machines, as `fivefold plan` counts it."""
     write_attempts: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of attempts at writing a checkpoint, after which a run that cannot write one ends with an error."""
     save_before: Duration | None = None

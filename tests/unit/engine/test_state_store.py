@@ -141,6 +141,43 @@ def test_memory_is_used_again_for_the_next_snapshot(tmp_path: Path, tensor: Tens
     writer.snapshot(tmp_path / "d", [tensor], {})
 
 
+@pytest.mark.parametrize("chunk", [64, 2**24])
+def test_state_is_written_without_a_copy_by_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("fivefold.engine.state_store._FILE_BYTES", 2000)
+    monkeypatch.setattr("fivefold.engine.state_store.CHUNK_ELEMENTS", chunk)
+    tensor, parts, given = torch.randn(SHAPE), [], 0
+
+    def values(part: StoredRange) -> Iterator[Tensor]:
+        nonlocal given
+        given += 1
+        yield tensor.flatten()[part.begin : part.begin + part.n_elements]
+
+    for rank, part in enumerate(ranges(SHAPE, (700, 1333))):
+        snapshot = StateWriter(rank, [part]).write(tmp_path, values(part), {f"seed/{rank}": torch.tensor([rank])})
+        assert snapshot.n_bytes == 4 * part.n_elements + 8
+        parts.append(snapshot.write())
+    assert given == 3
+    assert {len(part.files) for part in parts} == {2}
+    files = finish(tmp_path, parts)
+    assert {file.name: file.n_bytes for file in files} == {
+        path.name: path.stat().st_size for path in tmp_path.iterdir()
+    }
+    assert StoredState(tmp_path).read("w").equal(tensor)
+
+
+def test_a_write_without_a_copy_that_failed_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: Tensor
+) -> None:
+    monkeypatch.setattr("fivefold.engine.state_store._FILE_BYTES", 2000)
+    writer = StateWriter(0, list(ranges(SHAPE, ())))
+    with files_of_at_most(1000), pytest.raises(OSError, match=r"File too large: '.*/__0_\d\.distcp'"):
+        writer.write(tmp_path, [tensor], {})
+    finish(tmp_path, [writer.write(tmp_path, [tensor], {}).part])
+    assert StoredState(tmp_path).read("w").equal(tensor)
+
+
 @contextmanager
 def files_of_at_most(n_bytes: int) -> Iterator[None]:
     """Let the kernel refuse to write larger files."""

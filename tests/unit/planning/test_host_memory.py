@@ -53,21 +53,33 @@ def test_it_fits_only_with_small_state_on_the_host() -> None:
     assert not planned(*float32, "cluster.host_memory_gib=null").problems
 
 
-def test_checkpoints_need_a_copy_in_float32_whatever_the_state_is() -> None:
+def test_checkpoints_are_copied_in_float32_where_there_is_room() -> None:
     n_parameters = find_shape("Qwen3-30B-A3B").n_parameters
-    blueprint = planned("recover.mode=auto")
-    memory = blueprint.host_memory[0]
+    without = needed(planned("recover.mode=disabled"))
+    waits = "training waits while a checkpoint is written, because no copy of its state is in host memory"
+    by_itself, blocking = planned(), planned("recover.snapshot=blocking", "cluster.host_memory_gib=null")
+    for blueprint in (by_itself, blocking):
+        assert blueprint.fits
+        assert not blueprint.copies_state
+        assert needed(blueprint) == without
+        assert waits in blueprint.notes
+    roomy = planned("cluster.host_memory_gib=null")
+    memory = roomy.host_memory[0]
+    assert roomy.copies_state
     assert memory.snapshots == pytest.approx(12 * n_parameters, rel=1e-6)
-    assert memory.total == needed(planned()) + memory.snapshots
-    (problem,) = blueprint.problems
-    assert "node 0: its roles need 565.6 GB of host memory" in problem
-    assert "366.4 GB of copies for checkpoints" in problem
-    assert "write no checkpoints (recover.mode=disabled)" in problem
-    plan = plan_recipe(RECIPE, [*MODEL, "recover.mode=auto", "cluster.host_memory_gib=null"], gpu="h200-141g")
-    assert plan.fits
-    assert any("366.4 GB of copies for checkpoints" in note for note in plan.as_json()["notes"])
+    assert memory.total == without + memory.snapshots
+    assert waits not in roomy.notes
+    assert any("366.4 GB of copies for checkpoints" in note for note in roomy.notes)
+    plan = plan_recipe(RECIPE, [*MODEL, "cluster.host_memory_gib=null"], gpu="h200-141g")
     [node] = plan.as_json()["host_memory"]
     assert node == {"node": 0, **vars(memory), "total": memory.total}
+
+
+def test_a_copy_that_is_asked_for_and_does_not_fit_is_a_problem() -> None:
+    (problem,) = planned("recover.snapshot=copy").problems
+    assert "node 0: its roles need 565.6 GB of host memory" in problem
+    assert "366.4 GB of copies for checkpoints" in problem
+    assert "write checkpoints without a copy (recover.snapshot=blocking)" in problem
 
 
 def test_offloaded_weights_are_copied_to_the_host() -> None:

@@ -14,6 +14,7 @@ from fivefold.layout.placement import place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.planning.beside_rollout import beside_rollout
 from fivefold.roles.launch import Roles, launch_roles
+from fivefold.roles.trainer import TrainerSpec
 from fivefold.sync.transport import choose_route
 
 
@@ -29,6 +30,7 @@ class Session:
 
     def __init__(self, gpu_memory: int | None) -> None:
         self.gpu_memory = gpu_memory
+        self.host_memory = 2**40
         self.roles: dict[str, Role] = {}
 
     def launch(self, *roles: Role) -> dict[str, Group]:
@@ -62,6 +64,23 @@ def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_mem
     expected = beside_rollout(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
     assert roles.offloaded == expected.offloaded
     assert session.roles["rollout"].args[0].reserved == expected.kept
+
+
+def test_state_is_copied_for_a_checkpoint_if_the_host_has_room_for_the_copy(tmp_path: Path) -> None:
+    """Of 8.2 billion parameters, 12 bytes each are copied: 92 GiB, beside 16 processes and what is offloaded."""
+
+    def copies(host_gib: int, **recover: str) -> bool:
+        session = Session(140 * 10**9)
+        session.host_memory = host_gib * 2**30
+        launched(tmp_path, session, recover=recover)
+        spec = session.roles["actor"].args[0]
+        assert isinstance(spec, TrainerSpec)
+        return spec.copies_state
+
+    assert copies(1000)
+    assert not copies(150)
+    assert copies(150, snapshot="copy")
+    assert not copies(1000, snapshot="blocking")
 
 
 def test_on_cpus_the_actor_offloads_what_the_recipe_says(tmp_path: Path) -> None:
