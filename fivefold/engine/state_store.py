@@ -167,7 +167,8 @@ class StateWriter:
             flat = tensor.detach().view(stored.n_elements)
             for first in range(0, stored.n_elements, CHUNK_ELEMENTS):
                 begin = stored.begin + first
-                memory = flat[first : first + CHUNK_ELEMENTS].cpu().numpy()
+                # A copy on the CPU too: `numpy` makes a storage that can never be resized, as offloading would.
+                memory = flat[first : first + CHUNK_ELEMENTS].to("cpu", copy=True).numpy()
                 for piece in stored.pieces:
                     for part in piece.within(begin, begin + len(memory)):
                         yield _piece_item(stored.kind, part, memory, begin)
