@@ -32,6 +32,9 @@ from fivefold.rewards.ground_truth import accepted_answers
 MOST_PROCESSES = 8
 """Most processes: each takes some 100 MB, and much more while it works on a hard answer."""
 
+MOST_SECONDS = 86_400
+"""Longest time limit of one answer: a day."""
+
 
 @dataclass(frozen=True)
 class MathReward:
@@ -44,8 +47,10 @@ class MathReward:
     """Most processor time, in seconds, that one answer may take; beyond it the reward is 0."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"reward.kwargs.timeout_s={self.timeout_s} must be greater than 0")
+        if not 0 < self.timeout_s <= MOST_SECONDS:
+            raise ValueError(
+                f"reward.kwargs.timeout_s={self.timeout_s} must be greater than 0, and at most {MOST_SECONDS:,}"
+            )
 
     @property
     def n_at_once(self) -> int:

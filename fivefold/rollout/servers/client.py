@@ -13,6 +13,8 @@ from urllib3.connection import HTTPConnection
 HOST = "127.0.0.1"
 Address = int | Path
 """A port of `HOST`, or a Unix socket."""
+HEALTH_S = 10.0
+"""Seconds that a server has to say that it is ready."""
 SHOWN = 2000
 """Number of characters of a refusal that an error message repeats."""
 
@@ -42,7 +44,7 @@ class _SocketPool(urllib3.HTTPConnectionPool):
 
 
 class HttpClient:
-    """Connections to one server. No request is sent twice, and none has a time limit, because the run has its own."""
+    """Connections to one server. No request is sent twice, and none of the run's has a time limit: the run has one."""
 
     def __init__(self, address: Address, n_connections: int) -> None:
         """Prepare the connections.
@@ -60,10 +62,11 @@ class HttpClient:
         )
 
     def is_healthy(self) -> bool:
-        """Return whether the server answers that it is ready."""
+        """Return whether the server answers, within `HEALTH_S`, that it is ready."""
+        timeout = urllib3.Timeout(connect=HEALTH_S, read=HEALTH_S)
         try:
-            return self._pool.request("GET", "/health").status == 200
-        except urllib3.exceptions.HTTPError:  # the server does not listen yet
+            return self._pool.request("GET", "/health", timeout=timeout).status == 200
+        except urllib3.exceptions.HTTPError:  # the server does not listen yet, or hangs
             return False
 
     def post(self, path: str, body: Any = None) -> Any:

@@ -60,6 +60,7 @@ typed: object = plain
         ("exact_match", {"ignore_case": [1]}, "reward.kwargs.ignore_case=[1]: Input should be a valid boolean"),
         ("exact_match", {"pattern": "("}, "reward.kwargs.pattern='(' is not a regular expression"),
         ("math", {"timeout_s": 0}, "reward.kwargs.timeout_s=0.0 must be greater than 0"),
+        ("math", {"timeout_s": 1e9}, "must be greater than 0, and at most 86,400"),
         ("maths", {}, "reward.fn='maths' is neither one of ["),
         (":plain", {}, "reward.fn=':plain' is neither one of"),
         ("plain_module:", {}, "reward.fn='plain_module:' is neither one of"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +103,12 @@ def test_a_server_and_its_socket_end_with_a_process_that_is_killed(backend: str,
     holder.stdout.close()
     assert_gone(pids)
     assert not Path(address).exists()
+
+
+def test_a_server_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.rollout.servers.client.HEALTH_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not HttpClient(silent.getsockname()[1], 1).is_healthy()
 
 
 def listen_at_socket(folder: Path) -> tuple[SocketPlace, ServerProcess, HttpClient]:
