@@ -12,7 +12,7 @@ from fivefold.cli.command import OutFolder, reporting_errors
 from fivefold.config.limits import LARGEST_SEED
 
 data_app = typer.Typer(
-    help="Write the problems of a task to files: tasks of Fivefold's own, and public data sets.",
+    help="Write the problems of a task, or of a data set, to files.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.layout.errors import RuleError
+
+if TYPE_CHECKING:
+    from fivefold.config.schema.megatron import MegatronConfig
 
 _MOST_REPEATS = 1000
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from fivefold.config.schema.megatron import RecomputeModule
 from fivefold.layout.parallel import ParallelLayout
+
+if TYPE_CHECKING:
+    from fivefold.config.schema.megatron import RecomputeModule
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
