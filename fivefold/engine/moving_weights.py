@@ -76,7 +76,8 @@ class MovingWeights:
         for source, tensor in weights:
             arrived.tensors[source] = tensor
             for name in [name for name, sources in waiting.items() if sources <= arrived.tensors.keys()]:
-                parameter = torch.empty_like(self._parameters[name])
+                # In float32, so that weights are not rounded to the frozen model's dtype before they are averaged.
+                parameter = torch.empty_like(self._parameters[name], dtype=torch.float32)
                 self._mappings[name].fill(parameter, arrived, self._groups)
                 self._follow_one(name, parameter)
                 del waiting[name]

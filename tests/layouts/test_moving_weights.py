@@ -52,7 +52,7 @@ def follow(case: Case, dtype: str, model: Path, decay: float, folder: Path) -> F
         by_name.follow_whole(trained.export_weights())
         history.append(whole(trained.export_weights()))
     weights = whole(frozen.export_weights())
-    commit(moving.snapshot(folder), folder)
+    commit(moving.snapshot(folder, copy=True), folder)
     moving.follow(trained.parameters)
     return Followed(history, weights, whole(other.export_weights()), whole(frozen.export_weights()))
 
