@@ -42,3 +42,8 @@ def listed_metrics() -> dict[str, list[Path]]:
             assert name not in listed, f"{name} is listed twice"
             listed[name] = files
     return listed
+
+
+def as_listed(metric: str) -> str:
+    """Return the name under which docs/metrics.md lists a metric: `<n>` in place of its number."""
+    return re.sub(r"(?<=layer_)\d+|(?<=pass_at/)\d+|(?<=entropy_quarter/)\d+|(?<=response_length/p)\d+", "<n>", metric)

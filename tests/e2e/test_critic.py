@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForTokenClassification
 
 from tests.e2e.conftest import ROOT, Fivefold
-from tests.e2e.documents import listed_metrics
+from tests.e2e.documents import as_listed, listed_metrics
 
 N_STEPS = 3
 TRAIN = (
@@ -67,7 +66,7 @@ def test_only_the_critic_is_trained_while_it_warms_up(run: Path) -> None:
 
 
 def test_the_page_of_metrics_lists_those_of_a_critic(run: Path) -> None:
-    names = {re.sub(r"layer_\d+", "layer_<n>", name) for row in rows(run) for name in row if name.startswith("critic/")}
+    names = {as_listed(name) for row in rows(run) for name in row if name.startswith("critic/")}
     listed = {name for name in listed_metrics() if name.startswith("critic/")}
     assert names == listed - {"critic/peak_memory_gb/max"}
     assert {"seconds/values", "seconds/advantages", "seconds/critic train"} <= rows(run)[0].keys()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from tests.e2e.conftest import ROOT, Fivefold
-from tests.e2e.documents import listed_metrics
+from tests.e2e.documents import as_listed, listed_metrics
 
 N_STEPS = 4
 SHORT = (
@@ -77,7 +77,7 @@ def test_a_run_starts_undecided_and_is_evaluated_at_its_end(runs: Runs, name: st
 
 
 def test_the_page_of_metrics_lists_those_of_preferences(runs: Runs) -> None:
-    written = {name for run in RUNS for row in rows(runs.folder(run)) for name in row} - {"step"}
+    written = {as_listed(name) for run in RUNS for row in rows(runs.folder(run)) for name in row} - {"step"}
     assert written <= listed_metrics().keys()
     assert {"kl", "margin", "reward/chosen", "reward/desirable"} <= written
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from fivefold.evaluate import evaluate
 from fivefold.rollout.servers import command
 from fivefold.train import set_up
 from tests.e2e.conftest import ROOT, Fivefold
-from tests.e2e.documents import README, listed_metrics, shell_commands
+from tests.e2e.documents import README, as_listed, listed_metrics, shell_commands
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
@@ -88,8 +87,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(f"correction/{name}" for name in ("weight", "truncated", "masked", "ess")),
     }
     of_critic = {name for name in listed_metrics() if name.startswith("critic/")}  # test_critic.py
-    numbered = r"(?<=layer_)\d+|(?<=pass_at/)\d+|(?<=entropy_quarter/)\d+|(?<=response_length/p)\d+"
-    written = {re.sub(numbered, "<n>", name) for name in set().union(*metrics)}
+    written = {as_listed(name) for name in set().union(*metrics)}
     assert {"experts/imbalance/layer_<n>", "pass_at/<n>", "entropy_quarter/<n>", "response_length/p<n>"} <= written
     assert {name for name in written if "<" not in name} - {"step"} == listed_metrics().keys() - elsewhere - of_critic
 
