@@ -112,8 +112,8 @@ class RunConsole:
                 self._line(Text(f"{SAMPLE_INDENT}response  {shortened(response, room)}"))
 
     def note(self, text: str, style: str = "") -> None:
-        """Print a line of text between the steps."""
-        self._line(Text(text, style=style))
+        """Print a text between the steps, whole however narrow the screen is."""
+        self.console.print(Text(text, style=style), soft_wrap=True)
 
     def end(self, title: str, facts: Mapping[str, object]) -> None:
         """Stop the status line; print how the run ended and where its results are."""

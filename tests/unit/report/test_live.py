@@ -19,7 +19,7 @@ import pytest
 
 from fivefold.observe.jsonl import JsonLines
 from tests.unit.report.made_runs import make_run
-from tests.unit.report.test_report import facts_of, table_of
+from tests.unit.report.test_pages import facts_of, table_of
 
 COMMAND = [sys.executable, "-c", "from fivefold.cli.main import app; app()", "watch"]
 

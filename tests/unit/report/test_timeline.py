@@ -17,7 +17,7 @@ from fivefold.observe.events import EventLog
 from fivefold.observe.timers import PhaseTimers
 from fivefold.report.timeline import Timeline, chrome_trace, timeline_block
 from tests.unit.report.made_runs import make_run
-from tests.unit.report.test_report import table_of
+from tests.unit.report.test_pages import table_of
 
 
 @pytest.fixture
