@@ -7,7 +7,6 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> mo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,27 +14,23 @@ import torch
 from fivefold.algorithms.loss import Loss
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_saver import save_blocks
-from fivefold.bridge.hf_writer import HFFolder, classified
+from fivefold.bridge.hf_saver import Block
 from fivefold.bridge.random_weights import RandomWeights
-from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.passes import (
-    Scoring,
     apply_loss,
     assemble_predictions,
-    check_head,
     keep_predictions,
-    no_optimizer,
     whole_sequences,
 )
+from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.training_state import TorchGenerators, TrainingState
 from fivefold.families.check import check_layout
@@ -48,10 +43,9 @@ from fivefold.fsdp.model import build_model, units
 from fivefold.fsdp.optimizer import Optimizer
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import StepResult
 
 
-class FSDPEngine:
+class FSDPEngine(SharedVerbs[Optimizer]):
     """A model on FSDP2. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -171,47 +165,6 @@ class FSDPEngine:
             reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
         return reduced
 
-    def optim_step(self) -> StepResult:
-        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
-        self._require(*OFFLOADABLE)
-        return self._trained("train").step()
-
-    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
-
-        Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
-        logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
-        return logprobs, entropy
-
-    def compute_values(self, share: Share) -> torch.Tensor:
-        """Compute the value of the state before each of the share's trained tokens.
-
-        Returns:
-            float32 [T], on the CPU; 0 on tokens that are not trained.
-
-        Raises:
-            ValueError: the model has no value head.
-        """
-        [values] = self._forward(share, ValueHead.names, temperature=1.0)
-        return values
-
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the most likely tokens before each of the share's trained tokens.
-
-        Returns:
-            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
-        """
-        check_head(self.head, LogprobHead.names)
-        rows = self._score(share, TopKScoring(temperature, k), 2 * k)
-        return rows[:k].T.long(), rows[k:].T.contiguous()
-
-    def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
-        """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
-        check_head(self.head, names)
-        return self._score(share, Scoring(temperature), len(names))
-
     @torch.no_grad()
     def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
         """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
@@ -238,57 +191,8 @@ class FSDPEngine:
         self._require("params")
         return self.shards.export(self._dtype, readers)
 
-    def save_hf(
-        self,
-        folder: str | Path,
-        tokenizer_source: str | Path | None = None,
-        *,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-    ) -> None:
-        """Write the model as a Hugging Face folder that transformers loads. Every rank writes its own pieces.
-
-        The files are the same for every layout. An earlier folder is replaced when the new one is whole.
-
-        Args:
-            folder: the folder to write, which all ranks must see.
-            tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
-            max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
-
-        Raises:
-            OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
-        """
-        self._require("params")
-        tensors = {name: TensorSpec(self._dtype, shape) for name, shape in expected_tensors(self.shape).items()}
-        plan = plan_shards(tensors, max_shard_bytes)
-        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
-        save_blocks(new, self.shards.blocks(self._dtype))
-
-    def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
-        """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
-
-        Args:
-            folder: the folder of the state.
-            copy: False: write the files at once, through little host memory, instead of copying the state.
-
-        Raises:
-            ValueError: the last copy still exists and is not written yet, the engine has no optimizer, or its state
-                was offloaded.
-            OSError: without a copy, a file cannot be written; the error names it.
-        """
-        self._require("params", "optimizer")
-        return self._trained_state("save").snapshot(folder, copy=copy)
-
-    def load(self, folder: Path) -> None:
-        """Load the training state in `folder`, of any layout of any engine; accumulated gradients are lost.
-
-        On the same layout, training then continues with the same bits.
-
-        Raises:
-            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
-                optimizer, or its state was offloaded.
-        """
-        self._require(*OFFLOADABLE)
-        self._trained_state("load").load(folder)
+    def _blocks(self) -> Iterator[Block]:
+        return self.shards.blocks(self._dtype)
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
         """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
@@ -329,18 +233,3 @@ class FSDPEngine:
         """Return the bytes of the accumulated gradients."""
         grads = [shard.parameter.grad for shard in self.shards]
         return sum(local_elements(grad).nbytes for grad in grads if grad is not None)
-
-    def _require(self, *what: Offloadable) -> None:
-        """Check that what a method needs is on the device."""
-        if missing := [kind for kind in what if kind in self._away]:
-            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
-
-    def _trained(self, verb: str) -> Optimizer:
-        if self.optimizer is None:
-            raise no_optimizer(verb)
-        return self.optimizer
-
-    def _trained_state(self, verb: str) -> TrainingState:
-        if self._state is None:
-            raise no_optimizer(verb)
-        return self._state

@@ -22,17 +22,15 @@ from fivefold.algorithms.loss import Loss
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_saver import save_blocks, shared_blocks
-from fivefold.bridge.hf_writer import HFFolder, classified
+from fivefold.bridge.hf_saver import Block, shared_blocks
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.random_weights import RandomWeights
-from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
@@ -40,17 +38,15 @@ from fivefold.engine.moving_weights import MovingWeights
 from fivefold.engine.optimizer_state import StateFormat
 from fivefold.engine.passes import (
     LossStep,
-    Scoring,
     apply_loss,
     assemble_predictions,
-    check_head,
     keep_predictions,
-    no_optimizer,
     predict,
     whole_sequences,
 )
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
+from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.training_state import TrainingState
 from fivefold.families.check import check_layout
@@ -72,7 +68,7 @@ BRIDGES = {"fivefold": Bridge}
 """The weight bridge of each `actor.megatron.bridge_type`."""
 
 
-class MegatronEngine:
+class MegatronEngine(SharedVerbs[Optimizer]):
     """A model on Megatron-Core. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -211,46 +207,9 @@ class MegatronEngine:
         return metrics
 
     def optim_step(self) -> StepResult:
-        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
+        """Make an optimizer step; see `SharedVerbs.optim_step`."""
         self._has_gradients = False
-        self._require(*OFFLOADABLE)
-        return self._trained("train").step()
-
-    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
-
-        Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
-        logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
-        return logprobs, entropy
-
-    def compute_values(self, share: Share) -> torch.Tensor:
-        """Compute the value of the state before each of the share's trained tokens.
-
-        Returns:
-            float32 [T], on the CPU; 0 on tokens that are not trained.
-
-        Raises:
-            ValueError: the model has no value head.
-        """
-        [values] = self._forward(share, ValueHead.names, temperature=1.0)
-        return values
-
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the most likely tokens before each of the share's trained tokens.
-
-        Returns:
-            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
-        """
-        check_head(self.head, LogprobHead.names)
-        rows = self._score(share, TopKScoring(temperature, k), 2 * k)
-        return rows[:k].T.long(), rows[k:].T.contiguous()
-
-    def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
-        """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
-        check_head(self.head, names)
-        return self._score(share, Scoring(temperature), len(names))
+        return super().optim_step()
 
     @torch.no_grad()
     def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
@@ -278,57 +237,12 @@ class MegatronEngine:
         shapes = self._bridge.expected_names()
         return MovingWeights(self.parameters, mappings, shapes, self._shards, self.layout, decay)
 
-    def save_hf(
-        self,
-        folder: str | Path,
-        tokenizer_source: str | Path | None = None,
-        *,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-    ) -> None:
-        """Write the model as a Hugging Face folder that transformers loads. Every rank writes its own pieces.
-
-        The files are the same for every layout. An earlier folder is replaced when the new one is whole.
-
-        Args:
-            folder: the folder to write, which all ranks must see.
-            tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
-            max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
-
-        Raises:
-            OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
-        """
-        dtype = getattr(torch, self.config.dtype)
-        tensors = {name: TensorSpec(dtype, shape) for name, shape in self._bridge.expected_names().items()}
-        plan = plan_shards(tensors, max_shard_bytes)
-        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
-        save_blocks(new, shared_blocks(self._bridge.mapped(self.parameters), self._shards))
-
-    def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
-        """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
-
-        Args:
-            folder: the folder of the state.
-            copy: False: write the files at once, through little host memory, instead of copying the state.
-
-        Raises:
-            ValueError: the last copy still exists and is not written yet, the engine has no optimizer, or its state
-                was offloaded.
-            OSError: without a copy, a file cannot be written; the error names it.
-        """
-        self._require("params", "optimizer")
-        return self._trained_state("save").snapshot(folder, copy=copy)
+    def _blocks(self) -> Iterator[Block]:
+        return shared_blocks(self._bridge.mapped(self.parameters), self._shards)
 
     def load(self, folder: Path) -> None:
-        """Load the training state in `folder`, of this layout or any other; accumulated gradients are lost.
-
-        On the same layout, training then continues with the same bits.
-
-        Raises:
-            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
-                optimizer, or its state was offloaded.
-        """
-        self._require(*OFFLOADABLE)
-        self._trained_state("load").load(folder)
+        """Load the training state; see `SharedVerbs.load`."""
+        super().load(folder)
         self._has_gradients = False
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
@@ -375,11 +289,6 @@ class MegatronEngine:
             "grads": [Parkable(buffer.grad_data) for buffer in buffers],
         }
 
-    def _require(self, *what: Offloadable) -> None:
-        """Check that what a method needs is on the device."""
-        if missing := [kind for kind in what if kind in self._away]:
-            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
-
     def _gradient_buffers(self) -> list[Any]:
         return [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
@@ -398,16 +307,6 @@ class MegatronEngine:
         for buffer, gradients in zip(buffers, earlier, strict=False):
             buffer.grad_data += gradients
         self._has_gradients = True
-
-    def _trained(self, verb: str) -> Optimizer:
-        if self.optimizer is None:
-            raise no_optimizer(verb)
-        return self.optimizer
-
-    def _trained_state(self, verb: str) -> TrainingState:
-        if self._state is None:
-            raise no_optimizer(verb)
-        return self._state
 
     def _run(self, share: Share, step: LossStep, options: HeadOptions, *, backward: bool) -> list[Any]:
         """Run Megatron's schedule over the share. Returns what `step` kept of each micro-batch, on the last stage."""

@@ -1,0 +1,170 @@
+"""The verbs that training engines share, whatever library the model runs on.
+
+An engine computes predictions in its own way (`_score`) and has its own weights (`_blocks`). What its verbs check, ask
+of the head and make of the results is here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.hf_saver import Block, save_blocks
+from fivefold.bridge.hf_writer import HFFolder, classified
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
+from fivefold.engine.passes import Scoring, check_head, no_optimizer
+from fivefold.engine.sharing import Share
+from fivefold.engine.training_state import TrainingState
+from fivefold.families.shape import ModelShape
+from fivefold.types import StepResult
+
+
+class Stepping(Protocol):
+    """An optimizer of a whole model."""
+
+    def step(self) -> StepResult:
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
+
+
+AnOptimizer = TypeVar("AnOptimizer", bound=Stepping)
+
+
+class SharedVerbs(ABC, Generic[AnOptimizer]):
+    """The base of training engines, which set these attributes when they build their model."""
+
+    config: EngineConfig
+    shape: ModelShape
+    head: Head
+    optimizer: AnOptimizer | None
+    """None: the model is not trained."""
+    _folder: Path
+    """Folder of the model's config and tokenizer."""
+    _state: TrainingState | None
+    """What checkpoints hold; None: the model is not trained."""
+    _away: set[Offloadable]
+    """What is offloaded."""
+
+    @abstractmethod
+    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
+        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+
+    @abstractmethod
+    def _blocks(self) -> Iterator[Block]:
+        """Yield the weights of all ranks in the blocks that this rank writes."""
+
+    def optim_step(self) -> StepResult:
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
+        self._require(*OFFLOADABLE)
+        return self._trained("train").step()
+
+    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
+
+        Returns:
+            float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
+        logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
+        return logprobs, entropy
+
+    def compute_values(self, share: Share) -> torch.Tensor:
+        """Compute the value of the state before each of the share's trained tokens.
+
+        Returns:
+            float32 [T], on the CPU; 0 on tokens that are not trained.
+
+        Raises:
+            ValueError: the model has no value head.
+        """
+        [values] = self._forward(share, ValueHead.names, temperature=1.0)
+        return values
+
+    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the most likely tokens before each of the share's trained tokens.
+
+        Returns:
+            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
+        """
+        check_head(self.head, LogprobHead.names)
+        rows = self._score(share, TopKScoring(temperature, k), 2 * k)
+        return rows[:k].T.long(), rows[k:].T.contiguous()
+
+    def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
+        """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
+        check_head(self.head, names)
+        return self._score(share, Scoring(temperature), len(names))
+
+    def save_hf(
+        self,
+        folder: str | Path,
+        tokenizer_source: str | Path | None = None,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write the model as a Hugging Face folder that transformers loads. Every rank writes its own pieces.
+
+        The files are the same for every layout. An earlier folder is replaced when the new one is whole.
+
+        Args:
+            folder: the folder to write, which all ranks must see.
+            tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
+            max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
+
+        Raises:
+            OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
+        """
+        self._require("params")
+        dtype = getattr(torch, self.config.dtype)
+        tensors = {name: TensorSpec(dtype, shape) for name, shape in expected_tensors(self.shape).items()}
+        plan = plan_shards(tensors, max_shard_bytes)
+        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
+        save_blocks(new, self._blocks())
+
+    def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
+        """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.
+
+        Args:
+            folder: the folder of the state.
+            copy: False: write the files at once, through little host memory, instead of copying the state.
+
+        Raises:
+            ValueError: the last copy still exists and is not written yet, the engine has no optimizer, or its state
+                was offloaded.
+            OSError: without a copy, a file cannot be written; the error names it.
+        """
+        self._require("params", "optimizer")
+        return self._trained_state("save").snapshot(folder, copy=copy)
+
+    def load(self, folder: Path) -> None:
+        """Load the training state in `folder`, of any layout of any engine; accumulated gradients are lost.
+
+        On the same layout, training then continues with the same bits.
+
+        Raises:
+            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
+                optimizer, or its state was offloaded.
+        """
+        self._require(*OFFLOADABLE)
+        self._trained_state("load").load(folder)
+
+    def _require(self, *what: Offloadable) -> None:
+        """Check that what a method needs is on the device."""
+        if missing := [kind for kind in what if kind in self._away]:
+            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
+
+    def _trained(self, verb: str) -> AnOptimizer:
+        if self.optimizer is None:
+            raise no_optimizer(verb)
+        return self.optimizer
+
+    def _trained_state(self, verb: str) -> TrainingState:
+        if self._state is None:
+            raise no_optimizer(verb)
+        return self._state
