@@ -321,6 +321,7 @@ def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[s
         "weight sync": TITLES[setup.route.transport],
         "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
         "prompts": data.usage,
+        **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),
         **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
         "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{unused}",
         **start_facts(start, note),

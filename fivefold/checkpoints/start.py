@@ -16,6 +16,8 @@ from fivefold.observe.run_dir import RunDir
 
 Item = TypeVar("Item")
 
+MOVING = ("epoch", "position", "chosen")
+"""Parts of a sampler's state that change from step to step."""
 KEYS_OF_FINGERPRINTS = {"config": "actor.path", "weights": "actor.path", "tokenizer": "tokenizer_path"}
 """The key of the recipe that each fingerprint belongs to."""
 CONTENTS = {
@@ -117,7 +119,7 @@ class Resume:
         """
         saved: Mapping[str, object] = self.state.sampler
         here: Mapping[str, object] = sampler.state_dict()
-        differing = [key for key in here if key not in ("epoch", "position") and saved[key] != here[key]]
+        differing = [key for key in here if key not in MOVING and saved[key] != here[key]]
         if not differing:
             sampler.load_state_dict(self.state.sampler)
             return None
@@ -156,6 +158,6 @@ def _is_accepted(key: str, accepted: Sequence[str]) -> bool:
 
 def _difference(key: str, saved: Mapping[str, object], here: Mapping[str, object]) -> str:
     if key == "fingerprint":
-        return "the tokens of its rows differ"
+        return "the tokens of its rows, the weights of its sources or its sampler differ"
     words = {"n_items": "number of rows", "batch_size": "train_dataset.batch_size", "shuffle": "train_dataset.shuffle"}
     return f"{words.get(key, key)}: {saved[key]} -> {here[key]}"

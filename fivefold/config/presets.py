@@ -32,6 +32,9 @@ ADVANTAGES = (
 )  # fmt: skip
 """Values of `actor.advantage` that name a file in `fivefold/algorithms/advantages/`, and `gae`."""
 
+SAMPLERS = ("epochs", "easy_to_hard", "replay")
+"""Values of `train_dataset.sampler`."""
+
 Keys = Mapping[str, Any]
 """Values by the dotted key that they set."""
 

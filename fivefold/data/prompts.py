@@ -22,6 +22,7 @@ from fivefold.config.schema.data import DatasetConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler, fingerprint
+from fivefold.data.samplers import build_sampler
 from fivefold.data.tokens import tokenize
 from fivefold.data.weighted_sampler import WeightedSampler
 from fivefold.types import Prompt
@@ -57,8 +58,11 @@ class PromptDataset:
         """Return a sampler of batches of `config.batch_size` prompts.
 
         Raises:
-            ValueError: fewer prompts than a batch has, or weights of data sources that do not fit the prompts.
+            ValueError: fewer prompts than a batch has, weights of data sources that do not fit the prompts, or a
+                sampler that cannot be made.
         """
+        if config.sampler != "epochs":
+            return build_sampler(self.prompts, config, seed, self.fingerprint())
         if config.source_weights:
             return WeightedSampler(
                 self.prompts,

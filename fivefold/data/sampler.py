@@ -6,7 +6,8 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 Item = TypeVar("Item")
 
@@ -21,6 +22,20 @@ class SamplerState(TypedDict):
     fingerprint: str
     epoch: int
     position: int
+    chosen: NotRequired[dict[str, Any]]
+    """What a sampler that chooses by rewards needs besides (`ChosenSampler`)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the completions of a prompt earned in a step."""
+
+    index: int
+    """Place of the prompt in the data set."""
+    rewards: tuple[float, ...]
+    """The reward of each completion that is trained on: the weighted sum, if there are several."""
+    pass_rate: float
+    """Share of the completions that count as right."""
 
 
 def fingerprint(sequences: Iterable[Sequence[int]]) -> str:
@@ -96,16 +111,31 @@ class EpochSampler(Generic[Item]):
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
 
-    def state_dict(self) -> SamplerState:
-        """Return the position in the data set, and what identifies the data set and its order."""
+    def told(self, outcomes: Sequence[Outcome]) -> None:
+        """Take note of what the prompts of a batch earned, the oldest first of those that are not told of.
+
+        The order of an epoch does not depend on it.
+        """
+
+    def state_dict(self, ahead: int = 0) -> SamplerState:
+        """Return the position in the data set, and what identifies the data set and its order.
+
+        Args:
+            ahead: number of the last batches that were given out and are not used yet: the position is before them.
+        """
+        return self._state_after(self.epoch * self.batches_per_epoch + self.position - ahead)
+
+    def _state_after(self, n_batches: int) -> SamplerState:
+        """Return the state after so many batches."""
+        epoch, position = divmod(n_batches, self.batches_per_epoch)
         return SamplerState(
             seed=self._seed,
             shuffle=self._shuffle,
             batch_size=self._batch_size,
             n_items=len(self._items),
             fingerprint=self._fingerprint,
-            epoch=self.epoch,
-            position=self.position,
+            epoch=epoch,
+            position=position,
         )
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -114,7 +144,7 @@ class EpochSampler(Generic[Item]):
         Raises:
             ValueError: a state of another data set, batch size, order or seed.
         """
-        here = self.state_dict()
+        here = self._state_after(self.epoch * self.batches_per_epoch + self.position)
         resumed = SamplerState(**{**here, "epoch": state["epoch"], "position": state["position"]})
         differing = sorted(key for key, value in resumed.items() if state.get(key) != value)
         if differing:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.data.sampler import Outcome
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Generated
@@ -42,6 +43,14 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
         sample.rewarded(values, rewards.weights, rewards.scored_by(sample.prompt))
         for sample, values in zip(samples, judged, strict=True)
     ]
+
+
+def outcomes(samples: Sequence[Sample]) -> list[Outcome]:
+    """Return what the completions of each prompt earned, as samplers are told it."""
+    groups: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.prompt.index].append(sample)
+    return [Outcome(index, tuple(sample.reward for sample in own), accuracy(own)) for index, own in groups.items()]
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -32,7 +32,7 @@ class Experience:
 
 
 class Source(Protocol):
-    """Gives each step its samples, every prompt of the data set once in an epoch and in the sampler's order."""
+    """Gives each step its samples, those of the prompts that the sampler gives out, in their order."""
 
     def take(self, step: int) -> Experience:
         """Return the experience of training step `step`, counted from 1; steps are taken in order.

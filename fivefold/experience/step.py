@@ -14,7 +14,7 @@ from itertools import groupby
 from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
-from fivefold.experience.samples import judge
+from fivefold.experience.samples import judge, outcomes
 from fivefold.experience.source import Experience
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
@@ -66,6 +66,7 @@ class StepSource:
             generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
         with self.timers.phase("rewards"):
             samples = judge(generated, self.rewards, self.reward_model)
+        self.sampler.told(outcomes(samples))
         return Experience(samples, generated.batch, generated.metrics)
 
     def _dynamic(self, step: int) -> Experience:
@@ -84,6 +85,7 @@ class StepSource:
             prompts = [prompt for prompt in self.sampler.next_batch() if prompt.index not in seen]
             seen.update(prompt.index for prompt in prompts)
             if not prompts:
+                self.sampler.told(())
                 break
             rounds.append(self._sampled(prompts, step, len(rounds)))
             for _, group in groupby(rounds[-1].samples, key=lambda sample: sample.prompt.index):

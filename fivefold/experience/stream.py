@@ -25,7 +25,7 @@ from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.data.turns import Turns
-from fivefold.experience.samples import judge, staleness_metrics
+from fivefold.experience.samples import judge, outcomes, staleness_metrics
 from fivefold.experience.source import Experience
 from fivefold.experience.waiting import SavedGroup, WaitingGroups
 from fivefold.observe.errors import RunFailed
@@ -48,8 +48,6 @@ class _Turn:
     prompts: Sequence[Prompt]
     requests: Sequence[GenerationRequest]
     """Those of one prompt side by side."""
-    behind: SamplerState
-    """Position in the training data behind them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +99,6 @@ class StreamSource:
             last_turn=last_step - 1,
             max_running=recipe.rollout.max_concurrent_rollouts,
         )
-        self._behind = sampler.state_dict()
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._read: dict[int, _Turn] = {}
@@ -132,13 +129,16 @@ class StreamSource:
     @property
     def sampler_state(self) -> SamplerState:
         """Position in the training data behind the prompts that were taken."""
-        return self._behind
+        with self._changed:
+            return self._sampler.state_dict(ahead=len(self._read))
 
     def weights_sent(self, version: int) -> None:
         """Let the prompts begin that are young enough with weights of version `version`."""
         with self._changed:
             self._stream.weights_sent()
             self._turns.version = version
+            # All at once, not as they begin: what a sampler was told before each turn is then the same in every run.
+            self._read_until(version)
             self._admit()
 
     def take(self, step: int) -> Experience:
@@ -161,8 +161,9 @@ class StreamSource:
                 for number in numbers:
                     del self._groups[number]
                 self._turns.take(turn)
-                self._behind = self._read.pop(turn).behind
+                del self._read[turn]
         samples = [sample for group in groups for sample in group.samples]
+        self._sampler.told(outcomes(samples))
         metrics = self._metrics(groups, began) | staleness_metrics(samples, version=turn)
         return Experience(samples, RemoteBatch.joined([group.batch for group in groups]), metrics)
 
@@ -211,8 +212,8 @@ class StreamSource:
         """Take over groups of a checkpoint after which step `turn` + 1 is the next."""
         age = self._recipe.rollout.max_head_offpolicyness
         by_number = {group.number: group for group in saved}
+        self._read_until(turn)
         for later in range(turn, turn + 1 + age) if by_number else ():
-            self._read[later] = self._next_turn(later)
             for number, prompt in zip(self._turns.prompts_of(later), self._read[later].prompts, strict=True):
                 group = by_number.get(number)
                 if group is None or not group.is_of(prompt) or later - group.oldest > age:
@@ -225,11 +226,14 @@ class StreamSource:
     def _admit(self) -> None:
         """Let prompts begin, as many as the rule allows."""
         while (number := self._turns.begin()) is not None:
-            turn = self._turns.turn_of(number)
-            if turn not in self._read:
-                self._read[turn] = self._next_turn(turn)
             self._begun.append(number)
         self._changed.notify_all()
+
+    def _read_until(self, version: int) -> None:
+        """Read the turns whose prompts may begin with weights of a version, those behind the last step too."""
+        for turn in range(version, version + 1 + self._recipe.rollout.max_head_offpolicyness):
+            if turn not in self._read:
+                self._read[turn] = self._next_turn(turn)
 
     def _next_turn(self, turn: int) -> _Turn:
         prompts = self._sampler.next_batch()
@@ -240,7 +244,7 @@ class StreamSource:
             (self._recipe.seed, "train", turn + 1),
             self._sampling.logprob_share,
         )
-        return _Turn(prompts, requests, self._sampler.state_dict())
+        return _Turn(prompts, requests)
 
     def _job(self, number: int) -> Job:
         turn = self._read[self._turns.turn_of(number)]

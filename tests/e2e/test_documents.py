@@ -39,6 +39,8 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.prompts import PromptDataset
+from fivefold.data.sampler import Outcome
 from fivefold.evaluate import Evaluation
 from fivefold.families import registry
 from fivefold.families.read import load_shape
@@ -68,7 +70,7 @@ TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorte
 BLOCKS = {
     "README.md": ["", "bash"],
     "cluster.md": ["bash", "bash"],  # tests/nodes
-    "extending.md": ["python", "python"],
+    "extending.md": ["python", "python", "python"],
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],
@@ -294,9 +296,13 @@ def methods_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainReci
     (tmp_path / "my_methods.py").write_text(blocks(DOCS / "extending.md", "python")[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", sys.path.copy())
-    ((_, (_, recipe, *overrides)),) = [
-        shown for shown in indented_commands(DOCS / "extending.md") if shown[1][0] == "train"
-    ]
+    return shown_recipe("actor.loss")
+
+
+def shown_recipe(key: str) -> TrainRecipe:
+    """Return the recipe of the command of docs/extending.md that writes a key."""
+    commands = [words for _, words in indented_commands(DOCS / "extending.md") if words[0] == "train"]
+    ((_, recipe, *overrides),) = [words for words in commands if any(word.startswith(f"{key}=") for word in words)]
     return load_recipe(ROOT / recipe, overrides, TrainRecipe)
 
 
@@ -332,6 +338,21 @@ def test_the_advantage_of_the_documents_is_its_formula(methods_recipe: TrainReci
     compute = build_advantage(methods_recipe.actor, n_samples=3)
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 0.25, 3.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1])
     assert compute(Scores(rewards_N, groups_N, torch.ones(4).long())).tolist() == [0.75, -0.25, 0.0, 0.0]
+
+
+def test_the_sampler_of_the_documents_goes_on_to_longer_prompts_when_most_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_samplers.py").write_text(blocks(DOCS / "extending.md", "python")[2])
+    monkeypatch.chdir(tmp_path)
+    config = shown_recipe("train_dataset.sampler").train_dataset.model_copy(update={"batch_size": 2})
+    prompts = tuple(Prompt(i, "", (0,) * length, "") for i, length in enumerate((5, 1, 4, 2, 3, 6)))
+    sampler = PromptDataset(prompts, 6, 0).sampler(config, seed=1)
+    drawn = []
+    for rate in (0.0, 0.6, 0.7, 1.0, 1.0):
+        drawn.append([len(prompt.token_ids) for prompt in sampler.next_batch()])
+        sampler.told([Outcome(0, (rate,), rate)])
+    assert drawn == [[1, 2], [1, 2], [1, 2], [3, 4], [5, 6]]
 
 
 # All documents

@@ -18,8 +18,8 @@ from fivefold.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_
 from fivefold.algorithms.advantages.remax import remax
 from fivefold.algorithms.advantages.rloo import rloo
 from fivefold.algorithms.advantages.scores import Advantage, Scores
-from fivefold.algorithms.options import options
 from fivefold.algorithms.user_method import load
+from fivefold.config.options import options
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.user_code import user_traceback
 

@@ -17,8 +17,8 @@ from fivefold.algorithms.losses.reinforce import Reinforce
 from fivefold.algorithms.losses.sapo import SAPO
 from fivefold.algorithms.losses.surrogate import Surrogate
 from fivefold.algorithms.losses.topr import TOPR
-from fivefold.algorithms.options import built_in, options
 from fivefold.algorithms.user_method import UserLoss, load
+from fivefold.config.options import built_in, options
 from fivefold.config.schema.roles import ActorConfig
 
 LOSSES: Mapping[str, type[Surrogate]] = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from fivefold.config.schema.fields import PathText, Positive, Section
+from fivefold.config.presets import SAMPLERS
+from fivefold.config.schema.fields import ONE_LINE, PathText, Positive, Section
 
 
 class RowsConfig(Section):
@@ -44,11 +45,34 @@ class DatasetConfig(RowsConfig, BatchesConfig):
     """Weights of the values of the column `data_source`: each source gets the share of its weight in every batch, as
     near as whole prompts allow, and all its prompts come once before any comes again. All sources must be named; empty:
     prompts come as often as they are in the data set."""
+    sampler: Annotated[str, Field(pattern=ONE_LINE)] = "epochs"
+    """What chooses the prompts of each step: `epochs` (each prompt once before any comes again), `easy_to_hard` (a
+    curriculum by pass rate), `replay` (prompts that were not answered rightly come again), or your own as
+    `module:Class` or `file.py:Class` (docs/extending.md)."""
+    sampler_kwargs: dict[str, Any] = {}
+    """Options of the sampler that have no key of their own, by name (docs/algorithms.md)."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> DatasetConfig:
         if self.source_weights and not any(self.source_weights.values()):
             raise ValueError(f"source_weights={self.source_weights} are all 0: raise one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampler(self) -> DatasetConfig:
+        if self.sampler not in SAMPLERS and not all(self.sampler.rpartition(":")):
+            raise ValueError(
+                f"sampler={self.sampler} is none of {', '.join(SAMPLERS)}, and not of the form module:name or "
+                "file.py:name"
+            )
+        if self.sampler == "epochs" and self.sampler_kwargs:
+            raise ValueError(
+                f"sampler_kwargs={self.sampler_kwargs} have no effect with sampler=epochs: name a sampler, or drop them"
+            )
+        if self.sampler != "epochs" and self.source_weights:
+            raise ValueError(
+                f"source_weights and sampler={self.sampler} both choose the prompts of a step: drop one of them"
+            )
         return self
 
 

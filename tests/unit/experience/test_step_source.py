@@ -10,7 +10,7 @@ import numpy as np
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.sampler import EpochSampler
+from fivefold.data.sampler import EpochSampler, Outcome
 from fivefold.experience.step import StepSource
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
@@ -92,6 +92,16 @@ def test_a_step_has_no_prompt_twice_though_it_reads_on_into_the_next_epoch() -> 
     assert len(set(taken.groups)) == BATCH
     assert all(taken.groups.count(group) == SAMPLES for group in taken.groups)
     assert [asked for asked, *_ in rollout.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_samplers_are_told_what_each_prompt_earned_in_every_round() -> None:
+    steps, _ = source({1, 4, 6}, 8, "actor.dynamic_sampling=true", "actor.dynamic_sampling_max_rounds=9")
+    told: list[Sequence[Outcome]] = []
+    steps.sampler.told = told.append  # type: ignore[method-assign]
+    steps.take(1)
+    # The third batch begins the next epoch, whose prompts the step has tried before.
+    assert [[outcome.index for outcome in outcomes] for outcomes in told] == [[0, 1, 2, 3], [4, 5, 6, 7], []]
+    assert told[0][:2] == [Outcome(0, (0.0, 0.0), 0.0), Outcome(1, (0.0, 1.0), 0.5)]
 
 
 def test_remax_has_a_greedy_completion_of_each_prompt() -> None:

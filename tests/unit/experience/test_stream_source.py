@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ import pytest
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.chosen_sampler import ChosenSampler
+from fivefold.data.replay import Replay
 from fivefold.data.sampler import EpochSampler
 from fivefold.engine.state_store import finish
 from fivefold.experience.source import Experience
@@ -48,8 +51,17 @@ def recipe_of(*overrides: str) -> TrainRecipe:
     return load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
 
 
-def common(recipe: TrainRecipe, group: LocalGroup, reward: Callable[..., float], prompts: list[Prompt]) -> Any:
+def half_marks(response: str, ground_truth: Any, **_: Any) -> float:
+    return float(len(response) % 2)
+
+
+def common(
+    recipe: TrainRecipe, group: LocalGroup, reward: Callable[..., float], prompts: list[Prompt], replays: bool = False
+) -> Any:
     sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=True, seed=1)
+    if replays:
+        choice = Replay(prompts, batch_size=BATCH, shuffle=True, seed=1, share=0.5, at_most=0.5)
+        sampler = ChosenSampler(prompts, choice, "replay", batch_size=BATCH, shuffle=True, seed=1, fingerprint="")
     sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
     return recipe, sampler, LocalRollout(group), sampling, RewardSet.of(NamedReward("f", reward, None)), PhaseTimers()
 
@@ -222,9 +234,9 @@ def local_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("local_objects")
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize(("after", "replays"), [(1, False), (4, False), (2, True)])
 def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
-    after: int, workers: list[LocalWorker], tmp_path: Path
+    after: int, replays: bool, workers: list[LocalWorker], tmp_path: Path
 ) -> None:
     group, prompts = LocalGroup(workers), arithmetic(11)
     group.each("set_version", 0)
@@ -232,7 +244,7 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     steps = range(1, STEPS + 1)
     expected, columns = {}, {}
     with StreamSource(
-        *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
+        *common(recipe, group, half_marks, prompts, replays), first_step=1, last_step=STEPS, resend=never
     ) as source:
         source.weights_sent(0)
         for step in steps:
@@ -250,8 +262,8 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
                 finish(tmp_path, owner.write_snapshot())
     saved = read_groups(tmp_path)
     assert BATCH <= len(saved) <= 2 * BATCH
-    arguments = common(recipe, group, full_marks, prompts)
-    arguments[1].load_state_dict(position)
+    arguments = common(recipe, group, half_marks, prompts, replays)
+    arguments[1].load_state_dict(json.loads(json.dumps(position)))
     with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=saved) as resumed:
         assert {number // BATCH for number in resumed._groups} <= {after, after + 1}
         assert len(resumed._groups) == len([group for group in saved if group.number < STEPS * BATCH])
@@ -270,7 +282,7 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     others = [Prompt(prompt.index, "?", (3,), "") for prompt in prompts]
     old = [replace(group, samples=[{**each, "versions": [-9, -9]} for each in group.samples]) for group in saved]
     for given, offered in ((others, saved), (prompts, old)):
-        arguments = common(recipe, group, full_marks, given)
+        arguments = common(recipe, group, half_marks, given, replays)
         arguments[1].load_state_dict(position)
         assert (
             StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=offered)._groups == {}

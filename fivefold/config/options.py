@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.problems import show
-from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.fields import Section
 
 Method = TypeVar("Method")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def options(
-    key: str, method: Callable[..., Any], config: ActorConfig, kwargs: Mapping[str, Any], n_arguments: int = 0
+    key: str,
+    method: Callable[..., Any],
+    config: Section,
+    kwargs: Mapping[str, Any],
+    n_arguments: int = 0,
+    given: Mapping[str, Any] = NOTHING,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which a method is called.
 
-    A parameter that is named like a key of the recipe's `actor` section, such as `eps_clip`, gets the key's value;
+    A parameter that is named like a key of the recipe's section, such as `eps_clip` of `actor`, gets the key's value;
     `kwargs` gives the others.
 
     Args:
-        key: `actor.loss` or `actor.advantage`, for messages.
+        key: the recipe's key that names the method, such as `actor.loss`.
         method: a function or a class.
-        config: the recipe's actor.
+        config: the section that the key is in.
         kwargs: the recipe's mapping of further options.
         n_arguments: number of positional arguments with which the method is called besides.
+        given: values of keys of the recipe's top level that a parameter of their name gets.
 
     Raises:
         ValueError: `kwargs` has an option that the method does not take or that is a key of the recipe, or lacks one.
@@ -38,16 +46,18 @@ def options(
         raise ValueError(
             f"{key} has no signature that could be checked ({error}): give a function or a class"
         ) from error
-    keys = type(config).model_fields
+    keys = {name: getattr(config, name) for name in type(config).model_fields} | dict(given)
+    section = key.rpartition(".")[0]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name, value in kwargs.items():
         if name in keys:
-            raise ValueError(f"{key}_kwargs.{name}={show(value)}: this option is the recipe's key actor.{name}")
+            own = name if name in given else f"{section}.{name}"
+            raise ValueError(f"{key}_kwargs.{name}={show(value)}: this option is the recipe's key {own}")
         if name not in names and not takes_all:
             known = [known for known in names if known not in keys] or ["none"]
             raise ValueError(f"{key}_kwargs.{name}={show(value)}: there is no such option; it has {', '.join(known)}")
-    chosen = {name: getattr(config, name) for name in names if name in keys} | dict(kwargs)
+    chosen = {name: keys[name] for name in names if name in keys} | dict(kwargs)
     for parameter in parameters:
         if parameter.name in names and parameter.name not in chosen and parameter.default is parameter.empty:
             raise ValueError(f"{key} needs the option {parameter.name}: give {key}_kwargs.{parameter.name}")
@@ -57,6 +67,12 @@ def options(
 def built_in(key: str, name: str, kind: type[Method], chosen: Mapping[str, Any]) -> Method:
     """Return a built-in method with its options, whose types and bounds are checked.
 
+    Args:
+        key: the recipe's key that names the method.
+        name: the method's name.
+        kind: its dataclass.
+        chosen: its options.
+
     Raises:
         ValueError: an option of the wrong type, or out of its bounds.
     """
@@ -64,5 +80,7 @@ def built_in(key: str, name: str, kind: type[Method], chosen: Mapping[str, Any])
         return TypeAdapter(kind).validate_python(chosen)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "value_error":  # raised by the method itself, in its own words
+            raise ValueError(str(first["ctx"]["error"])) from error
         option = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{key}={name}: {option}={show(first['input'])}: {first['msg']}") from error
