@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.importing.critic import NOT_TRAINED, has_critic
+from fivefold.importing.distillation import COEFF
 from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.models import is_moe, known_shape
 from fivefold.importing.reasons import NO_REFERENCE
@@ -46,7 +47,7 @@ def lay_out(draft: Draft) -> None:
         draft.recipe.setdefault("rollout.colocate", draft.is_shared)
     _settle_reference(draft, actor)
     _settle_critic(draft)
-    _settle_reward_model(draft)
+    _settle_frozen(draft)
     _drop_options_of_other_engines(draft)
 
 
@@ -116,12 +117,14 @@ def _settle_critic(draft: Draft) -> None:
         draft.recipe.setdefault("critic.backend", draft.recipe["actor.backend"])
 
 
-def _settle_reward_model(draft: Draft) -> None:
-    """Lay a reward model out as the actor, on the actor's devices."""
-    if "reward.model.path" in draft.recipe and "allocation_mode" not in draft.recipe:
-        for key in ("backend", "device_mapping"):
+def _settle_frozen(draft: Draft) -> None:
+    """Lay a reward model and a teacher out as the actor, on the actor's devices."""
+    if "allocation_mode" in draft.recipe:
+        return
+    for section, sign in (("reward.model", "reward.model.path"), ("teacher", COEFF)):
+        for key in ("backend", "device_mapping") if sign in draft.recipe else ():
             if f"actor.{key}" in draft.recipe:
-                draft.recipe.setdefault(f"reward.model.{key}", draft.recipe[f"actor.{key}"])
+                draft.recipe.setdefault(f"{section}.{key}", draft.recipe[f"actor.{key}"])
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:

@@ -86,6 +86,7 @@ IN_TURN = "roles that share devices take turns on their memory"
 
 # Data and evaluation
 
+SAMPLER = "train_dataset.sampler chooses the prompts of a step: easy_to_hard, replay, or a class of your own"
 READ_FIRST = "data are read before the first step"
 TOO_LONG = "prompts that are too long are dropped, and counted"
 NOT_CUT = "prompts that are too long are dropped, not cut"

@@ -22,6 +22,7 @@ from fivefold.data.rows import SUFFIXES
 from fivefold.importing.algorithms import settle_clip_range, settle_staleness
 from fivefold.importing.checks import problems_of_recipe
 from fivefold.importing.critic import complete
+from fivefold.importing.distillation import COEFF, TEACHER_PATH
 from fivefold.importing.draft import Draft
 from fivefold.importing.framework import Framework, dialect_of
 from fivefold.importing.layouts import lay_out
@@ -191,7 +192,8 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         # The source's own frequency takes the place of Fivefold's.
         recipe.setdefault("recover.freq_secs", None)
     complete(draft)
-    missing = [key for key in NEEDED if key not in recipe]
+    needed = (*NEEDED, *([TEACHER_PATH] if recipe.get(COEFF) else []))
+    missing = [key for key in needed if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return missing
 

@@ -347,7 +347,10 @@ TOP: Mapping[str, Rule] = {
     "perf_tracer.*": implied("only the tracer reads this"),
     "memory_profiler.*": unsupported(reasons.NO_PROFILER),
     "launcher.*": implied(RAY_PLACES),
-    "teacher.*": unsupported("there is no teacher"),
+    "teacher.*": unsupported(
+        "AReaL weighs another estimator of the divergence: write the section teacher and actor.distill yourself "
+        "(docs/distillation.md)"
+    ),
     "server_only": off("a run rolls out and trains"),
     "--config": implied("it names the configuration's file: give that before this one"),
     "workflow": unsupported(reasons.NO_AGENTS),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fivefold.importing import megatron, reasons
 from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic
 from fivefold.importing.defaults import UNKNOWN
-from fivefold.importing.dialect import Dialect
+from fivefold.importing.dialect import Dialect, merged
+from fivefold.importing.distillation import NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.models import router_aux_loss
 from fivefold.importing.roll.defaults import BATCH, CRITICS, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
-from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, REF, RULES, TRAIN
+from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, PURE, REF, RULES, TRAIN
 from fivefold.importing.settings import (
     MEAN_LEVEL,
     STD_LEVEL,
@@ -22,8 +24,9 @@ from fivefold.importing.settings import (
     token_budget,
     warmup,
 )
+from fivefold.importing.source import Document
 from fivefold.importing.tasks import DISTILLATION, PREFERENCES, SFT, Sign
-from fivefold.importing.values import KL_ESTIMATOR, flag, number, positive, whole
+from fivefold.importing.values import DTYPE, KL_ESTIMATOR, flag, number, positive, whole
 
 STRATEGY = "strategy_args.strategy_name"
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
@@ -32,6 +35,20 @@ ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
 WARMUP = TRAIN + "training_args.warmup_steps"
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
 """The keys of a reward that say where it runs."""
+SCORED = ("auto_sequence_classification", "auto_token_classification", "trl")
+"""Values of `model_type` for models that score a text."""
+STUDENT: Mapping[str, str] = {"student_train.": TRAIN, "student_infer.": INFER}
+"""Names of roles in on-policy distillation, with the names that ROLL gives them when it reads its files."""
+ADVANTAGE_KEYS = (
+    "adv_estimator",
+    "norm_mean_type",
+    "norm_std_type",
+    "reward_norm",
+    "reward_shift",
+    "reward_scale",
+    "whiten_advantages",
+)
+"""Keys that make advantages of rewards."""
 ANSWERS = "ground_truth"
 """The column that holds the answer in ROLL's rows."""
 
@@ -39,13 +56,29 @@ ANSWERS = "ground_truth"
 SIGNS = (
     Sign("sft_train.*", SFT),
     *(Sign(key, PREFERENCES) for key in ("chosen_key", "rejected_key", "ipo")),
-    *(Sign(key, DISTILLATION) for key in ("student*", "teacher*", "distill_*", "opsd_mode", "is_pure_opd")),
+    *(Sign(key, DISTILLATION) for key in ("student.*", "student_pretrain", "distill_*", "opsd_mode")),
     *(
         Sign("pipeline*", task, (name,))
         for name, task in (("sft", SFT), ("dpo", PREFERENCES), ("distill", DISTILLATION))
     ),
 )
 """Keys of ROLL's other pipelines."""
+
+
+def merge(documents: Sequence[Document]) -> Document:
+    """Merge the files; the roles of on-policy distillation get the names that ROLL itself gives them."""
+    whole = merged(documents)
+    is_pure = any(key.startswith(tuple(STUDENT)) for key in whole.values)
+    values = {_renamed(key): value for key, value in whole.values.items()}
+    if is_pure:
+        # Its launcher sets this key.
+        values.setdefault(PURE, True)
+    return replace(whole, values=values, caveats={_renamed(key): note for key, note in whole.caveats.items()})
+
+
+def _renamed(key: str) -> str:
+    role = next((role for role in STUDENT if key.startswith(role)), "")
+    return STUDENT[role] + key.removeprefix(role) if role else key
 
 
 def convert(draft: Draft) -> None:
@@ -234,6 +267,11 @@ def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> None:
 
 def _advantages(draft: Draft) -> None:
     """Convert `norm_mean_type` and `norm_std_type`, or the older `reward_norm`, or whitening if neither is set."""
+    if draft.get(PURE) is True:
+        train_on_teacher_alone(draft, PURE)
+        for key in ADVANTAGE_KEYS:
+            draft.implied(key, NO_REWARD)
+        return
     estimator, n_samples = str(draft.get("adv_estimator")), draft.read("num_return_sequences_in_group", positive)
     if estimator in ("gae", "ppo"):
         _gae(draft)
@@ -373,6 +411,8 @@ def _evaluation(draft: Draft) -> None:
 
 def _rewards(draft: Draft) -> None:
     """Convert the rewards: one becomes `reward.fn`, one for each domain become `reward.rewards`."""
+    if _is_scored(draft, "reward."):
+        _score_model(draft, "reward.", "reward.")
     names = sorted({key.split(".")[1] for key in draft.keys("rewards.*")})
     for name in names:
         to = f"reward.rewards.{name}." if len(names) > 1 else "reward."
@@ -392,6 +432,9 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
     worker = str(draft.get(f"{own}worker_cls", ""))
     if _is_behind_url(draft, own):
         _judge_behind_url(draft, own, to)
+        return True
+    if _is_scored(draft, own):
+        _score_model(draft, own, to)
         return True
     if _judges_with_a_model(draft, own):
         for key in draft.keys(f"{own}*"):
@@ -413,6 +456,24 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
         if is_scoring or ("MathRule" not in worker and not key.startswith(hosting)):
             draft.unsupported(key, instead)
     return "MathRule" in worker
+
+
+def _is_scored(draft: Draft, own: str) -> bool:
+    """Return whether a reward is the score of a model with a head for it."""
+    return draft.get(f"{own}model_args.model_type") in SCORED and draft.writes(f"{own}model_args.model_name_or_path")
+
+
+def _score_model(draft: Draft, own: str, to: str) -> None:
+    path, dtype = f"{own}model_args.model_name_or_path", f"{own}model_args.dtype"
+    draft.mapped(f"{own}model_args.model_type", f"{to}fn", "model", "the score of reward.model")
+    draft.mapped(path, "reward.model.path", draft.get(path))
+    if draft.writes(dtype):
+        draft.mapped(dtype, "reward.model.dtype", draft.read(dtype, DTYPE))
+    if draft.get(f"{own}model_args.num_labels", 1) != 1:
+        draft.unsupported(f"{own}model_args.num_labels", "a reward model has one label, its score")
+    for key in draft.keys(f"{own}*"):
+        if key != f"{own}tag_included":
+            draft.implied(key, "the reward model is laid out as the actor, on its devices: change reward.model.backend")
 
 
 def _is_behind_url(draft: Draft, own: str) -> bool:
@@ -438,4 +499,4 @@ def _judges_with_a_model(draft: Draft, own: str) -> bool:
     return is_placed or "Judge" in str(draft.get(own + "worker_cls", "")) or any(draft.keys(own + s) for s in signs)
 
 
-DIALECT = Dialect("ROLL", convert, RUN, SIGNS, after_layout=count_updates)
+DIALECT = Dialect("ROLL", convert, RUN, SIGNS, after_layout=count_updates, merge=merge)

@@ -8,6 +8,7 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import choose_loss, loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import goes_on, kept
 from fivefold.importing.critic import NOT_TRAINED, of_critic, only_with_critic
+from fivefold.importing.distillation import COEFF, LAID_OUT, ONE_TEACHER, TEACHER_PATH, only_with_teacher
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import (
     checkpoint_every_steps,
@@ -140,6 +141,20 @@ WORKER: Mapping[str, Rule] = {
     "*": unknown("a role"),
 }
 
+PURE, MIXED, WEIGHT = "is_pure_opd", "use_opd", "opd_kl_coef"
+"""Switches of on-policy distillation, without rewards and beside them, and its weight beside them."""
+
+
+def _mixed_with_rewards(draft: Draft, source: str) -> None:
+    draft.mapped(source, COEFF, draft.read(WEIGHT, number, 1.0), "beside the rewards")
+
+
+def _weight_of_teacher(draft: Draft, source: str) -> None:
+    if draft.get(MIXED) is True:
+        draft.mapped(source, COEFF, number(draft.get(source)))
+    draft.implied(source, "without rewards, the teacher's weight is 1")
+
+
 TOP: Mapping[str, Rule] = {
     "exp_name": to("experiment_name", run_name),
     "seed": to("seed", whole),
@@ -188,7 +203,7 @@ TOP: Mapping[str, Rule] = {
     "postive_loss_coef": off("good samples are not trained a second time"),
     "rl_loss_coef": only(1, holds="the loss has the weight 1"),
     "max_len_mask": if_on("actor.mask_truncated", "it is switched off"),
-    "difficulty_mask": off("prompts are not masked by difficulty: a group of equal rewards has advantage 0"),
+    "difficulty_mask": off(reasons.SAMPLER),
     "difficulty_*_threshold": implied("only difficulty_mask reads this"),
     "error_max_len_clip": off(reasons.TRUNCATED_TRAINED),
     "error_max_len_threshold": implied("only error_max_len_clip reads this"),
@@ -222,6 +237,19 @@ TOP: Mapping[str, Rule] = {
         unsupported(reasons.NO_AGENTS),
     ),
     "enable_response_mask": implied("the loss is over responses only"),
+    PURE: off("it is converted with the advantages"),
+    "pure_opd_pipeline_type": only("rlvr", holds="each prompt gets one response", otherwise=reasons.NO_AGENTS),
+    **only_with_teacher(
+        lambda draft: True in (draft.get(PURE), draft.get(MIXED)),
+        {
+            MIXED: _mixed_with_rewards,
+            WEIGHT: _weight_of_teacher,
+            "teacher.model_args.model_name_or_path": to(TEACHER_PATH, text),
+            "teacher.model_args.dtype": to("teacher.dtype", DTYPE),
+            "teacher.*.model_args.model_name_or_path": unsupported(ONE_TEACHER),
+            "teacher.*": implied(LAID_OUT),
+        },
+    ),
     "reward.*": unsupported(reasons.NO_REWARD_MODEL),
     "reward_model.*": unsupported(reasons.NO_REWARD_MODEL),
     "rewards.*": implied(reasons.REWARDS_TOGETHER),

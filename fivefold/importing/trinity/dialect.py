@@ -16,13 +16,22 @@ from fivefold.importing.algorithms import choose_loss
 from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.critic import gae
 from fivefold.importing.dialect import Dialect, merged
+from fivefold.importing.distillation import COEFF, NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.rules import under
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
 from fivefold.importing.source import INTERPOLATION, Document
 from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, SFT, Sign
 from fivefold.importing.trinity.defaults import ENGINE, RUN, TASKS
-from fivefold.importing.trinity.rules import OLD_NAMES, RULES, TREE
+from fivefold.importing.trinity.rules import (
+    ADVANTAGE_FN,
+    OLD_NAMES,
+    ON_POLICY,
+    RULES,
+    TREE,
+    TYPE,
+    is_on,
+)
 from fivefold.importing.values import KL_ESTIMATOR, number, positive, whole
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import ACTOR
@@ -39,8 +48,7 @@ GROUP_SIZES = {"ppo": 1, "dapo": 16}
 SIGNS = (
     Sign("algorithm.algorithm_type", SFT, ("sft",)),
     Sign("algorithm.algorithm_type", PREFERENCES, ("dpo",)),
-    Sign("algorithm.algorithm_type", DISTILLATION, ("on_policy_distill",)),
-    Sign("algorithm.advantage_fn", DISTILLATION, ("on_policy_distill",)),
+    Sign("algorithm.algorithm_type", DISTILLATION, ("jsd", "sdpo")),
     Sign("mode", EVALUATION, ("bench",)),
 )
 """Algorithms and modes in which Trinity-RFT does other things than reinforcement learning."""
@@ -107,6 +115,9 @@ def _group_size(draft: Draft) -> int:
 
 
 def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
+    if is_on(draft):
+        _distillation(draft)
+        return
     if algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
         choose_loss(draft, "algorithm.algorithm_type", algorithm)
     key = "algorithm.advantage_fn"
@@ -123,6 +134,19 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
 
 
+def _distillation(draft: Draft) -> None:
+    """Convert on-policy distillation, whose advantage is kl_coef (log q - log p) of teacher and student."""
+    named = [key for key in (TYPE, ADVANTAGE_FN) if draft.get(key) == ON_POLICY]
+    weight = f"{ADVANTAGE_FN}_args.kl_coef"
+    train_on_teacher_alone(draft, named[0], draft.read(weight, number, 1.0))
+    for key in (TYPE, ADVANTAGE_FN):
+        draft.implied(key, NO_REWARD)
+    draft.mapped(weight, COEFF, draft.recipe[COEFF])
+    if draft.get("algorithm.policy_loss_fn", "importance_sampling") == "importance_sampling":
+        draft.recipe["actor.loss"] = "reinforce"
+        draft.mapped("algorithm.policy_loss_fn", "actor.loss", "reinforce", "the same gradient at the first update")
+
+
 def _kl(draft: Draft, algorithm: str) -> None:
     """Convert the KL loss (k2 unless written; none for DAPO) or the KL penalty (none unless written).
 
@@ -133,7 +157,7 @@ def _kl(draft: Draft, algorithm: str) -> None:
         draft.implied("algorithm.kl_loss_fn_args.kl_coef", "the trainer's own file says so")
         return
     loss, penalty = "algorithm.kl_loss_fn", "algorithm.kl_penalty_fn"
-    term = draft.get(loss, "none" if algorithm == "dapo" else "k2")
+    term = draft.get(loss, "none" if algorithm in ("dapo", ON_POLICY) else "k2")
     place = "loss" if term != "none" else "reward"
     key = loss if place == "loss" else penalty
     kind, weight = draft.get(key, term), f"{key}_args.kl_coef"

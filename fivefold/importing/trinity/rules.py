@@ -8,6 +8,7 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import goes_on, kept, loaded_contents, save_weights
 from fivefold.importing.critic import only_with_critic
+from fivefold.importing.distillation import LAID_OUT, ONE_TEACHER, TEACHER_PATH
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import (
     checkpoint_every_steps,
@@ -56,8 +57,19 @@ EXPLORER_REWARDS = "the explorer computes rewards"
 TRINITYS_TRAINER = "Fivefold trains in the place of verl's trainer"
 EVERY_STEP = "weights are updated after every step"
 ONE_TURN = only(
-    "math_workflow", "simple_workflow", holds="a step is prompt, response and reward", otherwise=reasons.NO_AGENTS
+    "math_workflow",
+    "simple_workflow",
+    "on_policy_distill_workflow",
+    "on_policy_distill_math_workflow",
+    holds="a step is prompt, response and reward",
+    otherwise=reasons.NO_AGENTS,
 )
+TYPE = "algorithm.algorithm_type"
+ADVANTAGE_FN = "algorithm.advantage_fn"
+ON_POLICY = "on_policy_distill"
+"""Trinity-RFT's name of on-policy distillation, as an algorithm and as an advantage."""
+TEACHER = "explorer.auxiliary_models.0.model_path"
+"""The first model beside the policy, which on-policy distillation takes for the teacher."""
 
 OLD_NAMES: Mapping[str, str] = {
     "monitor.project": "project",
@@ -171,8 +183,8 @@ TASKSET: Mapping[str, Rule] = {
     "workflow_args.*": unsupported(reasons.NO_AGENTS),
     "reward_fn_args.*": unsupported("give the reward function's arguments as reward.kwargs"),
     "total_epochs": implied("buffer.total_epochs is the number of epochs"),
-    "task_selector.*": unsupported("prompts are drawn by the seed"),
-    "data_selector.*": unsupported("prompts are drawn by the seed"),
+    "task_selector.*": unsupported(reasons.SAMPLER),
+    "data_selector.*": unsupported(reasons.SAMPLER),
     "index": implied("there is one task set"),
     "enable_progress_bar": implied("steps are shown on the console"),
     "default_*": unsupported(reasons.NO_AGENTS),
@@ -215,6 +227,23 @@ BUFFER: Mapping[str, Rule] = {
     "*": unknown("the buffer"),
 }
 
+
+def is_on(draft: Draft) -> bool:
+    """Return whether the source distils from a teacher on the student's own samples."""
+    return ON_POLICY in (draft.get(TYPE), draft.get(ADVANTAGE_FN))
+
+
+def _auxiliary_model(draft: Draft, source: str) -> None:
+    """Convert a key of a model beside the policy: the teacher, or one that writes judgements."""
+    if not is_on(draft):
+        draft.unsupported(source, reasons.NO_REWARD_MODEL)
+    elif source == TEACHER:
+        draft.mapped(source, TEACHER_PATH, text(draft.get(source)))
+    elif source.startswith(TEACHER.rpartition(".")[0]):
+        draft.implied(source, LAID_OUT)
+    draft.unsupported(source, ONE_TEACHER)
+
+
 EXPLORER: Mapping[str, Rule] = {
     "eval_interval": every_steps("evaluator.freq_steps"),
     "eval_on_startup": only(True, holds=reasons.EVALUATES_FIRST),
@@ -239,7 +268,7 @@ EXPLORER: Mapping[str, Rule] = {
     "rollout_model.enable_thinking": unsupported(reasons.TEMPLATE),
     "rollout_model.ignore_eos": off(reasons.END_TOKEN),
     "rollout_model.*": unsupported(reasons.NO_ENGINE_OPTIONS),
-    "auxiliary_models.*": unsupported(reasons.NO_REWARD_MODEL),
+    "auxiliary_models.*": _auxiliary_model,
     "over_rollout.*": off("each step waits for all of its samples"),
     "env_vars.*": unsupported(reasons.OWN_ENVIRONMENT),
     "*": unknown("the explorer"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.dialect import Dialect
 from fivefold.importing.draft import Draft
-from fivefold.importing.tasks import DISTILLATION, EVALUATION, SFT, Sign
+from fivefold.importing.tasks import EVALUATION, SFT, Sign
 from fivefold.importing.verl.actor_rules import ACTOR
 from fivefold.importing.verl.defaults import TREE
 from fivefold.importing.verl.rules import RULES
@@ -15,7 +15,6 @@ SIGNS = (
     Sign("data.output_path", EVALUATION),
     *(Sign(key, SFT) for key in ("model.partial_pretrain", "model.path", "optim.lr", "engine.strategy")),
     *(Sign(f"data.{name}", SFT) for name in ("prompt_dict_keys", "response_dict_keys", "multiturn.enable")),
-    Sign("distillation.enabled", DISTILLATION),
 )
 """Keys of verl's other trainers, whose sections do not stand below `actor_rollout_ref`."""
 

@@ -38,6 +38,7 @@ from fivefold.importing.verl.actor_rules import (
     loss_options,
 )
 from fivefold.importing.verl.critic_rules import CRITIC, CRITIC_RULES
+from fivefold.importing.verl.distillation import DISTILLATION_RULES
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -106,6 +107,7 @@ DATA_RULES: Mapping[str, Rule] = {
     "reward_fn_key": only("data_source", holds="rewards are told the row's data_source"),
     "return_*": implied("rewards are handed texts, and the row's extra_info"),
     "custom_cls.*": unsupported("data sets are read by columns"),
+    "sampler.*": unsupported(reasons.SAMPLER),
     "image_*": implied(reasons.NO_MULTIMODAL),
     "video_*": implied(reasons.NO_MULTIMODAL),
     "audio_*": implied(reasons.NO_MULTIMODAL),
@@ -383,7 +385,7 @@ RULES: Mapping[str, Rule] = {
     **for_each(("global_profiler.", "profiler."), {"*": off(reasons.NO_PROFILER)}),
     "ray_kwargs.*": unsupported(RAY),
     "ray_init.*": unsupported(RAY),
-    "distillation.*": off("there is no teacher"),
+    **DISTILLATION_RULES,
     "transfer_queue.*": off("samples stay in the driver"),
     "--config-*": implied("it names verl's own defaults, which are known here"),
     "model_engine": implied("it follows from the actor's strategy"),

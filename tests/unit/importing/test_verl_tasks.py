@@ -21,11 +21,11 @@ CASES: list[tuple[Framework, str, str, str]] = [
     ("roll", "pretrain: m\nsft_train: {training_args: {learning_rate: 1e-5}}\n", SFT, "sft_train.training_args"),
     ("roll", "pretrain: m\nchosen_key: c\nrejected_key: r\nipo: false\n", DPO, "chosen_key=c"),
     ("roll", "student_pretrain: m\nteacher: {model_args: {dtype: bf16}}\n", DISTILLATION, "student_pretrain=m"),
-    ("roll", "pretrain: m\nstudent_train: {device_mapping: '0-7'}\n", DISTILLATION, "student_train"),
+    ("roll", "pretrain: m\nstudent: {device_mapping: '0-7'}\n", DISTILLATION, "student.device_mapping"),
     ("roll", "pretrain: m\npipeline: sft\n", SFT, "pipeline=sft"),
     ("trinity", "algorithm: {algorithm_type: sft}\n", SFT, "algorithm_type=sft"),
     ("trinity", "algorithm: {algorithm_type: DPO}\n", DPO, "algorithm_type=DPO"),
-    ("trinity", "algorithm: {algorithm_type: on_policy_distill}\n", DISTILLATION, "on_policy_distill"),
+    ("trinity", "algorithm: {algorithm_type: jsd}\n", DISTILLATION, "algorithm_type=jsd"),
     ("trinity", "mode: bench\n", "evaluation", "mode=bench"),
     ("verl", "torchrun -m verl.trainer.fsdp_sft_trainer data.x=1 # python3", SFT, "verl.trainer.fsdp_sft_trainer"),
     ("verl", "python3 -m verl.trainer.main_generation data.path=x", "evaluation", "verl.trainer.main_generation"),
@@ -35,7 +35,6 @@ CASES: list[tuple[Framework, str, str, str]] = [
         SFT,
         "model.partial_pretrain=m",
     ),
-    ("verl", "distillation: {enabled: true}\n", DISTILLATION, "distillation.enabled=True"),
     ("siirl", "data: {prompt_dict_keys: [question]}\n", SFT, "data.prompt_dict_keys"),
 ]
 
