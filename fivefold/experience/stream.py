@@ -7,6 +7,8 @@
 
 Step s trains the same prompts in the same order as without a look-ahead, with the same seeds. What differs is which
 weights have sampled their tokens. The number of groups that wait is bounded by the rule, so nothing is ever dropped.
+A sampler that chooses by rewards does not know those of the last `max_head_offpolicyness` steps when it chooses: always
+of exactly so many, so that it does not matter to its choice which completions finish first.
 """
 
 from __future__ import annotations

@@ -269,6 +269,7 @@ def test_the_order_of_the_data_goes_on_or_begins_again_if_a_change_is_accepted(r
     for changed, accepted, words in (
         ({"fingerprint": "x"}, "train_dataset", "the tokens of its rows differ"),
         ({"fingerprint": "x"}, "tokenizer_path", "the tokens of its rows differ"),
+        ({"fingerprint": "d replay {}"}, "train_dataset.sampler", "weights of its sources or its sampler differ"),
         ({"items": range(41)}, "train_dataset.limit", "number of rows: 40 -> 41"),
         ({"batch_size": 4}, "train_dataset.batch_size", "train_dataset.batch_size: 2 -> 4"),
         ({"seed": 2}, "seed", "seed: 1 -> 2"),
