@@ -3,10 +3,13 @@
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 8
     torchrun --nproc-per-node 4 benchmarks/actor_update.py --layers 8 --backend "megatron:(attn:d1t2c2|ffn:e4)"
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --model Qwen3-8B --layers 12 --backend megatron:t2
+    torchrun --nproc-per-node 2 benchmarks/actor_update.py --backend fsdp:d2
+    torchrun --nproc-per-node 1 benchmarks/actor_update.py --set megatron.recompute=selective
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --recipe recipe.yaml      the actor of a recipe, as it is
 
-Each run prints one line of JSON: tokens/s, model TFLOP/s per GPU (recomputation not counted), peak memory, and the
-losses, which must agree across layouts. With --profile, it also prints the kernels that take the most time.
+Each run prints one line of JSON: tokens/s, model TFLOP/s per GPU (recomputation not counted), peak memory, the losses,
+which must agree across layouts, and a checksum of the weights after the last step, which agrees between two runs if all
+bits do. With --profile, it also prints the kernels that take the most time.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +28,19 @@ from random_model import write_config
 
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.load import load_recipe
-from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.config.source import apply_overrides
+from fivefold.engine.contract import TrainingEngine
 from fivefold.engine.sharing import Share
 from fivefold.families.flops import training_flops
+from fivefold.families.read import load_shape
+from fivefold.families.shape import ModelShape
+from fivefold.layout.grid import rank_grid
 from fivefold.layout.parser import parse_backend
-from fivefold.mcore.engine import MegatronEngine
-from fivefold.roles.launch import engine_config
+from fivefold.roles.engines import build_engine
+from fivefold.roles.trainer_roles import engine_config
+from fivefold.sync.device_buckets import checksum
 from fivefold.types import Batch
 
 
@@ -42,9 +51,12 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), args.model, num_hidden_layers=args.layers)
-        engine = build(args, folder)
-    batch = make_batch(args, engine.shape.vocab)
-    share = engine.planner.plan(batch.lengths).share(batch, engine.groups.dp.rank())
+        config, optimizer = described(args, folder)
+        shape = load_shape(Path(config.path))
+        layout = parse_backend(config.backend)
+        engine = build_engine(config, layout, seed=1, optimizer=optimizer, total_steps=args.steps)
+    batch = make_batch(args, shape.vocab)
+    share = engine.planner.plan(batch.lengths).share(batch, rank_grid(layout)[dist.get_rank()].dp)
     losses, seconds = [], []
     for _ in range(args.steps):
         torch.cuda.synchronize()
@@ -53,8 +65,18 @@ def main() -> None:
         engine.optim_step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+    peaks = [0.0] * dist.get_world_size()
+    dist.all_gather_object(peaks, round(torch.cuda.max_memory_allocated() / 1e9, 1))
+    weights = checksum(engine.export_weights())
     if dist.get_rank() == 0:
-        report(args, engine, batch, losses, seconds)
+        row = described_run(args, config, dist.get_world_size()) | {
+            **speed(shape, batch, seconds),
+            "peak_memory_gb": max(peaks),
+            "peak_memory_gb_by_rank": peaks,
+            "losses": [round(value, 5) for value in losses],
+            "weights": weights,
+        }
+        print(json.dumps(row), flush=True)
     if args.profile:
         profile(engine, share)
     dist.destroy_process_group()
@@ -71,28 +93,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits exist at one time")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other keys of the engine's section")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--recipe", help="recipe of which to take the actor, in place of all options of the engine")
     return parser.parse_args()
 
 
-def build(args: argparse.Namespace, folder: str) -> MegatronEngine:
+def described(args: argparse.Namespace, folder: str) -> tuple[EngineConfig, OptimizerConfig]:
+    """Return the engine and its optimizer: those of the recipe, or those that the options describe."""
     if args.recipe:
         actor = load_recipe(args.recipe, [], TrainRecipe).actor
-        config, optimizer = engine_config(actor, actor.path), actor.optimizer
-    else:
-        config, optimizer = described(args, folder), OptimizerConfig(lr=1e-5)
-    return MegatronEngine(config, parse_backend(config.backend), seed=1, optimizer=optimizer, total_steps=args.steps)
-
-
-def described(args: argparse.Namespace, folder: str) -> EngineConfig:
-    return EngineConfig(
-        path=folder,
-        backend=args.backend,
-        init_from_scratch=True,
-        mb_spec=MicroBatchConfig(max_tokens_per_mb=args.micro_tokens),
-        megatron=MegatronConfig(logprob_chunk_size=args.chunk, recompute=args.recompute),
+        return engine_config(actor, actor.path), actor.optimizer
+    keys = {"path": folder, "backend": args.backend, "init_from_scratch": True}
+    section = {"logprob_chunk_size": args.chunk, "recompute": args.recompute}
+    values, problems = apply_overrides(
+        keys | {"mb_spec": {"max_tokens_per_mb": args.micro_tokens}, parse_backend(args.backend).backend: section},
+        args.set,
     )
+    if problems:
+        raise SystemExit("\n".join(problems))
+    return EngineConfig.model_validate(values), OptimizerConfig(lr=1e-5)
 
 
 def make_batch(args: argparse.Namespace, vocab: int) -> Batch:
@@ -102,32 +122,34 @@ def make_batch(args: argparse.Namespace, vocab: int) -> Batch:
     return Batch((args.sequence,) * args.sequences, ids, torch.ones(tokens))
 
 
-def report(
-    args: argparse.Namespace, engine: MegatronEngine, batch: Batch, losses: list[float], seconds: list[float]
-) -> None:
-    best = min(seconds[1:])
-    gpus = dist.get_world_size()
-    flops = training_flops(engine.shape, batch.lengths, batch.n_tokens)
-    row = {
+def described_run(args: argparse.Namespace, config: EngineConfig, gpus: int) -> dict[str, Any]:
+    """Return what was run, on what."""
+    return {
         "model": args.model,
-        "backend": engine.config.backend,
+        "backend": config.backend,
         "layers": args.layers,
         "gpus": gpus,
-        "recompute": engine.config.megatron.recompute,
-        "micro_tokens": engine.config.mb_spec.max_tokens_per_mb,
-        "tokens_per_step": batch.n_tokens,
-        "seconds": [round(value, 3) for value in seconds],
-        "tokens_per_second": round(batch.n_tokens / best),
-        "tflops_per_gpu": round(flops / best / gpus / 1e12, 1),
-        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
-        "losses": [round(value, 5) for value in losses],
+        "recompute": (config.fsdp if config.backend.startswith("fsdp") else config.megatron).recompute,
+        "set": args.set,
+        "micro_tokens": config.mb_spec.max_tokens_per_mb,
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    print(json.dumps(row), flush=True)
 
 
-def profile(engine: MegatronEngine, share: Share) -> None:
+def speed(shape: ModelShape, batch: Batch, seconds: list[float]) -> dict[str, Any]:
+    """Return the speed of the fastest step after the first."""
+    best = min(seconds[1:])
+    flops = training_flops(shape, batch.lengths, batch.n_tokens)
+    return {
+        "tokens_per_step": batch.n_tokens,
+        "seconds": [round(value, 3) for value in seconds],
+        "tokens_per_second": round(batch.n_tokens / best),
+        "tflops_per_gpu": round(flops / best / dist.get_world_size() / 1e12, 1),
+    }
+
+
+def profile(engine: TrainingEngine, share: Share) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         engine.forward_backward(share, SFTLoss())
