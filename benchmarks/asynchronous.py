@@ -22,7 +22,6 @@ from statistics import fmean, median
 from typing import Any
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
-RUN = "from fivefold.cli.main import app; app()"
 WARM_UP = 4
 """First steps, which are not measured: a look-ahead begins with empty hands."""
 KEYS = {
@@ -70,7 +69,7 @@ def measure(age: int, repeat: int, folder: Path, args: argparse.Namespace) -> di
         "trial_name": name,
     }
     words = [f"{key}={value}" for key, value in keys.items()]
-    command = [sys.executable, "-c", RUN, "train", str(QUICKSTART), *words, *args.set]
+    command = [sys.executable, "-m", "fivefold", "train", str(QUICKSTART), *words, *args.set]
     subprocess.run(command, check=True, capture_output=True)
     lines = (folder / "quickstart" / name / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines][WARM_UP:]

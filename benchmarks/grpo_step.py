@@ -67,7 +67,6 @@ def main() -> None:
 
 
 PARTS = ["step", "engine", "update"]
-RUN = "from fivefold.cli.main import app; app()"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,7 +127,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> TrainRecipe:
 
 def measure_steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train until `--steps` steps are logged, then stop at once. Returns the fastest step after the first."""
-    command = [sys.executable, "-W", "ignore", "-c", RUN, "train", str(folder / "recipe.yaml")]
+    command = [sys.executable, "-W", "ignore", "-m", "fivefold", "train", str(folder / "recipe.yaml")]
     metrics = folder / "runs/grpo-step/trial/metrics.jsonl"
     deadline = time.monotonic() + args.limit
     run = subprocess.Popen(command, stdout=sys.stderr)

@@ -135,7 +135,7 @@ def _trial(
 
 def _start(folder: Path, name: str, overrides: list[str]) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-c", "from fivefold.cli.main import app; app()", "train", str(RECIPE),
+        sys.executable, "-m", "fivefold", "train", str(RECIPE),
         f"cluster.fileroot={folder}", f"trial_name={name}", *OVERRIDES, *overrides,
     ]  # fmt: skip
     log = (folder / f"{name}.log").open("ab")

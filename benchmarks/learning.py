@@ -30,7 +30,6 @@ WRITTEN = ("actor.eps_clip", "actor.eps_clip_higher")
 WIDER: dict[str, dict[str, Any]] = {"gspo": {"actor.eps_clip": 3e-3, "actor.eps_clip_higher": 4e-3}}
 """Keys of algorithms whose own values belong to another learning rate: GSPO's range of 3e-4 is for updates a hundred
 times smaller than the quickstart's, and clips most of the second one of a step."""
-RUN = "from fivefold.cli.main import app; app()"
 
 
 def main() -> None:
@@ -62,7 +61,7 @@ def train(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.set]
     began = time.perf_counter()
     row: dict[str, Any] = {"algorithm": name, "seed": seed}
-    command = [sys.executable, "-W", "ignore", "-c", RUN, "train", str(recipe), *overrides]
+    command = [sys.executable, "-W", "ignore", "-m", "fivefold", "train", str(recipe), *overrides]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=args.limit, check=False)
     except subprocess.TimeoutExpired:

@@ -114,7 +114,7 @@ def test_the_browser_of_samples_filters_and_shows_what_was_logged(page: Page, re
 
 def test_a_live_page_follows_its_run(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path, n_steps=3)
-    command = [sys.executable, "-c", "from fivefold.cli.main import app; app()", "watch", str(run)]
+    command = [sys.executable, "-m", "fivefold", "watch", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         page.open(server.stdout.readline().strip())

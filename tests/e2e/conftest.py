@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-c", "from fivefold.cli.main import app; app()"]
+COMMAND = [sys.executable, "-m", "fivefold"]
 
 Fivefold = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -21,7 +21,7 @@ from fivefold.observe.jsonl import JsonLines
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_pages import facts_of, table_of
 
-COMMAND = [sys.executable, "-c", "from fivefold.cli.main import app; app()", "watch"]
+COMMAND = [sys.executable, "-m", "fivefold", "watch"]
 
 
 @pytest.fixture(scope="module")
