@@ -42,7 +42,11 @@ _PEER_LOSS = (
     "communicator was aborted",
     "timed out",
 )
-"""Messages of ranks that have lost a peer. Gloo and NCCL raise the same types for these and for causes."""
+"""Messages of ranks that have lost a peer, or have waited for it for too long. Gloo and NCCL raise the same types for
+these and for causes."""
+
+_LOST_PEER = 2
+"""Distance from the cause of a rank that raised because it had lost a peer."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Failure:
         if isinstance(self.error, RayActorError):
             return 0
         text = str(self.error).lower()
-        return 2 if any(words in text for words in _PEER_LOSS) else 1
+        return _LOST_PEER if any(words in text for words in _PEER_LOSS) else 1
 
     @property
     def text(self) -> str:
@@ -243,7 +247,18 @@ class Watch:
         others = {failure.call.member for failure in failures} - {cause.call.member}
         also = sorted(others, key=lambda member: (member.role, member.rank))
         phase = cause.call.phase or self._timers.current
-        self._end(WorkerError(cause.call.member, phase, cause.text, also))
+        text = cause.text
+        if cause.distance == _LOST_PEER:
+            text += self._where_others_are(cause.call.member)
+        self._end(WorkerError(cause.call.member, phase, text, also))
+
+    def _where_others_are(self, lost: Member) -> str:
+        """Return the stacks of the ranks that have not answered while one of their role has lost them."""
+        silent = [call for call in self._open.values() if call.phase is not None and call.member.role == lost.role]
+        if not silent:
+            return ""
+        names = ", ".join(str(call.member) for call in silent)
+        return f"\n\nIt waited for another rank; no answer from {names}.\n\n{_stacks(silent[:MAX_STACKS])}"
 
     def _end(self, failure: RunFailed) -> None:
         """End all workers, and every wait with `failure`."""

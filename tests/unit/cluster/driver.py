@@ -1,5 +1,7 @@
 """A run to be interrupted: `fivefold train` with a training loop of two workers that never end their phase.
 
+With `trial_name=collective`, rank 0 waits for rank 1 in a collective, and the phase may take two seconds.
+
 Prints "READY <pid of each worker and of a process started by one>" when the phase has begun.
 """
 
@@ -28,12 +30,17 @@ def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         RunDir.create(recipe, overwrite=overwrite) as run,
         Session.open(recipe.scheduler, recipe.cluster, run.logs, timers) as session,
     ):
-        group = session.launch(Role("actor", [Device(0, 0)] * 2, engines.Engine))["actor"]
+        in_collective = recipe.trial_name == "collective"
+        engine = engines.GlooEngine if in_collective else engines.Engine
+        group = session.launch(Role("actor", [Device(0, 0)] * 2, engine, distributed=in_collective))["actor"]
         run.started()
         run.metrics.write_text('{"step": 1}\n')
         pids = [*group.call(engines.Engine.pid), *group.call(engines.Engine.spawn_child)]
         print("READY", *pids, flush=True)
         with timers.phase("train"):
+            if in_collective:
+                session.timeout_s = 2.0
+                group.call(engines.GlooEngine.reduce_without, 1, 60.0)
             group.call(engines.Engine.hang_here)
 
 

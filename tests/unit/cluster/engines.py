@@ -181,6 +181,18 @@ class GlooEngine(Engine):
         dist.all_reduce(value)
         return value.item()
 
+    def reduce_without(self, rank: int, timeout_s: float) -> None:
+        """Sum over all ranks, in a group with a time limit, while `rank` does something else for ever."""
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        if self.rank == rank:
+            self.hang_here()
+        dist.all_reduce(torch.ones(1), group=group)
+
     def barrier_without(self, rank: int, signal: int) -> None:
         import torch.distributed as dist
 

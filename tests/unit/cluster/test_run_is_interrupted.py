@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,9 @@ train_dataset: {path: nowhere}
 
 
 @contextmanager
-def run_under_way(folder: Path, home: str = "home") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def run_under_way(
+    folder: Path, *overrides: str, home: str = "home"
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """Start the driver in a process group of its own, as a shell does.
 
     Yields it, and the ids of its workers, of a process that one of them started, and of all its other descendants.
@@ -39,7 +42,7 @@ def run_under_way(folder: Path, home: str = "home") -> Iterator[tuple[subprocess
     (folder / "fivefold.py").write_text("raise ImportError('a file of the user')")
     (folder / "home").mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, str(DRIVER), "train", "recipe.yaml", f"cluster.fileroot={folder}/runs"]
+    command = [sys.executable, str(DRIVER), "train", "recipe.yaml", f"cluster.fileroot={folder}/runs", *overrides]
     driver = subprocess.Popen(
         command,
         cwd=folder,
@@ -118,6 +121,20 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert "(raylet)" not in err
         assert gone(pids)
         assert status(tmp_path) == "failed"
+
+
+def test_a_rank_that_hangs_while_others_wait_for_it_ends_the_run_within_the_bound(tmp_path: Path) -> None:
+    with run_under_way(tmp_path, "trial_name=collective") as (driver, pids):
+        began = time.monotonic()
+        _, err = driver.communicate(timeout=60)
+        # Two seconds, and what it takes to ask for stacks and to end all processes.
+        assert time.monotonic() - began < 30
+        assert driver.returncode == 1
+        assert "phase 'train' took longer than scheduler.timeout_s=2 s" in err
+        assert "no answer from actor rank 0, actor rank 1" in err
+        assert re.search(r"actor rank 0 is at:(\n  .*)*all_reduce", err)
+        assert re.search(r"actor rank 1 is at:(\n  .*)*hang_here", err)
+        assert gone(pids)
 
 
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])

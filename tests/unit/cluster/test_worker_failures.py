@@ -76,6 +76,18 @@ def test_a_peer_that_is_killed_in_a_collective_is_named(session: Session) -> Non
     assert caught.value.rank == 1
 
 
+def test_a_collective_that_waits_too_long_names_the_rank_that_is_missing_and_where_it_is(session: Session) -> None:
+    group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught, PhaseTimers.phase(session.timers, "train"):
+        group.call(GlooEngine.reduce_without, 1, 1.0)
+    assert time.monotonic() - began < 30
+    assert (caught.value.role, caught.value.rank, caught.value.phase) == ("actor", 0, "train")
+    assert "all_reduce" in caught.value.traceback_text
+    assert "no answer from actor rank 1." in str(caught.value)
+    assert "hang_here" in str(caught.value)
+
+
 def test_a_role_that_dies_ends_the_wait_for_another_role(session: Session) -> None:
     devices = [Device(0, 0)]
     groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
