@@ -21,8 +21,8 @@ from typing import Any
 
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_backend
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import training_memory
 from fivefold.planning.timing import step_time

@@ -7,6 +7,7 @@ next step <───────────────────── rollo
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,6 @@ from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import SavedGroup, read_groups
 from fivefold.families.check import describe
-from fivefold.families.flops import training_flops
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
@@ -49,14 +49,17 @@ from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owner
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate, check_methods
 from fivefold.roles.profiling import StepProfiler
-from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.speed import StepSpeed, device_peak
 from fivefold.roles.teacher import Teacher
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.sync.transport import TITLES, Route, choose_route
 from fivefold.types import Prompt
+
+_OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
+"""Metrics that say nothing of a step in which the actor is not trained."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def _loop(
         update.state = state.algorithm.resumed(recipe.actor)
     saver, evaluator = setup.schedule(recipe.saver), setup.schedule(recipe.evaluator)
     profiler = StepProfiler(recipe.profile, run.folder.profile, roles.trained)
+    speed = _speed(setup, roles, run)
     owners, schedule = state_owners(roles, recipe, timers), setup.schedule(recipe.recover)
     with (
         _source(setup, roles, timers, state.step, saved) as source,
@@ -206,9 +210,9 @@ def _loop(
             seconds = timers.take()
             metrics |= experience.metrics | sample_metrics(experience.samples)
             metrics |= reward_metrics(experience.samples, setup.rewards, by_source=len(setup.data.sources) > 1)
-            metrics |= _speed(setup, batch, seconds, time.perf_counter() - step_began) | roles.take_moved()
+            metrics |= speed.metrics(batch, seconds, time.perf_counter() - step_began) | roles.take_moved()
             if critic is not None and critic.is_warming_up(step):
-                metrics = {name: value for name, value in metrics.items() if not name.startswith("train/")}
+                metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
             state = replace(
                 state,
                 step=step,
@@ -293,17 +297,13 @@ def _save(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> None:
                 WeightSaver(config, folder.critic, roles.critic.save).save(step)
 
 
-def _speed(setup: TrainSetup, batch: RemoteBatch, seconds: dict[str, float], step_seconds: float) -> dict[str, float]:
-    """Return tokens per second of the whole step, seconds of its phases, and model TFLOP/s per device of the update."""
-    world, epochs = setup.ground.placement["actor"].layout.world_size, setup.recipe.actor.ppo_epochs
-    flops = training_flops(setup.ground.shape, batch.lengths_N.tolist(), int(batch.trained_N.sum())) * epochs
-    return {
-        "tokens_per_second": batch.n_tokens / step_seconds,
-        "train/tokens_per_second_per_device": batch.n_tokens * epochs / seconds["train"] / world,
-        "train/tflops_per_device": flops / seconds["train"] / world / 1e12,
-        **{f"seconds/{phase}": value for phase, value in seconds.items()},
-        "seconds/step": step_seconds,
-    }
+def _speed(setup: TrainSetup, roles: Roles, run: OpenRun) -> StepSpeed:
+    """Return what measures the steps' speed. A GPU whose own speed is not known is told to the user."""
+    recipe, ground, devices = setup.recipe, setup.ground, roles.actor.device_names()
+    peak = device_peak(recipe.cluster, devices)
+    if peak is None and devices[0] is not None:
+        run.screen.note(f"no MFU: the speed of {devices[0]} is not known; set cluster.device_peak_tflops")
+    return StepSpeed(recipe, ground.placement, ground.shape, ground.others, peak)
 
 
 def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[str, object]:

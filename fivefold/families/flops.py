@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 
 from fivefold.families.shape import ModelShape
 
-_BACKWARD_AND_FORWARD = 3.0
+BACKWARD_AND_FORWARD = 3.0
 """Times the FLOPs of the forward pass. Recomputation is not counted (MFU, not HFU)."""
 
 
@@ -44,13 +44,17 @@ def training_flops(shape: ModelShape, lengths: Sequence[int], n_predicted: int) 
 
     `n_predicted` of all tokens get logits.
     """
-    squares = sum(length * length for length in lengths)
-    return _BACKWARD_AND_FORWARD * _forward(shape, sum(lengths), squares, n_predicted).total
+    return BACKWARD_AND_FORWARD * forward_of(shape, lengths, n_predicted).total
+
+
+def forward_of(shape: ModelShape, lengths: Sequence[int], n_predicted: int) -> PartFlops:
+    """Return the FLOPs of one forward pass over sequences of `lengths` tokens, `n_predicted` of which get logits."""
+    return _forward(shape, sum(lengths), sum(length * length for length in lengths), n_predicted)
 
 
 def training_parts(shape: ModelShape, n_sequences: float, length: int) -> PartFlops:
     """Return the FLOPs of forward and backward over sequences of one length, with logits for every token."""
-    return forward_parts(shape, n_sequences, length).scaled(_BACKWARD_AND_FORWARD)
+    return forward_parts(shape, n_sequences, length).scaled(BACKWARD_AND_FORWARD)
 
 
 def forward_parts(shape: ModelShape, n_sequences: float, length: int) -> PartFlops:

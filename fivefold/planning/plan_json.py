@@ -7,8 +7,8 @@ from typing import Any
 
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import Gpu
 from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan
 from fivefold.planning.search import Candidate, Found, reasons

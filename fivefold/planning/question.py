@@ -9,8 +9,8 @@ from typing import Literal
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.devices import device_text
+from fivefold.layout.gpus import Gpu
 from fivefold.layout.placement import Placement, place_allocation, place_by_list
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.offload_choice import KEEP_ALL, OffloadChoice
 from fivefold.planning.sending import Transport

@@ -21,10 +21,10 @@ from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.layout.backends import backend_names
 from fivefold.layout.devices import parse_devices
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_role
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.planning.defaults import DEFAULT_MICRO_TOKENS, DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.offload_choice import OffloadChoice
 from fivefold.planning.question import CriticQuestion, FrozenQuestion, Question
 from fivefold.planning.workload import Recompute, StateBytes, Workload

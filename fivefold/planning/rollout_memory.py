@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
+from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
 
 _FLOAT = 4

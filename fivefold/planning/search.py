@@ -10,10 +10,10 @@ from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import RoleAllocation
 from fivefold.layout.backends import BACKENDS
+from fivefold.layout.gpus import GPUS, Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
 from fivefold.planning.blueprint import HEADROOM
-from fivefold.planning.gpus import GPUS, Gpu
 from fivefold.planning.groups import ranks_together
 from fivefold.planning.memory import Kind, RankMemory, training_memory
 from fivefold.planning.question import Question

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import Gpu
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.plan import Plan
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb

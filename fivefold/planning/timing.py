@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from fivefold.families.flops import PartFlops, forward_parts, training_parts
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
+from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import layer_costs
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.stages import Stage, rank_parameters, stages
 from fivefold.planning.traffic import Dimension, Traffic, repeated_halves, step_traffic
 from fivefold.planning.workload import Workload

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.stages import Stage, rank_parameters
 from fivefold.planning.workload import Workload
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from fivefold.config.source import read_mapping
 from fivefold.observe.run_dir import STATUS, RunDir, State
-from fivefold.report.mfu import with_mfu
 from fivefold.report.series import MetricsFile, Series
 
 ACCURACY = "eval/accuracy"
@@ -56,7 +55,7 @@ class Run:
             about=about,
             summary=_json(folder.summary),
             recipe=read_mapping(folder.recipe) if folder.recipe.is_file() else {},
-            series=with_mfu((metrics or MetricsFile(folder.metrics)).read(), about),
+            series=(metrics or MetricsFile(folder.metrics)).read(),
         )
 
     @property

@@ -31,6 +31,10 @@ class TrainedRole:
         """Return the whole configuration of the library that the model runs on."""
         return self.trainer.group.call_first(TrainerWorker.effective_config)
 
+    def device_names(self) -> list[str | None]:
+        """Return the name of each process's GPU; None for a CPU process."""
+        return self.trainer.group.call(TrainerWorker.device_name)
+
     def start_profile(self, config: ProfileConfig) -> None:
         """Begin to record what some of the processes do."""
         self.trainer.group.call(TrainerWorker.start_profile, config)

@@ -243,7 +243,9 @@ class TrainerWorker:
         self._link: NcclLink | None = None
         self._snapshot: Snapshot | None = None
         self._reference: TrainingEngine | None = (
-            build_engine(spec.reference, spec.layout, seed=spec.seed) if spec.reference is not None else None
+            build_engine(spec.reference, spec.layout, seed=spec.seed, timeout_s=spec.timeout_s)
+            if spec.reference is not None
+            else None
         )
         self._offloads_reference = spec.offloads_reference
         self._moving: MovingWeights | None = None
@@ -256,6 +258,10 @@ class TrainerWorker:
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on."""
         return self._engine.effective_config()
+
+    def device_name(self) -> str | None:
+        """Return the name of this process's GPU; None for a CPU process."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
     def compute_logprobs(
         self, order: ShareOrder, model: Model, temperature: float, column: str, *columns: Columns

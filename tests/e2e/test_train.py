@@ -36,6 +36,7 @@ def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = fivefold(
         *train, f"cluster.fileroot={root}", f"total_train_steps={N_STEPS}", "valid_dataset.limit=96",
         "actor.kl_ctl=0.001", "actor.c_clip=3.0", "saver.freq_steps=8",
+        "cluster.device_peak_tflops=0.1",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
     assert "held-out accuracy before training" in result.stdout
@@ -77,6 +78,8 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "reward/penalty",  # keys and losses that the recipe does not have
         "covariance_chosen",
         *(f"seconds/{phase}" for phase in ("values", "advantages", "critic train")),
+        *(f"mfu/{phase}" for phase in ("values", "critic train", "teacher")),
+        "hfu/critic train",
         *(f"dynamic_sampling/{name}" for name in ("rounds", "kept")),
         *("seconds/generation", "idle/trainer", "idle/rollout"),  # asynchronous training: test_asynchronous_runs.py
         *(name for name in listed_metrics() if name.startswith("staleness/")),
@@ -90,6 +93,14 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
     written = {as_listed(name) for name in set().union(*metrics)}
     assert {"experts/imbalance/layer_<n>", "pass_at/<n>", "entropy_quarter/<n>", "response_length/p<n>"} <= written
     assert {name for name in written if "<" not in name} - {"step"} == listed_metrics().keys() - elsewhere - of_critic
+
+
+def test_mfu_is_the_speed_by_what_the_recipe_says_of_a_device(metrics: list[dict[str, Any]]) -> None:
+    for row in metrics:
+        assert row["mfu/train"] == pytest.approx(row["train/tflops_per_device"] / 0.1)
+        # Nothing is recomputed but the logits.
+        assert row["mfu/train"] < row["hfu/train"] < 4 / 3 * row["mfu/train"]
+        assert 0 < row["mfu/reference"] < 1
 
 
 def test_rollout_and_trainer_agree_on_the_log_probs(metrics: list[dict[str, Any]]) -> None:

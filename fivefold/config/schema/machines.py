@@ -20,6 +20,9 @@ class ClusterConfig(Section):
     host_memory_gib: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Memory of each machine in GiB (2^30 bytes), which `fivefold plan` then compares with what it counts; null: it
     does not."""
+    device_peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Dense matmuls in bfloat16 that each device can compute, in TFLOP/s, by which the metrics `mfu` and `hfu` divide;
+    null: that of its GPU, if Fivefold knows it by its name."""
     fileroot: PathText = "runs"
     """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import Gpu
 from fivefold.layout.grid import RankPosition, group_stride
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.groups import EXPERT_DIMENSIONS, TRAINING_AXES
 from fivefold.planning.role_plans import TrainerPlan, gb
 from fivefold.planning.stages import stages

@@ -23,7 +23,8 @@ function showHead() {
       tile("steps", `${run.step.toLocaleString("en")}${run.total_steps ? ` / ${run.total_steps.toLocaleString("en")}` : ""}`),
       tile("time", run.duration), tile("tokens/s, last step", speed != null ? shown(speed) : null),
       tile("peak memory", last(run, "peak_memory_gb/max") != null ? `${shown(last(run, "peak_memory_gb/max"))} GB` : null),
-      tile("model TFLOP/s per device", last(run, "train/tflops_per_device") != null ? shown(last(run, "train/tflops_per_device")) : null)));
+      tile("model TFLOP/s per device", last(run, "train/tflops_per_device") != null ? shown(last(run, "train/tflops_per_device")) : null),
+      tile("MFU of the update", last(run, "mfu/train") != null ? `${(100 * last(run, "mfu/train")).toFixed(1)}%` : null)));
     if (run.error) children.push(element("div", { class: "warnings", text: run.error }));
     if (run.warnings) children.push(element("div", { class: "warnings", text: run.warnings }));
   } else {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fivefold.families.read import find_shape
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.grid import rank_groups
 from fivefold.layout.parser import parse, parse_role
 from fivefold.layout.placement import place_allocation, place_by_list
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.groups import TRAINING_AXES, GroupSpread, from_node_start, group_spreads, ranks_together
 from fivefold.planning.stages import stages
 from fivefold.planning.timing import step_time

@@ -12,9 +12,9 @@ import pytest
 from fivefold.families.check import layout_problems
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
 from fivefold.planning.stages import rank_parameters, stages

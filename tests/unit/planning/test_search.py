@@ -10,9 +10,9 @@ import pytest
 
 from fivefold.families.check import check_layout
 from fivefold.families.read import find_shape
+from fivefold.layout.gpus import GPUS, find_gpu
 from fivefold.layout.parser import parse, parse_backend
 from fivefold.planning.blueprint import HEADROOM, draw_up
-from fivefold.planning.gpus import GPUS, find_gpu
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import training_memory
 from fivefold.planning.question import Question

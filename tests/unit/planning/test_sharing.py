@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fivefold.families.read import find_shape
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse
 from fivefold.planning.blueprint import draw_up
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.memory import CUDA_CONTEXT
 from fivefold.planning.question import Question
 from fivefold.planning.search import Candidate, Cluster, search

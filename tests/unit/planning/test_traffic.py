@@ -6,9 +6,9 @@ import pytest
 
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.stages import stages
 from fivefold.planning.timing import StepTime, step_time

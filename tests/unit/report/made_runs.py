@@ -71,6 +71,8 @@ def _metrics(step: int, n_steps: int, draw: random.Random) -> dict[str, float]:
         "response_length/max": 90.0,
         "tokens_per_second": 4000.0,
         "train/tflops_per_device": 400.0,
+        "mfu/train": 400 / 989,
+        "hfu/train": 500 / 989,
         "peak_memory_gb/max": 61.0,
         **{f"seconds/{phase}": 1 + draw.random() for phase in ("rollout", "rewards", "train", "weight sync")},
         **{f"experts/imbalance/layer_{layer}": 1 + draw.random() for layer in range(4)},

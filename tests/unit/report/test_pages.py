@@ -57,10 +57,7 @@ def test_a_report_holds_every_metric_of_every_step(run: Path, content: str) -> N
     for row, record in enumerate(lines_of(run / "metrics.jsonl")):
         for name, values in table.items():
             wanted = record.get(name)
-            if name != "mfu":
-                assert np.isnan(values[row]) if wanted is None else values[row] == np.float32(wanted), (name, row)
-    # An H200 multiplies 989 TFLOP/s in bfloat16.
-    assert table["mfu"] == pytest.approx(400 / 989)
+            assert np.isnan(values[row]) if wanted is None else values[row] == np.float32(wanted), (name, row)
 
 
 def test_a_report_holds_every_logged_sample_with_its_tokens(run: Path, content: str) -> None:

@@ -67,6 +67,9 @@ class FixedActor(Actor):
 
     def save(self, folder: Path) -> None: ...
 
+    def device_names(self) -> list[str | None]:
+        return [None]
+
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         return ()
 

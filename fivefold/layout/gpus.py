@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -42,6 +43,26 @@ GPUS = {
         Gpu("rtx4090-24g", int(23.5 * GIB), 165e12, 1.01e12, _PCIE4, _NETWORK_200G),
     )
 }
+
+
+_KIND = re.compile(r"([a-z]+)(\d+s?)")
+_SLOWER = re.compile(r"h[12]00.*(pcie|nvl)", re.IGNORECASE)
+"""Cards that share a chip's name, and have fewer of its cores or less power than the modules above."""
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the FLOP/s of dense bfloat16 matmuls of a GPU, by the name that CUDA gives it, such as `NVIDIA H200`.
+
+    Returns:
+        None for a GPU whose speed is not known.
+    """
+    if _SLOWER.search(device):
+        return None
+    for gpu in GPUS.values():
+        letters, number = _KIND.fullmatch(gpu.name.partition("-")[0]).groups()  # type: ignore[union-attr]
+        if re.search(rf"(?<![a-z]){letters} ?{number}(?!\d)", device, re.IGNORECASE):
+            return gpu.peak
+    return None
 
 
 def find_gpu(name: str) -> Gpu:

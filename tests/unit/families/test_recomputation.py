@@ -1,0 +1,56 @@
+"""FLOPs that are computed again, against the forward pass counted by other means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fivefold.config.schema.engine import EngineConfig
+from fivefold.families.flops import forward_of
+from fivefold.families.read import find_shape
+from fivefold.families.recomputation import repeated_flops
+from fivefold.layout.parallel import ParallelLayout
+
+QWEN = find_shape("Qwen3-30B-A3B")
+FORWARD = forward_of(QWEN, [1000, 24], 1024)
+LAYERS = FORWARD.total - FORWARD.head
+
+
+def pipeline(engine: str, pp: int = 1) -> ParallelLayout:
+    return ParallelLayout(engine, tp=1, pp=pp, cp=1, dp=1, vpp=1, ep=1, etp=1, edp=1)
+
+
+def repeated(engine: str = "megatron", pp: int = 1, **section: object) -> float:
+    """Return the repeated FLOPs besides those of the logits, which are always computed twice."""
+    config = EngineConfig.model_validate({"path": "model", engine: section})
+    return repeated_flops(FORWARD, config, pipeline(engine, pp), QWEN) - FORWARD.head
+
+
+def test_whole_layers_are_all_of_the_forward_pass_but_its_head() -> None:
+    assert repeated() == 0
+    assert repeated(recompute="full") == pytest.approx(LAYERS)
+    assert repeated("fsdp", recompute="full") == pytest.approx(LAYERS)
+    # 3 of the 12 layers of each of 4 stages.
+    block = {"recompute_method": "block", "recompute_num_layers": 3}
+    assert repeated(pp=4, recompute="full", transformer=block) == pytest.approx(LAYERS / 4)
+
+
+def test_modules_are_their_own_matmuls() -> None:
+    assert repeated(recompute="selective") == pytest.approx(FORWARD.experts + FORWARD.router)
+    attention = {"recompute_modules": ["core_attn", "layernorm"]}
+    assert repeated(recompute="selective", transformer=attention) == pytest.approx(FORWARD.attention)
+
+
+def test_shared_experts_and_dense_mlps_are_told_apart() -> None:
+    shape = replace(find_shape("DeepSeek-V3"), latent=None)
+    forward = forward_of(shape, [100], 100)
+    config = EngineConfig.model_validate(
+        {
+            "path": "model",
+            "megatron": {"recompute": "selective", "transformer": {"recompute_modules": ["shared_experts"]}},
+        }
+    )
+    shared = repeated_flops(forward, config, pipeline("megatron"), shape) - forward.head
+    # 58 layers with a shared expert of 3 x 7168 x 2048 weights, 2 FLOPs for each weight and token.
+    assert shared == pytest.approx(2 * 100 * 58 * 3 * 7168 * 2048)

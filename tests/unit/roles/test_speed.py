@@ -1,0 +1,66 @@
+"""Metrics of a step's speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.machines import ClusterConfig
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.flops import training_flops
+from fivefold.families.read import find_shape
+from fivefold.layout.gpus import peak_flops
+from fivefold.layout.placement import place
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.speed import StepSpeed, device_peak
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA B200", 2250),
+        ("NVIDIA H20", 148), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362), ("NVIDIA L40", None),
+        ("NVIDIA H100 PCIe", None), ("NVIDIA H200 NVL", None), ("NVIDIA GB200", None), ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_the_speed_of_a_gpu_is_known_by_its_name(name: str, tflops: float | None) -> None:
+    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_the_recipe_says_the_speed_of_devices_that_are_not_known() -> None:
+    assert device_peak(ClusterConfig(), [None, None]) is None
+    assert device_peak(ClusterConfig(), ["NVIDIA H200", "Tesla T4"]) is None
+    assert device_peak(ClusterConfig(), ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]) == (989e12 + 312e12) / 2
+    assert device_peak(ClusterConfig(device_peak_tflops=65), ["Tesla T4"]) == 65e12
+
+
+def test_each_phase_has_the_share_of_its_own_model_and_processes() -> None:
+    recipe = load_recipe(
+        QUICKSTART, ["actor.ppo_epochs=2", "critic.megatron.recompute=full", "critic.mb_spec.n_mbs=1"], TrainRecipe
+    )
+    shape = find_shape(recipe.actor.path)
+    speed = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=1e12)
+    batch = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
+    seconds = {"train": 2.0, "values": 0.5, "critic train": 1.0, "rollout": 3.0}
+    metrics = speed.metrics(batch, seconds, step_seconds=8.0)
+    ranks = place(recipe)["actor"].layout.world_size
+    flops = training_flops(shape, [40, 20], 12)
+    assert metrics["mfu/train"] == pytest.approx(2 * flops / 2.0 / ranks / 1e12)
+    assert metrics["train/tflops_per_device"] == pytest.approx(metrics["mfu/train"])
+    critic = training_flops(shape.as_critic(), [40, 20], 12)
+    assert metrics["mfu/values"] == pytest.approx(critic / 3 / 0.5 / place(recipe)["critic"].layout.world_size / 1e12)
+    # A value head is not computed again; all layers are.
+    head = 2 * 12 * shape.hidden
+    assert metrics["hfu/critic train"] / metrics["mfu/critic train"] == pytest.approx(
+        (recipe.critic.ppo_epochs if recipe.critic else 1) * (critic + critic / 3 - head) / critic
+    )
+    assert {name for name in metrics if name.startswith(("mfu", "hfu"))} == {
+        "mfu/train", "hfu/train", "mfu/values", "mfu/critic train", "hfu/critic train",
+    }  # fmt: skip
+    without = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=None).metrics(batch, seconds, 8.0)
+    assert without == {name: value for name, value in metrics.items() if name[1:3] != "fu"}
