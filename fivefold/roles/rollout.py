@@ -179,6 +179,8 @@ class Responses:
     """Oldest and newest version of the weights that sampled each trajectory."""
     busy_s: float
     """Seconds from the first job to the last completion."""
+    n_running: int = 0
+    """Requests of a stream that the replica has and has not answered."""
     lost: Sequence[int] = ()
     """First index of each job of a stream that was lost with its server."""
     has_weights: bool = True
@@ -314,7 +316,8 @@ class RolloutWorker:
         lost = self._engine.take_lost()
         for number in lost:
             del self._jobs[number]
-        return replace(report, lost=lost, has_weights=self._engine.has_weights), columns
+        n_running, has_weights = self._engine.n_running, self._engine.has_weights
+        return replace(report, n_running=n_running, lost=lost, has_weights=has_weights), columns
 
     def _reported(
         self, answers: Sequence[tuple[Job, list[Completion]]], began: float

@@ -41,7 +41,8 @@ class RolloutStream:
         Args:
             rollout: the replicas.
             sampling: how tokens are chosen, for all jobs.
-            capacity: requests that a replica gets at one time, unless a single job has more.
+            capacity: requests that a replica answers at one time. It gets a further job as soon as it has fewer, so
+                that those of the job which find no room wait there for the next that end.
         """
         self._rollout = rollout
         self._sampling = sampling
@@ -52,6 +53,8 @@ class RolloutStream:
         """Jobs of each replica, by their number."""
         self._news: list[list[Job]] = [[] for _ in range(n)]
         """Those of them that the replica does not know yet."""
+        self._loads = [0] * n
+        """Requests of each replica that are not answered, as far as it has reported."""
         self._calls: dict[int, KeptCall[Responses]] = {}
         """The call in progress on each replica, the oldest first."""
         self._without_weights: set[int] = set()
@@ -103,20 +106,19 @@ class RolloutStream:
         return self._done(call, report)
 
     def _hand_out(self) -> None:
-        loads = {
-            rank: sum(len(job.requests) for job in jobs.values())
-            for rank, jobs in enumerate(self._jobs)
-            if rank not in self._without_weights
-        }
-        while self._queue and loads:
-            rank = min(loads, key=loads.__getitem__)
-            size = len(self._queue[0].requests)
-            if loads[rank] and loads[rank] + size > self._capacity:
+        """Give jobs to replicas that have fewer requests than they can answer at one time.
+
+        The requests of a group end at different times, so a request that has ended makes room before its job is done.
+        """
+        ranks = [rank for rank in range(len(self._jobs)) if rank not in self._without_weights]
+        while self._queue and ranks:
+            rank = min(ranks, key=self._loads.__getitem__)
+            if self._loads[rank] >= self._capacity:
                 return
             job = self._queue.popleft()
             self._jobs[rank][job.indices.start] = job
             self._news[rank].append(job)
-            loads[rank] += size
+            self._loads[rank] += len(job.requests)
 
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
         jobs = self._jobs[call.rank]
@@ -128,6 +130,7 @@ class RolloutStream:
             # What it was to get with its next call goes to others too.
             self._queue.extendleft(jobs.pop(job.indices.start) for job in reversed(self._news[call.rank]))
             self._news[call.rank] = []
+        self._loads[call.rank] = report.n_running + sum(len(job.requests) for job in self._news[call.rank])
         numbers = sorted(jobs.keys() & set(report.indices_N.tolist()))
         done = [jobs.pop(number) for number in numbers]
         if not done:

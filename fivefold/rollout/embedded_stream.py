@@ -76,8 +76,8 @@ class EmbeddedStream:
 
     @property
     def n_running(self) -> int:
-        """Number of jobs that are not done."""
-        return len(self._jobs)
+        """Number of requests that are not answered."""
+        return sum(len(job.requests) - len(job.done) for job in self._jobs.values())
 
     def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
         """Begin to answer the requests of job `number` when rows are free."""

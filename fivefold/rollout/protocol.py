@@ -146,6 +146,10 @@ class RolloutEngine(Protocol):
             Each job that is done, by its number, with its completions in the order of its requests.
         """
 
+    @property
+    def n_running(self) -> int:
+        """Number of requests that were submitted and are not answered."""
+
     def take_lost(self) -> list[int]:
         """Return the submitted jobs that were lost since the last call, because what answered them has died.
 

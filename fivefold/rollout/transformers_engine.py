@@ -156,6 +156,11 @@ class TransformersEngine:
         """
         return [] if self._stream is None else self._stream.collect(self._state.require_weights(), seconds)
 
+    @property
+    def n_running(self) -> int:
+        """Number of requests that were submitted and are not answered."""
+        return 0 if self._stream is None else self._stream.n_running
+
     def take_lost(self) -> list[int]:
         """Return no job: the engine is in this process, which ends with it."""
         return []

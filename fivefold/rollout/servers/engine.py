@@ -165,7 +165,8 @@ class ServerEngine:
         if self._stream is None or self._stream.sampling != sampling:
             assert self._stream is None or not self._stream.n_running
             self._stream = ServerStream(self._answers, sampling, most=self._spec.max_batch_size)
-        self._stream.submit(number, requests, self._state.require_weights())
+        self._state.require_weights()
+        self._stream.submit(number, requests)
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
         """Wait until a submitted job is done, or `seconds` have passed (`RolloutEngine`).
@@ -180,6 +181,11 @@ class ServerEngine:
         except ServerDied as death:
             self._restart(death)
             return []
+
+    @property
+    def n_running(self) -> int:
+        """Number of requests that were submitted and are not answered."""
+        return 0 if self._stream is None else self._stream.n_running
 
     def take_lost(self) -> list[int]:
         """Return the jobs that were lost with their server since the last call (`RolloutEngine`)."""
@@ -206,6 +212,7 @@ class ServerEngine:
         self._wait_until_ready()
         if self._stream is None or not self._stream.n_running or self._is_interrupted:
             return
+        self._stream.hold()
         try:
             with self._served():
                 self._dialect.pause(self._http)

@@ -1,8 +1,10 @@
 """Jobs that a server answers beside one another, for as long as its weights change.
 
-    submit ─> asks ─> threads, one for each ask ─> answers ─> collect: jobs that are done
-                 ^                                    └─ interrupted: tokens so far, with the version that sampled them
-                 └── the prompt and the tokens so far, once the weights are new
+    submit ─> requests wait ─> threads, one for each request ─> answers ─> collect: jobs that are done
+                    ^                                              └─ interrupted: tokens so far, with their version
+                    └── the prompt and the tokens so far, once the weights are new
+
+Each completion is asked for by itself, so that its end is known when it comes, and the next one takes its place.
 
 Both servers keep no request over an update that has caches of other weights: they are told to abort, answer with what
 they have, and are asked to go on from there. They read those tokens anew, which is what `recompute_kv_cache` says.
@@ -18,7 +20,6 @@ import numpy as np
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, Ask
-from fivefold.rollout.servers.room import asks_of
 from fivefold.types import Completion
 
 GRACE_S = 2.0
@@ -39,6 +40,10 @@ class _Part:
     @property
     def n_tokens(self) -> int:
         return sum(len(answer.token_ids_T) for answer, _ in self.answers)
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.answers) and self.answers[-1][0].finish_reason != "abort"
 
     def ask(self) -> Ask:
         """Return what to ask for, to go on from the tokens so far."""
@@ -64,11 +69,9 @@ class _Part:
 
 @dataclass(eq=False)
 class _Sent:
-    """An ask on its way, for some completions."""
+    """An ask on its way."""
 
-    ask: Ask
-    sampling: SamplingParams
-    parts: list[_Part]
+    part: _Part
     version: int
 
 
@@ -81,7 +84,7 @@ class ServerStream:
         Args:
             complete: asks the server, and returns its answers, some of which may be aborted.
             sampling: how tokens are chosen.
-            most: most asks that are on their way at one time, and completions that one asks for.
+            most: most asks that are on their way at one time.
         """
         self.sampling = sampling
         self._complete = complete
@@ -90,44 +93,46 @@ class ServerStream:
         self._jobs: dict[int, list[_Part]] = {}
         self._sent: dict[Future[list[Answer]], _Sent] = {}
         self._waiting: list[_Part] = []
-        """Completions that were aborted, and go on at the next `collect`."""
+        """Completions that have not begun or were aborted, and go on at the next `collect`."""
 
     @property
     def n_running(self) -> int:
-        """Number of jobs that are not done."""
-        return len(self._jobs)
+        """Number of requests that are not answered."""
+        return sum(not part.is_whole for parts in self._jobs.values() for part in parts)
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], version: int) -> None:
-        """Ask for the completions of job `number`, from weights of version `version`."""
-        parts = [_Part(number, request) for request in requests]
-        self._jobs[number] = parts
-        start = 0
-        for ask in asks_of(requests, self.sampling, self._most):
-            self._send(_Sent(ask, self.sampling, parts[start : start + ask.n], version))
-            start += ask.n
+    def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
+        """Take the requests of job `number`, which are asked for at the next `collect`."""
+        self._jobs[number] = [_Part(number, request) for request in requests]
+        self._waiting += self._jobs[number]
 
     def collect(self, version: int, seconds: float) -> list[tuple[int, list[Completion]]]:
-        """Ask on for what was aborted, and wait until a job is done, or `seconds` have passed. Returns what is done.
+        """Ask for what waits, and go on until a request is answered, or `seconds` have passed.
+
+        Returns:
+            Each job that is done, by its number, with its completions in the order of the requests.
 
         Raises:
             RuntimeError: the server failed.
         """
+        # What was aborted is noted before anything is asked for, because it goes before requests that have not begun.
+        self._note_answers()
         self._go_on(version)
-        if not self._sent:
-            return []
-        answered, _ = wait(self._sent, seconds, FIRST_COMPLETED)
-        for future in answered:
-            self._note(self._sent.pop(future), future.result())
-        done = [number for number, parts in self._jobs.items() if all(_is_whole(part) for part in parts)]
-        return [(number, [part.completion() for part in self._jobs.pop(number)]) for number in done]
+        if not (done := self._take_done()):
+            wait(self._sent, seconds, FIRST_COMPLETED)
+            self._note_answers()
+            done = self._take_done()
+        return done
+
+    def hold(self) -> None:
+        """Keep back what has not been asked for, so that it does not take the place of what is about to be aborted."""
+        for future in [future for future in self._sent if future.cancel()]:
+            self._waiting.append(self._sent.pop(future).part)
 
     def interrupted(self) -> None:
         """Take the answers of a server that has aborted all of its requests and holds back new ones.
 
         Asks that have not reached it yet are answered with the next weights.
         """
-        for future in [future for future in self._sent if future.cancel()]:
-            self._waiting += self._sent.pop(future).parts
         wait(self._sent, GRACE_S)
 
     def resumed(self, version: int) -> None:
@@ -144,28 +149,28 @@ class ServerStream:
         self._jobs, self._sent, self._waiting = {}, {}, []
         return lost
 
-    def _send(self, sent: _Sent) -> None:
-        self._sent[self._threads.submit(self._complete, sent.ask, sent.sampling)] = sent
-
     def _go_on(self, version: int) -> None:
-        """Ask for the rest of each completion that was aborted."""
+        """Ask for the rest of each completion that waits, those of the first jobs first."""
         waiting, self._waiting = self._waiting, []
-        for part in waiting:
+        for part in sorted(waiting, key=lambda part: part.job):
             n = part.n_tokens
             sampling = replace(
                 self.sampling,
                 max_new_tokens=self.sampling.max_new_tokens - n,
                 min_new_tokens=max(0, self.sampling.min_new_tokens - n),
             )
-            ask = part.ask()
-            self._send(_Sent(ask if sampling.seeded else replace(ask, seed=None), sampling, [part], version))
+            ask = part.ask() if sampling.seeded else replace(part.ask(), seed=None)
+            self._sent[self._threads.submit(self._complete, ask, sampling)] = _Sent(part, version)
 
-    def _note(self, sent: _Sent, answers: Sequence[Answer]) -> None:
-        for part, answer in zip(sent.parts, answers, strict=True):
-            part.answers.append((answer, sent.version))
-            if answer.finish_reason == "abort":
-                self._waiting.append(part)
+    def _note_answers(self) -> None:
+        """Take over the answers that have come."""
+        for future in [future for future in self._sent if future.done()]:
+            sent = self._sent.pop(future)
+            [answer] = future.result()
+            sent.part.answers.append((answer, sent.version))
+            if not sent.part.is_whole:
+                self._waiting.append(sent.part)
 
-
-def _is_whole(part: _Part) -> bool:
-    return bool(part.answers) and part.answers[-1][0].finish_reason != "abort"
+    def _take_done(self) -> list[tuple[int, list[Completion]]]:
+        done = [number for number, parts in self._jobs.items() if all(part.is_whole for part in parts)]
+        return [(number, [part.completion() for part in self._jobs.pop(number)]) for number in done]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +84,12 @@ def test_requests_go_on_over_updates_and_tell_which_weights_sampled_each_token(s
     server.update(0)
     params = sampling(max_new_tokens=20)
     requests = {0: long_request(2), 1: long_request(1), 2: long_request(0)}
+    n_asked = len(server.bodies())
     for number, request in requests.items():
         server.engine.submit(number, [request], params)
     answers = collected(server, 1)
+    while len(server.bodies()) < n_asked + 3:
+        time.sleep(0.01)
     assert set(answers) == {2}, "only what needs no pause is done"
     before = len(server.log.posts())
     for version in (1, 2):
@@ -110,18 +114,43 @@ def test_requests_go_on_over_updates_and_tell_which_weights_sampled_each_token(s
     assert posts == [pause, resume] * 2
 
 
-def test_groups_are_asked_for_together_and_go_on_one_by_one(server: Served) -> None:
+def test_each_completion_of_a_group_ends_and_makes_room_by_itself(server: Served) -> None:
     server.engine.wake()
     server.update(0)
     params = replace(sampling(max_new_tokens=20), seeded=False)
     before = len(server.bodies())
-    server.engine.submit(0, [long_request(1, seed) for seed in range(3)], params)
-    assert server.engine.collect(0.3) == []
-    assert [body["sampling_params"]["n"] for body in server.bodies()[before:]] == [3]
+    server.engine.submit(0, [*(long_request(1, seed) for seed in range(3)), *requests_of(2)], params)
+    assert server.engine.n_running == 5
+    deadline = time.monotonic() + 20
+    while server.engine.n_running > 3 and time.monotonic() < deadline:
+        assert server.engine.collect(0.3) == []
+    assert server.engine.n_running == 3
     server.update(1)
     [completions] = collected(server, 1).values()
-    assert [body["sampling_params"]["n"] for body in server.bodies()[before:]] == [3, 1, 1, 1]
+    bodies = server.bodies()[before:]
+    assert [body["sampling_params"]["n"] for body in bodies] == [1] * (5 + 3)
+    assert all("seed" not in body and "seed" not in body["sampling_params"] for body in bodies)
     assert all(set(c.versions.tolist()) <= {0, 1} and c.versions[0] == 0 for c in completions)
+    assert server.engine.n_running == 0
+
+
+def test_requests_that_have_begun_go_on_before_those_that_wait(server: Served) -> None:
+    server.engine.wake()
+    server.update(0)
+    params = sampling(max_new_tokens=20)
+    for number in range(BATCH_SIZE):
+        server.engine.submit(number, [long_request(1, number)], params)
+    assert server.engine.collect(0.5) == []
+    server.engine.submit(BATCH_SIZE, requests_of(3), params)
+    assert server.engine.collect(0.3) == []
+    before = len(server.bodies())
+    server.update(1)
+    assert set(collected(server, BATCH_SIZE + 1)) == set(range(BATCH_SIZE + 1))
+    prompts = [tuple(body.get("token_ids", body.get("input_ids"))) for body in server.bodies()[before:]]
+    begun = [prompt[:4] == long_request(1).token_ids for prompt in prompts]
+    assert sorted(begun) == [False] * 3 + [True] * BATCH_SIZE
+    # An answer frees a thread for the next request while the last ones of the others are on their way.
+    assert begun.index(False) > BATCH_SIZE // 2
 
 
 @pytest.mark.parametrize("dies_before", ["a report", "new weights"])

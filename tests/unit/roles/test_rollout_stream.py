@@ -1,0 +1,70 @@
+"""Jobs that replicas answer beside one another: which replica gets which, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fivefold.roles.rollout import Job, Responses, RolloutWorker
+from fivefold.roles.rollout_stream import RolloutStream
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.types import Columns, Completion, Prompt, Trajectory
+from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
+
+SLOTS, SIZE, N_JOBS = 8, 4, 12
+SAMPLING = SamplingParams(16, 0, False, 1.0, 1.0, 0, (), ())
+
+
+class TailedWorker(RolloutWorker):
+    """Decodes one token of each of `SLOTS` requests in a slice; the last request of a group is long."""
+
+    def __init__(self, long: int) -> None:
+        self._left: list[tuple[Job, list[int]]] = []
+        """Jobs, and the tokens that each of their requests lacks."""
+        self._long = long
+        self.decoded: list[int] = []
+        """Requests that were decoded in each slice."""
+        self.begun: list[int] = []
+        """Jobs in the order in which they came."""
+
+    def advance(
+        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
+    ) -> tuple[Responses, Columns | None]:
+        self._left += [(job, [1] * (SIZE - 1) + [self._long]) for job in jobs]
+        self.begun += [job.indices.start for job in jobs]
+        running = [(left, place) for _, left in self._left for place in range(SIZE) if left[place]][:SLOTS]
+        self.decoded.append(len(running))
+        for left, place in running:
+            left[place] -= 1
+        done = [job for job, left in self._left if not any(left)]
+        self._left = [(job, left) for job, left in self._left if any(left)]
+        trajectories = [
+            Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0))
+            for job in done
+            for prompt in job.prompts
+        ]
+        report = Responses.of([index for job in done for index in job.indices], trajectories, ["5"] * len(trajectories))
+        n_running = sum(map(bool, (tokens for _, left in self._left for tokens in left)))
+        return replace(report, n_running=n_running), Columns.of(trajectories) if trajectories else None
+
+
+def jobs() -> list[Job]:
+    prompt, request = Prompt(0, "", (3, 4), ""), GenerationRequest((3, 4), 0)
+    return [Job(range(n * SIZE, (n + 1) * SIZE), [prompt] * SIZE, [request] * SIZE) for n in range(N_JOBS)]
+
+
+def test_a_slot_whose_request_has_ended_is_filled_before_its_group_is_done() -> None:
+    workers = [TailedWorker(long=30) for _ in range(2)]
+    stream = RolloutStream(LocalRollout(LocalGroup(workers)), SAMPLING, SLOTS)
+    for job in jobs():
+        stream.submit(job)
+    done: list[int] = []
+    while stream.has_work:
+        done += [group.number for group in stream.advance()]
+    assert sorted(done) == [job.indices.start for job in jobs()]
+    for worker in workers:
+        # N_JOBS / 2 groups of a long request each: all of them are decoded while the first ones go on.
+        assert len(worker.decoded) <= 30 + 2 * N_JOBS
+        assert worker.begun == sorted(worker.begun), "jobs begin in their order"
+        handed_out = worker.decoded[: len(worker.decoded) - 30]
+        assert min(handed_out) >= SLOTS - 1, handed_out
