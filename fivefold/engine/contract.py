@@ -131,13 +131,11 @@ class TrainingEngine(Protocol):
             The bytes that were allocated on this rank's device.
         """
 
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return the elements of each weight that this rank holds, flat, by the weight's name.
 
-@runtime_checkable
-class WeightHolder(Protocol):
-    """An engine that has each weight of this rank by name, so that weights can follow those of another model."""
-
-    parameters: dict[str, torch.nn.Parameter]
-    """Weights of this rank by name, the same names for every model of one shape on one layout."""
+        The names and the elements are the same for every model of one shape on one layout of the same engine.
+        """
 
     def moving_weights(self, decay: float) -> MovingWeights:
         """Return this model's weights, which keep the share `decay` of themselves when they follow others."""

@@ -9,6 +9,7 @@ tensors `param/<Hugging Face name>` in float32, free of any layout.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,51 +17,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, WeightMapping
+from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
+from fivefold.bridge.pieces import Piece
 from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.stored_state import StoredState
-from fivefold.layout.grid import rank_grid
-from fivefold.layout.parallel import ParallelLayout
 
 KIND = "param"
 """First part of the keys in a checkpoint."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldWeight:
+    """The elements of one parameter that this rank holds."""
+
+    mapping: WeightMapping
+    values_N: Tensor
+    """The elements, flat, as a view of the parameter."""
+    begin: int = 0
+    """First of them, in the flattened parameter."""
+    is_stored: bool = True
+    """Whether this rank stores them in a checkpoint; of replicas, the first one does."""
+
+    def cuts(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield the parts of pieces of the parameter that this rank holds."""
+        for piece in pieces:
+            yield from piece.within(self.begin, self.begin + self.values_N.numel())
 
 
 class MovingWeights:
     """This rank's weights of a frozen model, which follow another model's.
 
     Args:
-        parameters: the weights of this rank by name.
-        mappings: the mapping of each of them.
+        weights: the weights of this rank by name.
         shapes: names and full shapes of the model's Hugging Face tensors.
         groups: where this rank stands.
-        layout: the layout of all ranks.
         decay: what the weights keep of themselves when they follow, in [0, 1).
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        mappings: Mapping[str, WeightMapping],
-        shapes: Mapping[str, Shape],
-        groups: ShardGroups,
-        layout: ParallelLayout,
-        decay: float,
+        self, weights: Mapping[str, HeldWeight], shapes: Mapping[str, Shape], groups: ShardGroups, decay: float
     ) -> None:
-        self._parameters, self._mappings, self._shapes, self._groups = parameters, mappings, shapes, groups
+        self._weights, self._shapes, self._groups = weights, shapes, groups
         self._decay = decay
-        self._position = rank_grid(layout)[dist.get_rank()]
         self._average = {
-            name: parameter.detach().float().cpu()
-            for name, parameter in parameters.items()
-            if decay > 0 and parameter.dtype != torch.float32
+            name: weight.values_N.float().cpu()
+            for name, weight in weights.items()
+            if decay > 0 and weight.values_N.dtype != torch.float32
         }
-        """Averages in host memory, of the weights that are not in float32 themselves."""
+        """Averages in host memory, flat, of the weights that are not in float32 themselves."""
         self._writer: StateWriter | None = None
 
     @torch.no_grad()
     def follow(self, others: Mapping[str, Tensor]) -> None:
-        """Follow weights of the same names on the same layout."""
+        """Follow the flat weights of a model of the same shape on the same layout, by the same names."""
         for name, other in others.items():
             self._follow_one(name, other)
 
@@ -71,15 +80,15 @@ class MovingWeights:
         Raises:
             ValueError: a tensor that a parameter of this rank needs has not come.
         """
-        waiting = {name: set(self._mappings[name].sources()) for name in self._parameters}
+        waiting = {name: set(weight.mapping.sources()) for name, weight in self._weights.items()}
         arrived = _Arrived()
         for source, tensor in weights:
             arrived.tensors[source] = tensor
             for name in [name for name, sources in waiting.items() if sources <= arrived.tensors.keys()]:
                 # In float32, so that weights are not rounded to the frozen model's dtype before they are averaged.
-                parameter = torch.empty_like(self._parameters[name], dtype=torch.float32)
-                self._mappings[name].fill(parameter, arrived, self._groups)
-                self._follow_one(name, parameter)
+                values_N = torch.empty_like(self._weights[name].values_N, dtype=torch.float32)
+                self._fill(values_N, self._weights[name], arrived)
+                self._follow_one(name, values_N)
                 del waiting[name]
             arrived.keep(set().union(*waiting.values()))
         if waiting:
@@ -99,7 +108,7 @@ class MovingWeights:
         stored = dict(self._stored())
         if self._writer is None:
             self._writer = StateWriter(dist.get_rank(), list(stored.values()))
-        values = (self._average.get(name, self._parameters[name].detach()).float().view(-1) for name in stored)
+        values = (self._average.get(name, self._weights[name].values_N).float() for name in stored)
         return self._writer.snapshot(folder, values, {}) if copy else self._writer.write(folder, values, {})
 
     @torch.no_grad()
@@ -111,30 +120,34 @@ class MovingWeights:
         """
         stored = StoredState(folder, KIND)
         stored.check(self._shapes)
-        for name, parameter in self._parameters.items():
-            target = self._average.get(name, parameter)
-            self._mappings[name].fill(target, stored, self._groups)
-            if target is not parameter:
-                parameter.copy_(target)
+        for name, weight in self._weights.items():
+            target_N = self._average.get(name, weight.values_N)
+            self._fill(target_N, weight, stored)
+            if target_N is not weight.values_N:
+                weight.values_N.copy_(target_N)
 
-    def _follow_one(self, name: str, other: Tensor) -> None:
-        parameter = self._parameters[name]
+    def _follow_one(self, name: str, other_N: Tensor) -> None:
+        values_N = self._weights[name].values_N
         if self._decay == 0:
-            parameter.copy_(other)
+            values_N.copy_(other_N)
             return
-        average = self._average.get(name, parameter)
-        average.mul_(self._decay).add_(other.to(average.device, torch.float32), alpha=1 - self._decay)
-        if average is not parameter:
-            parameter.copy_(average)
+        average_N = self._average.get(name, values_N)
+        average_N.mul_(self._decay).add_(other_N.to(average_N.device, torch.float32), alpha=1 - self._decay)
+        if average_N is not values_N:
+            values_N.copy_(average_N)
+
+    def _fill(self, target_N: Tensor, weight: HeldWeight, source: TensorReader) -> None:
+        """Copy this rank's elements of a parameter from whole tensors; padding becomes zero."""
+        target_N.zero_()
+        for cut in weight.cuts(weight.mapping.pieces(self._groups)):
+            cut.view(target_N, weight.begin).copy_(source.read(cut.name, *cut.index))
 
     def _stored(self) -> Iterator[tuple[str, StoredRange]]:
-        """Yield what this rank stores of each parameter: of replicas, the first one stores."""
-        for name, parameter in self._parameters.items():
-            mapping, position = self._mappings[name], self._position
-            is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
-            pieces = tuple(mapping.stored_pieces(self._groups))
-            if is_first and pieces:
-                yield name, StoredRange(KIND, 0, parameter.numel(), pieces)
+        """Yield what this rank stores of each parameter."""
+        for name, weight in self._weights.items():
+            pieces = tuple(weight.cuts(weight.mapping.stored_pieces(self._groups)))
+            if weight.is_stored and pieces:
+                yield name, StoredRange(KIND, weight.begin, weight.values_N.numel(), pieces)
 
 
 class _Arrived:

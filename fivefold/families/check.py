@@ -99,7 +99,7 @@ def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -
 
 
 def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
-    """Yield a line if a reference is to follow an actor whose model has another shape, on an engine that cannot."""
+    """Yield a line if a reference is to follow an actor whose model has another shape."""
     if not isinstance(recipe, TrainRecipe) or recipe.ref.refresh_steps is None:
         return
     key = "refresh_every" if recipe.ref.refresh_every is not None else "ema_decay"
@@ -107,12 +107,6 @@ def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
         yield (
             f"ref.{key}={getattr(recipe.ref, key)} takes the actor's weights, but ref.path={recipe.ref.path} is a "
             f"model of another shape: name one with the actor's shape, or drop ref.{key}"
-        )
-    backends = {role.role: role.backend for role in recipe_allocation(recipe).roles}
-    if backends.get("ref", backends["actor"]) == "fsdp":
-        yield (
-            f"ref.{key}={getattr(recipe.ref, key)} changes the reference's weights, which FSDP cannot: give it "
-            f"processes of its own on megatron with ref.backend, or drop ref.{key}"
         )
 
 

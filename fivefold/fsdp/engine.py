@@ -24,6 +24,7 @@ from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
+from fivefold.engine.moving_weights import HeldWeight, MovingWeights
 from fivefold.engine.passes import (
     apply_loss,
     assemble_predictions,
@@ -190,6 +191,17 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         """
         self._require("params")
         return self.shards.export(self._dtype, readers)
+
+    def moving_weights(self, decay: float) -> MovingWeights:
+        """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
+        weights = {
+            shard.mapping.megatron: HeldWeight(shard.mapping, shard.values_N, shard.begin) for shard in self.shards
+        }
+        return MovingWeights(weights, expected_tensors(self.shape), self.groups.weights, decay)
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return the elements of each weight that this rank holds, flat, by the weight's name."""
+        return {shard.mapping.megatron: shard.values_N for shard in self.shards}
 
     def _blocks(self) -> Iterator[Block]:
         return self.shards.blocks(self._dtype)

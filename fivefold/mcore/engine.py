@@ -34,7 +34,7 @@ from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.moving_weights import MovingWeights
+from fivefold.engine.moving_weights import HeldWeight, MovingWeights
 from fivefold.engine.optimizer_state import StateFormat
 from fivefold.engine.passes import (
     LossStep,
@@ -53,6 +53,7 @@ from fivefold.families.check import check_layout
 from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
@@ -233,9 +234,16 @@ class MegatronEngine(SharedVerbs[Optimizer]):
 
     def moving_weights(self, decay: float) -> MovingWeights:
         """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
-        mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.parameters)}
-        shapes = self._bridge.expected_names()
-        return MovingWeights(self.parameters, mappings, shapes, self._shards, self.layout, decay)
+        position, held = rank_grid(self.layout)[dist.get_rank()], self.held_weights()
+        weights = {}
+        for mapping, _ in self._bridge.mapped(self.parameters):
+            is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
+            weights[mapping.megatron] = HeldWeight(mapping, held[mapping.megatron], is_stored=is_first)
+        return MovingWeights(weights, self._bridge.expected_names(), self._shards, decay)
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return the elements of each weight that this rank holds, flat, by the weight's name."""
+        return {name: parameter.detach().view(-1) for name, parameter in self.parameters.items()}
 
     def _blocks(self) -> Iterator[Block]:
         return shared_blocks(self._bridge.mapped(self.parameters), self._shards)

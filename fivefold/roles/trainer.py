@@ -28,7 +28,7 @@ from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
 from fivefold.config.weight_buckets import HOST_BYTES
-from fivefold.engine.contract import PARAMS, Offloadable, Teaching, TrainingEngine, WeightHolder
+from fivefold.engine.contract import PARAMS, Offloadable, Teaching, TrainingEngine
 from fivefold.engine.profiling import Recording
 from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
@@ -251,7 +251,7 @@ class TrainerWorker:
         self._moving: MovingWeights | None = None
         self._moving_snapshot: Snapshot | None = None
         if spec.moving is not None:
-            self._moving = _moving_weights(self._reference or self._engine, spec.moving)
+            self._moving = (self._reference or self._engine).moving_weights(spec.moving)
         if self._reference is not None and spec.offloads_reference:
             self._reference.offload(PARAMS)
 
@@ -339,7 +339,7 @@ class TrainerWorker:
             ValueError: these processes hold no model that moves.
         """
         with self._working("reference"):
-            self._require_moving().follow(_weights_of(self._engine).parameters)
+            self._require_moving().follow(self._engine.held_weights())
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
         """Let the own model's weights follow those in `buckets`, which `offer_weights` of a trained model has sent.
@@ -557,24 +557,6 @@ def _unless_failed(action: Callable[[], Result]) -> Result | WriteFailed:
         return action()
     except OSError as error:
         return WriteFailed(dist.get_rank(), socket.gethostname(), str(error))
-
-
-def _weights_of(engine: TrainingEngine) -> WeightHolder:
-    """Return an engine whose weights can follow others, or be followed.
-
-    Raises:
-        ValueError: the engine has no weights by name.
-    """
-    if not isinstance(engine, WeightHolder):
-        raise ValueError(
-            f"{type(engine).__name__} cannot move a reference's weights: drop ref.refresh_every and ref.ema_decay, or "
-            "train with megatron"
-        )
-    return engine
-
-
-def _moving_weights(engine: TrainingEngine, decay: float) -> MovingWeights:
-    return _weights_of(engine).moving_weights(decay)
 
 
 def _sums(batch: Batch, values_T: torch.Tensor) -> list[float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsdp_cases import FSDPCase
 from hf_reference import Tensors
 from megatron_cases import Case, whole
 from ragged import uneven_batch
@@ -22,6 +23,8 @@ CASES = [
     ("qwen3_moe", FOLDED, "bfloat16", 0.75, "megatron:d2"),
     ("qwen3_moe", "megatron:(attn:c2d2|ffn:t2e2)", "float32", 0.75, "megatron:t2"),
     ("qwen2", "megatron:p2", "bfloat16", 0.0, "megatron:d2"),  # its embeddings are tied
+    ("qwen3_moe", "fsdp:d3", "bfloat16", 0.75, "megatron:t2"),  # rows that 3 does not divide
+    ("qwen2", "fsdp:d2t2", "float32", 0.75, "fsdp:d3"),
 ]
 """A model, a layout, the dtype of the frozen model, its decay, and a layout that goes on."""
 N_STEPS = 3
@@ -39,25 +42,29 @@ class Followed:
     """Weights of the first frozen model after it has followed once more."""
 
 
-def follow(case: Case, dtype: str, model: Path, decay: float, folder: Path) -> Followed:
+def case_of(layout: str, dtype: str = "float32") -> Case | FSDPCase:
+    return FSDPCase(layout, dtype=dtype) if layout.startswith("fsdp") else Case(layout, dtype=dtype)
+
+
+def follow(case: Case | FSDPCase, dtype: str, model: Path, decay: float, folder: Path) -> Followed:
     """In a worker: train a model that others follow, and save the state of one of these before they follow again."""
     trained = case.engine(model, OPTIMIZER)
-    frozen, other = (Case(case.layout, dtype=dtype).engine(model) for _ in range(2))
+    frozen, other = (case_of(case.layout, dtype).engine(model) for _ in range(2))
     moving, by_name = frozen.moving_weights(decay), other.moving_weights(decay)
     history = [whole(trained.export_weights())]
     for _ in range(N_STEPS):
         trained.forward_backward_of(uneven_batch(), SFTLoss())
         trained.optim_step()
-        moving.follow(trained.parameters)
+        moving.follow(trained.held_weights())
         by_name.follow_whole(trained.export_weights())
         history.append(whole(trained.export_weights()))
     weights = whole(frozen.export_weights())
     commit(moving.snapshot(folder, copy=True), folder)
-    moving.follow(trained.parameters)
+    moving.follow(trained.held_weights())
     return Followed(history, weights, whole(other.export_weights()), whole(frozen.export_weights()))
 
 
-def go_on(case: Case, model: Path, decay: float, folder: Path, trained: Tensors) -> tuple[Tensors, Tensors]:
+def go_on(case: Case | FSDPCase, model: Path, decay: float, folder: Path, trained: Tensors) -> tuple[Tensors, Tensors]:
     """In a worker: load a frozen model's state, and follow whole tensors. Returns the weights before and after it."""
     engine = case.engine(model)
     moving = engine.moving_weights(decay)
@@ -84,7 +91,7 @@ def expected(history: list[Tensors], decay: float, dtype: torch.dtype) -> Tensor
 def test_a_frozen_model_follows_as_its_formula_says(
     model: str, layout: str, dtype: str, decay: float, other: str, models: Path, workers: Workers, tmp_path: Path
 ) -> None:
-    case, state = Case(layout), tmp_path / "state"
+    case, state = case_of(layout), tmp_path / "state"
     followed, *_ = workers(case.world_size).run(follow, case, dtype, models / model, decay, state)
     kind = getattr(torch, dtype)
     wanted = expected(followed.trained, decay, kind)
@@ -95,7 +102,7 @@ def test_a_frozen_model_follows_as_its_formula_says(
         assert torch.equal(tensor, followed.by_name[name])
 
     # The state goes on, to the bit, on another layout.
-    again = Case(other, dtype=dtype)
+    again = case_of(other, dtype)
     [(before, after), *_] = workers(again.world_size).run(
         go_on, again, models / model, decay, state, followed.trained[-1]
     )

@@ -213,13 +213,6 @@ def test_a_reference_that_follows_the_actor_has_its_shape() -> None:
         check_recipe(asked, MOE, {"ref": DENSE})
 
 
-def test_a_reference_on_fsdp_does_not_follow_the_actor() -> None:
-    actor = {"path": "m", "backend": "fsdp:d2", "kl_ctl": 0.1}
-    with pytest.raises(RecipeError, match=r"ref\.ema_decay=0\.9 changes the reference's weights, which FSDP cannot"):
-        check_recipe(recipe(ref={"ema_decay": 0.9}, actor=actor), MOE)
-    check_recipe(recipe(ref={"ema_decay": 0.9, "backend": "megatron:d2"}, actor=actor), MOE)
-
-
 def test_recipes_of_fine_tuning_are_checked() -> None:
     values = {
         "experiment_name": "check",
