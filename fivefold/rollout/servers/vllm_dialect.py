@@ -27,8 +27,8 @@ INSIDE = Path(__file__).with_name("inside_vllm")
 """Folder of the code that runs inside vLLM's processes."""
 GENERATE = "fivefold_generate.Generate"
 """The class there that answers requests to generate."""
-CHECK = "fivefold_weight_check.WeightCheck"
-"""The class there that tells a checksum of what arrives."""
+WEIGHTS = "fivefold_weights.WorkerWeights"
+"""The class there that loads experts together, and tells a checksum of what arrives."""
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -74,8 +74,8 @@ class VLLMDialect:
             *("--logprobs-mode", "processed_logprobs"),
             *("--middleware", GENERATE),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+            *("--worker-extension-cls", WEIGHTS),
             *([] if spec.route.transport == "folder" else ["--weight-transfer-config", _transfer(spec)]),
-            *(["--worker-extension-cls", CHECK] if spec.route.checksum else []),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),

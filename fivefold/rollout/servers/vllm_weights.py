@@ -22,6 +22,8 @@ PAUSE, RESUME = "/pause?mode=abort", "/resume"
 """Endpoints between which nothing is generated. The first ends all requests, and drops what was cached."""
 NEWER = (0, 26)
 """First release with the newer form."""
+STACKING = (0, 25)
+"""The release whose loader of experts `inside_vllm/fivefold_weights.py` replaces."""
 _WHOLE = 2**62
 """Bytes of a packed buffer that no bucket reaches, so that each is one broadcast."""
 
@@ -99,11 +101,13 @@ class VLLMWeights:
     """The `WeightLoader` of vLLM."""
 
     def __init__(self, http: HttpClient, *, by_ipc: bool) -> None:
-        """Ask the server for its release, and prepare it for CUDA IPC if that is the transport."""
+        """Ask the server for its release, and prepare it for the transport."""
         self._http = http
         release = tuple(int(part) for part in http.get("/version")["version"].split(".")[:2])
         self._form: Form = Form26() if release >= NEWER else Form25()
         self.meeting: Meeting = self._form.meeting
+        if release == STACKING:
+            http.post("/collective_rpc", {"method": "fivefold_stack_experts"})
         if by_ipc:
             self._begin(self._form.ipc())
 

@@ -299,7 +299,8 @@ class FakeServer:
 
     def collective_rpc(self, body: dict[str, Any]) -> Reply:
         method, kwargs = body["method"], body.get("kwargs", {})
-        if method == "fivefold_watch_weights":
+        if method in ("fivefold_watch_weights", "fivefold_stack_experts"):
+            self.log.write(kind=method)
             return 200, {"results": [None]}
         if method == "fivefold_weight_checksum":
             return 200, {"results": [(self.folder / CHECKSUM).read_text()]}

@@ -7,7 +7,7 @@ import io
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +132,7 @@ def test_vllm_is_told_of_handles_in_the_form_of_its_release(
 ) -> None:
     engine, is_old = start(kind, route("ipc")), kind is OLD
     assert bodies(tmp_path, "/init_weight_transfer_engine") == [{"init_info": {} if is_old else {"packed": True}}]
+    assert len(Log(tmp_path).rows("fivefold_stack_experts")) == is_old
     buckets = buckets_of(weights, "ipc")
     engine.load_buckets(iter(buckets), 4)
     for body, bucket in zip(bodies(tmp_path, "/update_weights"), buckets, strict=True):
@@ -308,7 +309,7 @@ def test_the_code_inside_vllm_computes_the_same_checksum(
     weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
-    module, _, name = vllm_dialect.CHECK.rpartition(".")
+    module, _, name = vllm_dialect.WEIGHTS.rpartition(".")
     worker = getattr(__import__(module), name)()
     loaded: dict[str, Tensor] = {}
     model = SimpleNamespace(load_weights=loaded.update)
@@ -331,8 +332,73 @@ def test_a_command_line_names_the_transport() -> None:
         assert command[command.index("--weight-transfer-config") + 1] == f'{{"backend": "{transport}"}}'
         assert flags("sglang", route(transport)) == flags("sglang", route("folder"))  # type: ignore[arg-type]
     assert "--weight-transfer-config" not in flags("vllm", route("folder"))
-    checked = flags("vllm", route("ipc", with_checksum=True))
-    assert checked[checked.index("--worker-extension-cls") + 1] == "fivefold_weight_check.WeightCheck"
+
+
+@pytest.fixture
+def stack_experts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
+    return __import__("fivefold_weights").stack_experts
+
+
+def make_layer_class() -> Any:
+    """Return a class like vLLM's: `load_weights` gives each expert's tensor to the loader, which takes all as well."""
+
+    class Layer:
+        layer_name = "model.layers.0.mlp.experts"
+        ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name = "gate_proj", "down_proj", "up_proj"
+
+        def __init__(self, **parallel: bool) -> None:
+            self.quant_method = type("UnquantizedFusedMoEMethod", (), {})()
+            self.moe_config = SimpleNamespace(
+                num_experts=4, num_logical_experts=4, moe_parallel_config=SimpleNamespace(**parallel)
+            )
+            self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+            self.calls: list[tuple[str, int]] = []
+            self.w13_weight = SimpleNamespace(data=torch.zeros(4, 6, 2), weight_loader=self.load)
+            self.w2_weight = SimpleNamespace(data=torch.zeros(4, 2, 3), weight_loader=self.load)
+
+        def load(
+            self, *, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
+            return_success: bool,
+        ) -> bool:  # fmt: skip
+            self.calls.append((weight_name, loaded_weight.dim()))
+            rows = {"w1": slice(0, 3), "w3": slice(3, 6), "w2": slice(None)}[shard_id]
+            (param.data if loaded_weight.dim() == 3 else param.data[expert_id])[..., rows, :] = loaded_weight
+            return return_success
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+            for name, tensor in weights:
+                expert, projection, _ = name.split(".")
+                shard = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[projection]
+                kind = "w2_weight" if shard == "w2" else "w13_weight"
+                self.load(
+                    param=getattr(self, kind), loaded_weight=tensor, weight_name=f"{self.layer_name}.{kind}",
+                    shard_id=shard, expert_id=int(expert), return_success=True,
+                )  # fmt: skip
+                yield kind
+
+    return Layer
+
+
+def test_vllm_loads_all_experts_of_a_projection_at_once(stack_experts: Any) -> None:
+    shapes = {"gate_proj": (3, 2), "up_proj": (3, 2), "down_proj": (2, 3)}
+    rows = [(f"{expert}.{name}.weight", torch.randn(shape)) for expert in range(4) for name, shape in shapes.items()]
+    layer_class = make_layer_class()
+    plain, spread = layer_class(use_ep=False), layer_class(use_ep=True)
+    assert set(plain.load_weights(rows)) == {"w13_weight", "w2_weight"}
+    stack_experts(layer_class)
+    stack_experts(layer_class)  # the second time changes nothing
+    stacked = layer_class(use_ep=False)
+    for _ in range(2):
+        stacked.calls.clear()
+        loaded = [*stacked.load_weights(iter(rows[:7])), *stacked.load_weights(iter(rows[7:]))]
+        assert sorted(loaded) == ["w13_weight", "w13_weight", "w2_weight"]
+        assert sorted(stacked.calls) == [
+            *[("model.layers.0.mlp.experts.w13_weight", 3)] * 2, ("model.layers.0.mlp.experts.w2_weight", 3)
+        ]  # fmt: skip
+        assert stacked.w13_weight.data.equal(plain.w13_weight.data)
+        assert stacked.w2_weight.data.equal(plain.w2_weight.data)
+    assert len(list(spread.load_weights(rows))) == len(spread.calls) == 12
 
 
 def test_the_embedded_engine_opens_the_trainers_buffers(
