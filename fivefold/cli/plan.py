@@ -23,7 +23,9 @@ from fivefold.planning.workload import Recompute
 if TYPE_CHECKING:
     from fivefold.families.shape import ModelShape
     from fivefold.planning.blueprint import Blueprint
+    from fivefold.planning.look_ahead import LookAhead
     from fivefold.planning.plan import Plan
+    from fivefold.planning.question import Question
 
 OptionalRecipePath = Annotated[
     Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; or --model.", show_default=False)
@@ -113,6 +115,16 @@ Effective = Annotated[
         "--effective", help="With a recipe: print what differs from Megatron-Core's defaults, instead of the plan."
     ),
 ]
+ResponseLengths = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="LENGTHS",
+        help="With a recipe: simulate asynchronous training with responses of these lengths: the folder of a run, "
+        "mean=4000,max=32768, or percentiles such as p50=3000,p90=9000,max=32768.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 KEYS_OF_MODEL_OPTIONS = {
@@ -144,6 +156,7 @@ def plan(
     svg: SvgFile = None,
     html: HtmlFile = None,
     effective: Effective = False,
+    lengths: ResponseLengths = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which rank does what, what fits and what it costs.
@@ -155,6 +168,7 @@ def plan(
       fivefold plan recipes/quickstart-5d.yaml
       fivefold plan recipe.yaml cluster.n_nodes=4 --gpu h200-141g --svg plan.svg
       fivefold plan recipe.yaml --effective
+      fivefold plan recipe.yaml --lengths mean=4000,max=32768
       fivefold plan --model Qwen3-30B-A3B --gpus 32 --rollout sglang:d4t4 --actor "megatron:(attn:p4t2c2|ffn:e4)"
       fivefold plan --model Qwen3-8B --gpus 8 --search
     """
@@ -163,6 +177,7 @@ def plan(
         from fivefold.planning.question_sources import Changes
 
         changes = Changes(sequence_length, sequences, micro_tokens, recompute)
+        ahead = None
         if recipe is not None and model is None:
             _refuse_model_options(
                 {"--gpus": gpus, "--gpus-per-node": gpus_per_node, "--actor": actor, "--rollout": rollout,
@@ -173,9 +188,13 @@ def plan(
                 return
             answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
             _check_checkpoint(recipe, overrides or [], answer.question.shape)
+            if lengths is not None:
+                ahead = _look_ahead(recipe, overrides or [], answer.question, lengths)
         elif recipe is None and model is not None and gpus is not None:
             if effective:
                 raise ValueError("--effective needs a recipe: a model and its GPUs alone set nothing")
+            if lengths is not None:
+                raise ValueError("--lengths needs a recipe, which says how many prompts and completions a step has")
             per_node = DEFAULT_GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
             answer = plan_model(
                 model, gpus, gpus_per_node=per_node, gpu=gpu, actor=actor, rollout=rollout, devices=devices or (),
@@ -185,7 +204,7 @@ def plan(
             raise ValueError("give either a recipe, or --model with --gpus")
         # The pictures come first, so that a path that cannot be written to is the only message.
         _write_pictures(answer, svg, html)
-        _print_plan(answer, all_ranks=ranks, as_json=as_json)
+        _print_plan(answer, ahead, all_ranks=ranks, as_json=as_json)
         if not answer.fits:
             raise typer.Exit(FAILED)
 
@@ -203,6 +222,23 @@ def _check_checkpoint(recipe: Path, overrides: list[str], shape: ModelShape) -> 
         from fivefold.bridge.megatron_reader import MegatronWeights  # imports torch, which no other plan needs
 
         MegatronWeights(checkpoint, shape).close()
+
+
+def _look_ahead(recipe: Path, overrides: list[str], question: Question, lengths: str) -> LookAhead:
+    """Simulate asynchronous training of a recipe.
+
+    Raises:
+        ValueError: a recipe that does not generate, or lengths that cannot be read.
+    """
+    from fivefold.config.load import load_any_recipe
+    from fivefold.config.schema.train import TrainRecipe
+    from fivefold.planning.lengths import parse_lengths
+    from fivefold.planning.look_ahead import look_ahead
+
+    loaded = load_any_recipe(recipe, overrides)
+    if not isinstance(loaded, TrainRecipe):
+        raise ValueError(f"--lengths: {recipe} does not generate, so there is nothing to answer ahead of its step")
+    return look_ahead(loaded, question, parse_lengths(lengths))
 
 
 def _refuse_model_options(options: dict[str, object]) -> None:
@@ -243,13 +279,19 @@ def _print_effective(recipe: Path, overrides: list[str], *, as_json: bool) -> No
     typer.echo(json.dumps(configs) if as_json else effective_text(configs), nl=as_json)
 
 
-def _print_plan(answer: Plan, *, all_ranks: bool, as_json: bool) -> None:
+def _print_plan(answer: Plan, ahead: LookAhead | None, *, all_ranks: bool, as_json: bool) -> None:
     """Print tables, or one JSON object."""
     if as_json:
-        typer.echo(json.dumps(answer.as_json()))
+        simulated = {} if ahead is None else {"look_ahead": ahead.as_json()}
+        typer.echo(json.dumps(answer.as_json() | simulated))
         return
     from rich.console import Console
 
     from fivefold.planning.tables import print_plan
 
-    print_plan(Console(highlight=False), answer, all_ranks=all_ranks)
+    console = Console(highlight=False)
+    print_plan(console, answer, all_ranks=all_ranks)
+    if ahead is not None:
+        from fivefold.planning.look_ahead_table import print_look_ahead
+
+        print_look_ahead(console, ahead)

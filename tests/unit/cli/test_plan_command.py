@@ -158,3 +158,38 @@ def test_the_effective_configuration_is_what_differs_from_megatron_cores_default
     assert "bias_activation_fusion" not in values["actor"]["TransformerConfig"]
     refused = run("--model", "Qwen3-8B", "--gpus", "8", "--effective")
     assert "--effective needs a recipe" in refused.output
+
+
+def test_a_look_ahead_is_simulated_on_the_divisions_of_the_gpus(recipe: str) -> None:
+    arguments = (recipe, "actor.megatron.recompute=full", "--gpu", "h200", "--lengths", "mean=300,max=4096")
+    values = printed_json(*arguments)["look_ahead"]
+    assert values["length_max"] == 1024, "gconfig.max_new_tokens cuts them off"
+    choices = values["choices"]
+    assert [choice["max_head_offpolicyness"] for choice in choices] == [0, 1, 2, 4]
+    assert choices[0]["gain"] == 1.0
+    assert choices[0]["staleness_max"] == 0
+    # One division that is shared, and three that are not: t2 leaves 2, 4 or 6 GPUs to the trainer.
+    assert values["splits"] == 4
+    text = run(*arguments).stdout
+    for choice in choices:
+        assert f"{choice['seconds']:.1f}" in text
+        assert choice["actor"].startswith("megatron:d")
+        assert choice["rollout"].startswith("sglang:d")
+    assert "rollout.max_head_offpolicyness=" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "Qwen3-8B", "--gpus", "8"], "--lengths needs a recipe"),
+        (["recipes/tiny-moe-sft.yaml"], "does not generate"),
+        (["recipes/quickstart.yaml"], "cluster.n_gpus_per_node is 0"),
+        (["recipes/quickstart-ppo.yaml"], "the recipe has actor, critic, rollout"),
+    ],
+)
+def test_a_look_ahead_that_cannot_be_simulated_says_why(arguments: list[str], message: str) -> None:
+    root = Path(__file__).parents[3]
+    paths = [str(root / word) if word.endswith(".yaml") else word for word in arguments]
+    result = run(*paths, "--lengths", "mean=300,max=1024")
+    assert result.exit_code == 2
+    assert message in result.stderr

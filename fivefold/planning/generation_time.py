@@ -1,0 +1,74 @@
+"""Estimates of the time that a replica needs to decode a token, and of what new weights cost.
+
+    token of n sequences = host + max(weights that are read, matmuls) + keys and values of n sequences
+
+A few constants were measured with vLLM on H200s. Traffic of tensor parallelism is not counted, nor is the reading of
+prompts, so real engines are slower where prompts are long or `t` is large.
+"""
+
+from __future__ import annotations
+
+from fivefold.families.shape import ModelShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.gpus import Gpu
+from fivefold.planning.rollout_memory import RolloutMemory
+from fivefold.planning.timing import BANDWIDTH_EFFICIENCY, DENSE_EFFICIENCY, GROUPED_EFFICIENCY
+
+HOST_SECONDS = 0.007
+"""Seconds of scheduling and sampling for one token of all sequences: vLLM 0.25.1 with 256 sequences on an H200, the
+same with 8 and with 48 layers of Qwen3-30B-A3B."""
+SENDING_RATE = 7e9
+"""Bytes/s at which a model goes to the replicas: measured on H200s with CUDA IPC (6.5) and with NCCL (8.5), whole."""
+
+
+def token_seconds(
+    layout: ParallelLayout,
+    shape: ModelShape,
+    gpu: Gpu,
+    memory: RolloutMemory,
+    *,
+    sequence_length: int,
+    context: float,
+    slots: int,
+    element_bytes: int,
+) -> tuple[float, ...]:
+    """Return the seconds in which a replica decodes one token of each of n sequences, at index n up to `slots`.
+
+    Args:
+        layout: layout of the rollout.
+        shape: the model.
+        gpu: the GPU of its ranks.
+        memory: memory of a rank, as `rollout_memory` counts it.
+        sequence_length: tokens of the longest sequence, which `memory` was counted for.
+        context: mean number of tokens that a sequence has while it is decoded.
+        slots: most sequences.
+        element_bytes: bytes of one weight.
+    """
+    cache = memory.least_cache if layout.is_server else memory.kv_cache / memory.sequences
+    bandwidth = gpu.bandwidth * BANDWIDTH_EFFICIENCY
+    keys = cache / sequence_length * context / bandwidth
+    experts = shape.n_moe_layers * shape.n_experts * shape.expert_parameters if shape.is_moe else 0
+    # A token passes all ranks of a pipeline, one after another.
+    ranks = layout.tp * layout.pp
+    matmuls = 2 * shape.n_active_parameters / (layout.tp * gpu.peak * _efficiency(shape))
+    seconds = [0.0]
+    for n in range(1, slots + 1):
+        unread = experts * (1 - shape.top_k / shape.n_experts) ** n if experts else 0.0
+        weights = (memory.weights * ranks - unread * element_bytes) / layout.tp
+        seconds.append(HOST_SECONDS + max(weights / bandwidth, n * matmuls) + n * keys * layout.pp)
+    return tuple(seconds)
+
+
+def reading_seconds(layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> float:
+    """Return the seconds in which a replica reads one token of a sequence that it goes on with."""
+    ranks = layout.tp * layout.pp
+    return 2 * shape.n_active_parameters / (ranks * gpu.peak * _efficiency(shape))
+
+
+def sending_seconds(shape: ModelShape, element_bytes: int) -> float:
+    """Return the seconds in which all replicas get new weights."""
+    return shape.n_parameters * element_bytes / SENDING_RATE
+
+
+def _efficiency(shape: ModelShape) -> float:
+    return GROUPED_EFFICIENCY if shape.is_moe else DENSE_EFFICIENCY

@@ -1,0 +1,75 @@
+"""The table of a look-ahead on a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.planning.look_ahead import Choice, LookAhead, Split
+
+COLUMNS = ("η", "GPUs that train", "that generate", "s a step", "gain", "trainer idle", "rollout idle", "age", "oldest")
+
+
+def print_look_ahead(console: Console, result: LookAhead) -> None:
+    """Print how the GPUs should be divided, and what each age gains."""
+    lengths = result.lengths
+    console.print()
+    console.print(Text("Asynchronous training, simulated on estimated times", style="bold"))
+    console.print(f"responses of {lengths.mean:,.0f} tokens in the mean, {lengths.longest:,} at most")
+    if not result.choices:
+        console.print(Text("No division of the GPUs between actor and rollout fits.", style="bold red"))
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for choice in result.choices:
+        table.add_row(*row(choice))
+    console.print(table)
+    best = max(result.choices, key=lambda choice: choice.gain)
+    console.print(f"\nη={best.max_age}: {keys(best)}; {_times(best.split)}", soft_wrap=True)
+    console.print(
+        Text(
+            "η is rollout.max_head_offpolicyness; the gain is over the fastest synchronous split. Decoding, updates "
+            "and new weights are estimates, so compare with a run before you rely on small gains (docs/async.md).",
+            style="dim",
+        )
+    )
+
+
+def row(choice: Choice) -> tuple[str, ...]:
+    """Return the cells of one age."""
+    split, outcome = choice.split, choice.outcome
+    shares = split.setting.shares_devices
+    return (
+        str(choice.max_age),
+        str(split.n_training),
+        "the same" if shares else str(split.n_generating),
+        f"{outcome.seconds:.1f}",
+        f"{choice.gain:.2f}",
+        f"{outcome.idle_trainer:.0%}",
+        f"{outcome.idle_rollout:.0%}",
+        f"{outcome.staleness_mean:.1f}",
+        str(outcome.staleness_max),
+    )
+
+
+def keys(choice: Choice) -> str:
+    """Return the keys of a recipe that choose a split and an age."""
+    split = choice.split
+    return (
+        f"rollout.max_head_offpolicyness={choice.max_age} actor.backend='{replace(split.actor, name=None)}' "
+        f"rollout.backend={replace(split.rollout, name=None)} "
+        f"rollout.colocate={str(split.setting.shares_devices).lower()}"
+    )
+
+
+def _times(split: Split) -> str:
+    setting = split.setting
+    full = setting.token_seconds[-1]
+    return (
+        f"an update takes {setting.train_seconds:.1f} s and new weights {setting.update_seconds:.1f} s, and a replica "
+        f"decodes {setting.slots / full:,.0f} tokens/s with {setting.slots} sequences"
+    )

@@ -1,0 +1,323 @@
+"""Simulates training with a look-ahead: which side waits for which, and how old samples are.
+
+    prompts ── Turns: which may begin ──> the replica with the fewest requests ──> groups that are finished
+       ^                                                                                     │
+       └────────── new weights <────── a step of the trainer <────── the groups of its turn ─┘
+
+Replicas decode all of their requests together, so the time of a token depends on how many there are. Between two
+completions nothing changes on a replica, so the simulation goes from completion to completion. Which prompts may begin
+is decided by `fivefold.data.turns.Turns`, as in a run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from fivefold.data.turns import Turns
+from fivefold.planning.lengths import Lengths
+
+N_STEPS = 8
+"""Training steps that are measured, behind those in which the look-ahead fills up."""
+N_WARM_UP = 8
+"""Steps that are not measured; more of them if the look-ahead is longer than half of them."""
+NEARLY = 1e-6
+"""Tokens by which two token counts of a replica may differ by rounding."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run that is to be simulated. Times are in seconds."""
+
+    batch_size: int
+    """Prompts of a step."""
+    group_size: int
+    """Completions of a prompt."""
+    n_replicas: int
+    """Replicas that generate."""
+    slots: int
+    """Requests that a replica gets at one time, unless a single group has more."""
+    token_seconds: Sequence[float]
+    """Time in which a replica decodes one token of each of n requests, at index n; the last entry holds beyond."""
+    train_seconds: float
+    """Time of a training step, without generation and new weights."""
+    update_seconds: float
+    """Time in which all replicas and the trainer stand still for new weights."""
+    max_age: int = 0
+    """Most versions between the weights that sample a token and those that are trained on it."""
+    shares_devices: bool = False
+    """Whether trainer and replicas take turns on the same devices."""
+    reread_seconds: float = 0.0
+    """Time in which a replica reads one token of an interrupted request anew; 0: keys and values are kept."""
+    prompt_tokens: float = 0.0
+    """Tokens of a prompt, which are read anew as well."""
+    max_running: int | None = None
+    """Most prompts that run at one time; None: all that are young enough."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "group_size", "n_replicas", "slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if len(self.token_seconds) < 2 or min(self.token_seconds[1:]) <= 0:
+            raise ValueError("token_seconds needs a time above 0 for each number of requests, from 1 on at index 1")
+        if self.max_age < 0 or min(self.train_seconds, self.update_seconds, self.reread_seconds) < 0:
+            raise ValueError("max_age, train_seconds, update_seconds and reread_seconds must be at least 0")
+
+    def least_seconds(self, mean_length: float) -> float:
+        """Return a lower bound of the seconds of a step in the long run, whatever the age."""
+        last = len(self.token_seconds) - 1
+        fastest = min(self.token_seconds[min(n, last)] / n for n in range(1, self.slots + 1))
+        generating = self.batch_size * self.group_size * mean_length * fastest / self.n_replicas
+        own = self.train_seconds + self.update_seconds
+        return own + generating if self.shares_devices else max(own, generating + self.update_seconds)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run measured, over the steps behind its warm-up."""
+
+    seconds: float
+    """Mean seconds of a step."""
+    idle_trainer: float
+    """Share of the time in which the trainer waits for samples."""
+    idle_rollout: float
+    """Share of the time in which a replica does not decode, in the mean over the replicas."""
+    staleness_mean: float
+    """Versions between a sample's oldest token and the weights that are trained on it, in the mean over samples."""
+    staleness_max: int
+    """The greatest such age."""
+    finished: dict[int, float]
+    """When the group of each prompt that was trained was finished, warm-up included."""
+
+
+def simulate(setting: Setting, lengths: Lengths, *, n_steps: int = N_STEPS, seed: int = 0) -> Outcome:
+    """Return what a run would measure.
+
+    Prompts get the same lengths whatever the setting, as long as their groups have the same size.
+
+    Args:
+        setting: the run.
+        lengths: distribution of the response lengths, which are drawn independently.
+        n_steps: steps that are measured.
+        seed: of the lengths.
+    """
+    return _Run(setting, lengths, n_steps, seed).outcome()
+
+
+class _Request(NamedTuple):
+    """A completion that runs. Requests are ordered by their ends."""
+
+    end: float
+    """Token count of its replica at which it is finished."""
+    prompt: int
+    length: int
+
+
+class _Replica:
+    """Decodes its requests together. Its token count grows by one whenever each of them has got a token."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._running: list[_Request] = []
+        self._waiting: deque[tuple[int, int]] = deque()
+        """Prompts and lengths that are not begun, because a single group has more requests than there are slots."""
+        self._count = 0.0
+        self._now = 0.0
+        self._resumes = 0.0
+        """Time until which it stands still."""
+        self._arrivals = [0.0]
+        """Token count at which each version of the weights arrived."""
+        self.busy = 0.0
+        """Seconds in which it has decoded."""
+
+    @property
+    def next_end(self) -> float:
+        """Time at which its next completion is finished, if nothing changes until then."""
+        if not self._running:
+            return math.inf
+        return max(self._now, self._resumes) + (self._running[0].end - self._count) * self._token_seconds
+
+    @property
+    def _token_seconds(self) -> float:
+        times = self._setting.token_seconds
+        return times[min(len(self._running), len(times) - 1)]
+
+    def advance(self, now: float) -> None:
+        """Decode until `now`, before which no completion ends."""
+        worked = now - max(self._now, self._resumes)
+        if self._running and worked > 0:
+            self._count += worked / self._token_seconds
+            self.busy += worked
+        self._now = max(self._now, now)
+
+    def add(self, prompt: int, lengths: Sequence[int]) -> None:
+        """Take a group."""
+        self._waiting.extend((prompt, length) for length in lengths)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._setting.slots:
+            prompt, length = self._waiting.popleft()
+            heapq.heappush(self._running, _Request(self._count + length, prompt, length))
+
+    def end_next(self) -> tuple[int, int]:
+        """Finish the completion that ends first. Returns its prompt, and the version that sampled its first token."""
+        self.advance(self.next_end)
+        done = heapq.heappop(self._running)
+        self._count = done.end
+        self._fill()
+        return done.prompt, bisect_right(self._arrivals, done.end - done.length + NEARLY) - 1
+
+    def take_weights(self, until: float) -> None:
+        """Stand still until weights of the next version are there, and then read all running requests anew."""
+        setting = self._setting
+        tokens = sum(self._count - (each.end - each.length) + setting.prompt_tokens for each in self._running)
+        self._resumes = until + tokens * setting.reread_seconds
+        self._arrivals.append(self._count)
+
+
+class _Run:
+    """One simulated run."""
+
+    def __init__(self, setting: Setting, lengths: Lengths, n_steps: int, seed: int) -> None:
+        self._setting = setting
+        self._warm_up = max(N_WARM_UP, 2 * setting.max_age)
+        self._n_turns = self._warm_up + n_steps
+        # Prompts go on behind the last turn that is trained, so that the last steps are like all others.
+        last = self._n_turns + setting.max_age
+        self._turns = Turns(
+            setting.batch_size, setting.max_age, first_turn=0, last_turn=last, max_running=setting.max_running
+        )
+        random = Random(seed)
+        n_prompts = (last + 1) * setting.batch_size
+        self._lengths = [lengths.draw(random, setting.group_size) for _ in range(n_prompts)]
+        self._replicas = [_Replica(setting) for _ in range(setting.n_replicas)]
+        self._loads = [0] * setting.n_replicas
+        self._queue: deque[int] = deque()
+        """Prompts that may begin, and for which no replica has had room."""
+        self._left: dict[int, int] = {}
+        """Requests of each running prompt that are not finished."""
+        self._unfinished = [setting.batch_size] * (last + 1)
+        """Prompts of each turn that are not finished."""
+        self._ages: list[list[int]] = [[] for _ in range(last + 1)]
+        """Age of the first token of each request that is finished, by turn."""
+        self._ends: list[tuple[float, int]] = []
+        """Ends that replicas have named, with the replica; outdated ones are dropped when they come up."""
+        self._named = [math.inf] * setting.n_replicas
+        self._finished: dict[int, float] = {}
+
+    def outcome(self) -> Outcome:
+        """Run all turns, and measure those behind the warm-up."""
+        now = waited = began = busy_before = 0.0
+        self._admit(now)
+        for turn in range(self._n_turns):
+            if turn == self._warm_up:
+                waited, began, busy_before = 0.0, now, self._busy(now)
+            ready = self._run_until_finished(turn, now)
+            waited += ready - now
+            now = self._train(turn, ready)
+        seconds = now - began
+        rollout = (self._busy(now) - busy_before) / self._setting.n_replicas
+        ages = [age for turn in range(self._warm_up, self._n_turns) for age in self._ages[turn]]
+        trained = self._n_turns * self._setting.batch_size
+        return Outcome(
+            seconds=seconds / (self._n_turns - self._warm_up),
+            idle_trainer=waited / seconds,
+            idle_rollout=1.0 - rollout / seconds,
+            staleness_mean=sum(ages) / len(ages),
+            staleness_max=max(ages),
+            finished={prompt: time for prompt, time in self._finished.items() if prompt < trained},
+        )
+
+    def _train(self, turn: int, now: float) -> float:
+        """Train the groups of a turn, send the weights, and return the time of the end."""
+        setting = self._setting
+        self._turns.take(turn)
+        trained = now + setting.train_seconds
+        if setting.shares_devices:
+            self._advance_all(now)
+        else:
+            self._run_until(trained)
+        end = trained + setting.update_seconds
+        for replica in self._replicas:
+            replica.take_weights(end)
+        self._turns.version = turn + 1
+        for rank in range(setting.n_replicas):
+            self._name_end(rank)
+        self._admit(end)
+        return end
+
+    def _run_until_finished(self, turn: int, now: float) -> float:
+        """Generate until all groups of a turn are finished. Returns the time of it, which is not before `now`."""
+        while self._unfinished[turn]:
+            now = max(now, self._end_next())
+        self._run_until(now)
+        return now
+
+    def _run_until(self, now: float) -> None:
+        while self._first_end() <= now:
+            self._end_next()
+        self._advance_all(now)
+
+    def _advance_all(self, now: float) -> None:
+        for replica in self._replicas:
+            replica.advance(now)
+
+    def _busy(self, now: float) -> float:
+        self._advance_all(now)
+        return sum(replica.busy for replica in self._replicas)
+
+    def _first_end(self) -> float:
+        """Return when the next completion ends, infinity if none runs."""
+        while self._ends and self._ends[0][0] != self._named[self._ends[0][1]]:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
+
+    def _name_end(self, rank: int) -> None:
+        self._named[rank] = self._replicas[rank].next_end
+        if self._named[rank] < math.inf:
+            heapq.heappush(self._ends, (self._named[rank], rank))
+
+    def _end_next(self) -> float:
+        """Finish the completion that ends first. Returns the time of it."""
+        now = self._first_end()
+        assert now < math.inf, "no completion runs, though the trainer waits for one"
+        _, rank = heapq.heappop(self._ends)
+        prompt, version = self._replicas[rank].end_next()
+        turn = self._turns.turn_of(prompt)
+        self._ages[turn].append(turn - version)
+        self._left[prompt] -= 1
+        if not self._left[prompt]:
+            del self._left[prompt]
+            self._turns.finish(prompt)
+            self._finished[prompt] = now
+            self._unfinished[turn] -= 1
+            self._loads[rank] -= self._setting.group_size
+            self._admit(now)
+        self._name_end(rank)
+        return now
+
+    def _admit(self, now: float) -> None:
+        """Let prompts begin, as many as the rule and the replicas allow."""
+        while (prompt := self._turns.begin()) is not None:
+            self._queue.append(prompt)
+        size, slots = self._setting.group_size, self._setting.slots
+        changed = set()
+        while self._queue:
+            least = min(self._loads)
+            if least and least + size > slots:
+                break
+            rank, prompt = self._loads.index(least), self._queue.popleft()
+            self._replicas[rank].advance(now)
+            self._left[prompt] = size
+            self._loads[rank] += size
+            self._replicas[rank].add(prompt, self._lengths[prompt])
+            changed.add(rank)
+        for rank in changed:
+            self._name_end(rank)
