@@ -4,6 +4,7 @@
        ^                                                                                     │
        └────────── new weights <────── a step of the trainer <────── the groups of its turn ─┘
 
+A group begins on a replica that has room for all of it, unless it is larger than the replica, which it then has alone.
 Replicas decode all of their requests together, so the time of a token depends on how many there are. Between two
 completions nothing changes on a replica, so the simulation goes from completion to completion. Which prompts may begin
 is decided by `fivefold.data.turns.Turns`, as in a run.
@@ -42,7 +43,7 @@ class Setting:
     n_replicas: int
     """Replicas that generate."""
     slots: int
-    """Requests that a replica gets at one time, unless a single group has more."""
+    """Requests that a replica decodes at one time."""
     token_seconds: Sequence[float]
     """Time in which a replica decodes one token of each of n requests, at index n; the last entry holds beyond."""
     train_seconds: float
@@ -199,6 +200,10 @@ class _Run:
         self._lengths = [lengths.draw(random, setting.group_size) for _ in range(n_prompts)]
         self._replicas = [_Replica(setting) for _ in range(setting.n_replicas)]
         self._loads = [0] * setting.n_replicas
+        """Requests for which each replica has no room for others."""
+        # Synchronous generation fills the slot of each completion that ends. With a look-ahead a replica gets the next
+        # group when all of another one have ended (`roles/rollout_stream.py`).
+        self._fills_slots = setting.max_age == 0
         self._queue: deque[int] = deque()
         """Prompts that may begin, and for which no replica has had room."""
         self._left: dict[int, int] = {}
@@ -293,13 +298,16 @@ class _Run:
         turn = self._turns.turn_of(prompt)
         self._ages[turn].append(turn - version)
         self._left[prompt] -= 1
+        if self._fills_slots:
+            self._loads[rank] -= 1
         if not self._left[prompt]:
             del self._left[prompt]
             self._turns.finish(prompt)
             self._finished[prompt] = now
             self._unfinished[turn] -= 1
-            self._loads[rank] -= self._setting.group_size
-            self._admit(now)
+            if not self._fills_slots:
+                self._loads[rank] -= self._setting.group_size
+        self._admit(now)
         self._name_end(rank)
         return now
 
