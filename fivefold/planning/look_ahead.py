@@ -124,19 +124,24 @@ def look_ahead(recipe: TrainRecipe, question: Question, lengths: Lengths, ages: 
 
 def fastest(splits: Sequence[Split], lengths: Lengths, ages: Iterable[int]) -> Iterator[Choice]:
     """Yield the fastest of some splits for each age; gains are over the first age. Without splits, yield nothing."""
-    ordered = sorted(splits, key=lambda split: split.setting.least_seconds(lengths.mean))
+    bounds = [split.setting.least_seconds(lengths.mean) for split in splits]
+    order = sorted(range(len(splits)), key=bounds.__getitem__)
     base: float | None = None
     for age in ages if splits else ():
-        best: tuple[Outcome, Split] | None = None
-        for split in ordered:
-            if best is not None and split.setting.least_seconds(lengths.mean) >= best[0].seconds:
-                break
-            outcome = simulate(replace(split.setting, max_age=age), lengths)
+        best: tuple[Outcome, int] | None = None
+        for index in order:
+            if best is not None and bounds[index] >= best[0].seconds:
+                continue
+            outcome = simulate(replace(splits[index].setting, max_age=age), lengths)
             if best is None or outcome.seconds < best[0].seconds:
-                best = outcome, split
+                best = outcome, index
         assert best is not None
-        base = base or best[0].seconds
-        yield Choice(age, best[1], best[0], base / best[0].seconds)
+        outcome, index = best
+        base = base or outcome.seconds
+        yield Choice(age, splits[index], outcome, base / outcome.seconds)
+        # The fastest one is often that of the next age too, and then spares the simulation of most others.
+        order.remove(index)
+        order.insert(0, index)
 
 
 def _splits(recipe: TrainRecipe, question: Question, lengths: Lengths) -> Iterator[Split]:
