@@ -1,6 +1,6 @@
 """Where asynchronous training pays: simulated gains over synchronous training, from 8 to 4,096 GPUs.
 
-    python benchmarks/async_scale.py                          the table of docs/async.md, in about two minutes
+    python benchmarks/async_scale.py                          the rows of docs/async.md and larger ones, in some minutes
     python benchmarks/async_scale.py --gpus 32 512 --lengths runs/mine --batch 512
 
 Qwen3-30B-A3B on H200s: recipes/qwen3-30b-a3b-4xh200.yaml with other numbers of GPUs, prompts and tokens. All times are
