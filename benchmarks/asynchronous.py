@@ -7,6 +7,10 @@ One process trains and one generates. The model has the quickstart's shape and r
 with the same small probability at every token: a few completions are many times longer than most. The learning rate is
 so small that the weights stay as they are; so every run samples the same tokens, whatever the age, and does the same
 work. Runs of all ages are repeated in turn. Each prints a line of JSON, and the last lines are a table.
+
+The table also has the seconds that the simulation of `fivefold plan --lengths` gives for the lengths of the runs. The
+time of a token of n completions is a + b * n, with a and b fitted to the steps of the smallest age, which must be 0; an
+update takes as long as in those steps.
 """
 
 from __future__ import annotations
@@ -21,9 +25,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
+from fivefold.planning.lengths import Lengths
+from fivefold.planning.simulation import Setting, simulate
+
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 WARM_UP = 4
 """First steps, which are not measured: a look-ahead begins with empty hands."""
+N_PROMPTS, N_SAMPLES, SLOTS = 16, 8, 256
 KEYS = {
     "actor.backend": "megatron:d1",
     "actor.init_from_scratch": "true",
@@ -31,7 +41,10 @@ KEYS = {
     "actor.ppo_n_minibatches": "2",
     "gconfig.max_new_tokens": "400",
     "gconfig.stop_token_ids": "[3,4,5]",
-    "train_dataset.batch_size": "16",
+    "train_dataset.batch_size": str(N_PROMPTS),
+    "gconfig.n_samples": str(N_SAMPLES),
+    "rollout.max_batch_size": str(SLOTS),
+    "stats.n_logged_samples": "all",
     "valid_dataset": "null",
     "recover.mode": "disabled",
     "saver.freq_steps": "null",
@@ -46,7 +59,7 @@ def main() -> None:
             for age in args.ages:
                 row = measure(age, repeat, Path(folder), args)
                 rows.append(row)
-                print(json.dumps(row), flush=True)
+                print(json.dumps({name: value for name, value in row.items() if name != "steps"}), flush=True)
     print(table(rows))
 
 
@@ -71,19 +84,45 @@ def measure(age: int, repeat: int, folder: Path, args: argparse.Namespace) -> di
     words = [f"{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "fivefold", "train", str(QUICKSTART), *words, *args.set]
     subprocess.run(command, check=True, capture_output=True)
-    lines = (folder / "quickstart" / name / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][WARM_UP:]
+    run = folder / "quickstart" / name
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    lengths = defaultdict(list)
+    for sample in samples:
+        lengths[sample["step"]].append(sample["n_tokens"])
     return {
         "age": age,
         "seconds_per_step": fmean(step["seconds/step"] for step in steps),
         "seconds_train": fmean(step["seconds/train"] + step["seconds/old log-probs"] for step in steps),
         "seconds_waiting": fmean(step["seconds/rollout"] for step in steps),
+        "seconds_weights": fmean(step["seconds/weight sync"] for step in steps),
         "idle_rollout": fmean(step.get("idle/rollout", 0.0) for step in steps) if age else None,
         "staleness_mean": fmean(step.get("staleness/mean", 0.0) for step in steps),
         "length_mean": fmean(step["response_length/mean"] for step in steps),
         "length_max": max(step["response_length/max"] for step in steps),
         "tokens": sum(step["tokens_per_second"] * step["seconds/step"] for step in steps),
+        "steps": [(step["seconds/rollout"], lengths[step["step"]]) for step in steps],
     }
+
+
+def simulated(age: int, synchronous: list[dict[str, Any]]) -> float:
+    """Return the seconds of a step that the simulation gives, from what the synchronous runs have measured."""
+    steps = [step for row in synchronous for step in row["steps"]]
+    tokens = np.array([[max(lengths), sum(lengths)] for _, lengths in steps])
+    (fixed, each), *_ = np.linalg.lstsq(tokens, np.array([seconds for seconds, _ in steps]), rcond=None)
+    weights = fmean(row["seconds_weights"] for row in synchronous)
+    setting = Setting(
+        batch_size=N_PROMPTS,
+        group_size=N_SAMPLES,
+        n_replicas=1,
+        slots=SLOTS,
+        token_seconds=tuple(fixed + each * n for n in range(SLOTS + 1)),
+        train_seconds=fmean(row["seconds_per_step"] - row["seconds_waiting"] for row in synchronous) - weights,
+        update_seconds=weights,
+        max_age=age,
+    )
+    lengths = Lengths(tuple(length for _, lengths in steps for length in lengths))
+    return simulate(setting, lengths, n_steps=64).seconds
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -92,12 +131,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         by_age[row["age"]].append(row)
     base = median(row["seconds_per_step"] for row in by_age[min(by_age)])
-    lines = ["| age | s a step | of which waiting | speed-up | mean staleness |", "|---|---|---|---|---|"]
+    lines = [
+        "| age | s a step | simulated | of which waiting | speed-up | mean staleness |",
+        "|---|---|---|---|---|---|",
+    ]
     for age, own in sorted(by_age.items()):
         seconds = median(row["seconds_per_step"] for row in own)
         waiting = median(row["seconds_waiting"] for row in own)
         staleness = median(row["staleness_mean"] for row in own)
-        lines.append(f"| {age} | {seconds:.2f} | {waiting:.2f} | {base / seconds:.2f} | {staleness:.1f} |")
+        guess = simulated(age, by_age[min(by_age)])
+        cells = (f"{seconds:.2f}", f"{guess:.2f}", f"{waiting:.2f}", f"{base / seconds:.2f}", f"{staleness:.1f}")
+        lines.append(f"| {age} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

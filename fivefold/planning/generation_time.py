@@ -9,8 +9,8 @@ prompts, so real engines are slower where prompts are long or `t` is large.
 from __future__ import annotations
 
 from fivefold.families.shape import ModelShape
+from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.gpus import Gpu
 from fivefold.planning.rollout_memory import RolloutMemory
 from fivefold.planning.timing import BANDWIDTH_EFFICIENCY, DENSE_EFFICIENCY, GROUPED_EFFICIENCY
 

@@ -4,7 +4,7 @@
        ^                                                                                     │
        └────────── new weights <────── a step of the trainer <────── the groups of its turn ─┘
 
-A group begins on a replica that has room for all of it, unless it is larger than the replica, which it then has alone.
+A replica gets a group when it has fewer requests than slots; those that find no slot wait for the next that ends.
 Replicas decode all of their requests together, so the time of a token depends on how many there are. Between two
 completions nothing changes on a replica, so the simulation goes from completion to completion. Which prompts may begin
 is decided by `fivefold.data.turns.Turns`, as in a run.
@@ -127,7 +127,7 @@ class _Replica:
         self._setting = setting
         self._running: list[_Request] = []
         self._waiting: deque[tuple[int, int]] = deque()
-        """Prompts and lengths that are not begun, because a single group has more requests than there are slots."""
+        """Prompts and lengths of requests that wait for a slot."""
         self._count = 0.0
         self._now = 0.0
         self._resumes = 0.0
@@ -200,10 +200,9 @@ class _Run:
         self._lengths = [lengths.draw(random, setting.group_size) for _ in range(n_prompts)]
         self._replicas = [_Replica(setting) for _ in range(setting.n_replicas)]
         self._loads = [0] * setting.n_replicas
-        """Requests for which each replica has no room for others."""
-        # Synchronous generation fills the slot of each completion that ends. With a look-ahead a replica gets the next
-        # group when all of another one have ended (`roles/rollout_stream.py`).
-        self._fills_slots = setting.max_age == 0
+        """Requests of each replica that are not finished."""
+        self._by_load = [(0, rank) for rank in range(setting.n_replicas)]
+        """A heap of the replicas by their load; outdated loads are dropped when they come up."""
         self._queue: deque[int] = deque()
         """Prompts that may begin, and for which no replica has had room."""
         self._left: dict[int, int] = {}
@@ -298,15 +297,12 @@ class _Run:
         turn = self._turns.turn_of(prompt)
         self._ages[turn].append(turn - version)
         self._left[prompt] -= 1
-        if self._fills_slots:
-            self._loads[rank] -= 1
+        self._add_load(rank, -1)
         if not self._left[prompt]:
             del self._left[prompt]
             self._turns.finish(prompt)
             self._finished[prompt] = now
             self._unfinished[turn] -= 1
-            if not self._fills_slots:
-                self._loads[rank] -= self._setting.group_size
         self._admit(now)
         self._name_end(rank)
         return now
@@ -317,15 +313,22 @@ class _Run:
             self._queue.append(prompt)
         size, slots = self._setting.group_size, self._setting.slots
         changed = set()
-        while self._queue:
-            least = min(self._loads)
-            if least and least + size > slots:
-                break
-            rank, prompt = self._loads.index(least), self._queue.popleft()
+        while self._queue and self._loads[rank := self._least_loaded()] < slots:
+            prompt = self._queue.popleft()
             self._replicas[rank].advance(now)
             self._left[prompt] = size
-            self._loads[rank] += size
+            self._add_load(rank, size)
             self._replicas[rank].add(prompt, self._lengths[prompt])
             changed.add(rank)
         for rank in changed:
             self._name_end(rank)
+
+    def _add_load(self, rank: int, n: int) -> None:
+        self._loads[rank] += n
+        heapq.heappush(self._by_load, (self._loads[rank], rank))
+
+    def _least_loaded(self) -> int:
+        """Return the replica with the fewest requests, the first of several."""
+        while self._by_load[0][0] != self._loads[self._by_load[0][1]]:
+            heapq.heappop(self._by_load)
+        return self._by_load[0][1]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import torch
+
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.roles.gate import Gate
 from fivefold.roles.rollout import ExpectedLengths, Rollout, RolloutWorker
@@ -30,6 +32,15 @@ class LocalWorker(RolloutWorker):
         """Give the replica the weights that it has, under another version."""
         assert isinstance(self._engine, TransformersEngine)
         self._engine.update_weights(list(self._engine.weights()), version)
+
+    def set_weights_of(self, version: int) -> None:
+        """Give the replica weights that depend on the version alone."""
+        assert isinstance(self._engine, TransformersEngine)
+        generator = torch.Generator().manual_seed(version)
+        weights = [
+            (name, 0.2 * torch.randn(weight.shape, generator=generator)) for name, weight in self._engine.weights()
+        ]
+        self._engine.update_weights(weights, version)
 
 
 class LocalGroup(WorkerGroup):

@@ -104,6 +104,34 @@ def test_steps_have_the_samples_of_synchronous_training_if_the_weights_are_the_s
         assert source.sampler_state == synchronous.sampler_state
 
 
+@pytest.mark.usefixtures("local_objects")
+def test_a_stream_of_age_0_has_the_bits_of_synchronous_training() -> None:
+    """One replica decodes the completions of a step together, with other weights in each step."""
+    worker, prompts, recipe = LocalWorker(max_batch_size=BATCH * SAMPLES), arithmetic(11), recipe_of()
+    group = LocalGroup([worker])
+
+    def columns(source: StepSource | StreamSource) -> list[dict[str, list[float]]]:
+        taken = []
+        for step in range(1, STEPS + 1):
+            worker.set_weights_of(step - 1)
+            source.weights_sent(step - 1)
+            batch = source.take(step).batch
+            taken += [
+                {name: values.tolist() for name, values in sequence.items()}
+                for sequence in remote_batch.read_columns(batch, len(batch))
+            ]
+        return taken
+
+    synchronous = columns(StepSource(*common(recipe, group, full_marks, prompts)))
+    with StreamSource(
+        *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
+    ) as source:
+        assert columns(source) == synchronous
+    assert {version for each in synchronous for version in each["versions"]} == {-1, *range(STEPS)}
+    of_each_step = [each["tokens"] for each in synchronous[:: BATCH * SAMPLES]]
+    assert len({tuple(tokens) for tokens in of_each_step}) == STEPS, "weights differ"
+
+
 @pytest.mark.parametrize("most", ["null", "3"])
 def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: str, workers: list[LocalWorker]) -> None:
     group = LocalGroup(workers)

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from fivefold.families.read import find_shape
+from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_role
 from fivefold.planning.generation_time import reading_seconds, sending_seconds, token_seconds
-from fivefold.planning.gpus import find_gpu
 from fivefold.planning.rollout_memory import rollout_memory
 
 GPU = find_gpu("h200")

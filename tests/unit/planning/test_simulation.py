@@ -84,11 +84,13 @@ def test_the_time_of_a_token_depends_on_how_many_run(slots: int, generation: flo
     assert simulate(setting, OfOneGroup((2, 10))).seconds == pytest.approx(generation + 5 + 1)
 
 
-def test_a_group_of_a_look_ahead_begins_when_all_of_another_one_have_ended() -> None:
-    """Two groups of lengths 2 and 10 on three slots; without a look-ahead, the second one begins after 2 tokens."""
+def test_a_slot_is_filled_when_its_completion_ends() -> None:
+    """Two groups of lengths 2 and 10 on three slots: the second long one begins after 2 tokens, beside the first."""
     setting = replace(TWO_BY_TWO, batch_size=2, slots=3, train_seconds=0.0, update_seconds=0.0)
     assert simulate(setting, OfOneGroup((2, 10))).seconds == pytest.approx(2 + 10)
-    assert simulate(replace(setting, max_age=1), OfOneGroup((2, 10))).seconds == pytest.approx(10 + 10)
+    # All slots are always at work: two steps have 2 * 2 * (2 + 10) tokens.
+    look_ahead = simulate(replace(setting, max_age=4), OfOneGroup((2, 10)), n_steps=30)
+    assert look_ahead.seconds == pytest.approx(2 * (2 + 10) / 3, rel=0.03)
 
 
 def test_reading_interrupted_requests_anew_costs_time() -> None:
