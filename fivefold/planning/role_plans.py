@@ -87,7 +87,7 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     _require_possible(placed, shape)
     if question.kept_reference is not None:
         _require_possible(replace(placed, role="ref"), question.kept_reference)
-    known = _recompute_modes(layout)
+    known = recompute_modes(layout)
     if work.recompute not in known:
         raise ValueError(
             f"{placed.role}: recompute {work.recompute} is not a mode of {layout.backend}: use {' or '.join(known)}"
@@ -101,19 +101,33 @@ def plan_trainer(question: Question, placed: RolePlacement) -> TrainerPlan:
     return TrainerPlan(placed, modes[work.recompute], time, spreads, binding, beside=0)
 
 
-def _recompute_modes(layout: ParallelLayout) -> tuple[Recompute, ...]:
+def recompute_modes(layout: ParallelLayout) -> tuple[Recompute, ...]:
+    """Return the recompute modes of a layout's engine, from the most memory to the most computation."""
     return ("none", "full") if layout.backend == "fsdp" else RECOMPUTE
 
 
 def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple[RankMemory, ...]:
     shape, reference = question.shape, question.kept_reference
-    if layout.backend == "fsdp":
-        memory: tuple[RankMemory, ...] = (fsdp_memory(layout, shape, work, reference=reference),)
-    else:
-        memory = training_memory(layout, shape, work, reference=reference)
+    memory = trainer_memory(layout, shape, work, reference)
     if reference is not None:
         memory = tuple(_with_reference(stage, question) for stage in memory)
     return memory if question.gpus_per_node > 0 else tuple(replace(stage, context=0) for stage in memory)
+
+
+def trainer_memory(
+    layout: ParallelLayout, shape: ModelShape, work: Workload, reference: ModelShape | None = None
+) -> tuple[RankMemory, ...]:
+    """Return the memory of a rank of each stage of a trained model, on its layout's engine.
+
+    Args:
+        layout: the layout.
+        shape: the model.
+        work: the work of a step.
+        reference: a frozen model in the same processes.
+    """
+    if layout.backend == "fsdp":
+        return (fsdp_memory(layout, shape, work, reference=reference),)
+    return training_memory(layout, shape, work, reference=reference)
 
 
 def _require_possible(placed: RolePlacement, shape: ModelShape) -> None:

@@ -15,13 +15,22 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
 from fivefold.planning.blueprint import HEADROOM
 from fivefold.planning.groups import ranks_together
-from fivefold.planning.memory import Kind, RankMemory, training_memory
+from fivefold.planning.memory import Kind, RankMemory
 from fivefold.planning.question import Question
-from fivefold.planning.role_plans import RolloutPlan, gb, kept_bytes, largest, plan_rollout, plan_trainer
+from fivefold.planning.role_plans import (
+    RolloutPlan,
+    gb,
+    kept_bytes,
+    largest,
+    plan_rollout,
+    plan_trainer,
+    recompute_modes,
+    trainer_memory,
+)
 from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.sending import Transport, kept_while_sending, sending_bytes
 from fivefold.planning.timing import StepTime, step_time
-from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
+from fivefold.planning.workload import Recompute, Workload
 
 VIRTUAL_STAGES = (1, 2, 4, 8)
 SHORTEST_SHARD = 512
@@ -77,6 +86,8 @@ class Cluster:
     """What the trainer may move off its GPUs while they generate."""
     transport: Transport = "auto"
     """How its weights go to them."""
+    backend: str = "megatron"
+    """The trainer's engine, all layouts of which are tried."""
 
     @staticmethod
     def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
@@ -100,9 +111,10 @@ class Cluster:
         engines = tuple(
             Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
         )
-        devices = placement["actor"].devices
+        actor = placement["actor"]
         offloadable, transport = question.offload.possible, question.weight_transport
-        return Cluster(question.gpu, devices, reserved + frozen, engines, offloadable, transport)
+        backend = actor.layout.backend
+        return Cluster(question.gpu, actor.devices, reserved + frozen, engines, offloadable, transport, backend)
 
     @property
     def n_gpus(self) -> int:
@@ -145,7 +157,7 @@ class Cluster:
         self, layout: ParallelLayout, shape: ModelShape, work: Workload, reference: ModelShape | None
     ) -> Sequence[RankMemory]:
         """Return the memory of each pipeline stage of a trainer, the buckets for the engines on its GPUs included."""
-        stages = training_memory(layout, shape, work, reference=reference)
+        stages = trainer_memory(layout, shape, work, reference)
         if not self.engines:
             return stages
         element_bytes = work.element_bytes
@@ -242,20 +254,20 @@ def layouts(
     for tp, pp, cp in _dense_degrees(shape, cluster, work):
         ranks = cluster.n_gpus // pp
         dp = ranks // (tp * cp)
-        for ep, etp in _expert_degrees(shape, ranks, tp):
+        for ep, etp in _expert_degrees(shape, cluster.backend, ranks, tp):
             for vpp in VIRTUAL_STAGES if pp > 1 else (1,):
-                layout = ParallelLayout("megatron", tp, pp, cp, dp, vpp, ep, etp, ranks // (ep * etp))
+                layout = ParallelLayout(cluster.backend, tp, pp, cp, dp, vpp, ep, etp, ranks // (ep * etp))
                 if all(_is_possible(layout, model) for model in models):
                     yield layout
 
 
 def _dense_degrees(shape: ModelShape, cluster: Cluster, work: Workload) -> Iterator[tuple[int, int, int]]:
-    n_gpus = cluster.n_gpus
+    n_gpus, has_stages = cluster.n_gpus, "p" in BACKENDS[cluster.backend].letters
     for tp in _divisors(n_gpus):
         if not cluster.splits(tp) or shape.n_heads % tp or shape.n_kv_heads % tp:
             continue
         for pp in _divisors(n_gpus // tp):
-            if pp > shape.n_layers:
+            if pp > shape.n_layers or (pp > 1 and not has_stages):
                 continue
             for cp in _divisors(n_gpus // (tp * pp)):
                 dp = n_gpus // (tp * pp * cp)
@@ -263,9 +275,9 @@ def _dense_degrees(shape: ModelShape, cluster: Cluster, work: Workload) -> Itera
                     yield tp, pp, cp
 
 
-def _expert_degrees(shape: ModelShape, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
-    if not shape.is_moe:
-        # Without experts, expert data parallelism is all that is left of the expert grid.
+def _expert_degrees(shape: ModelShape, backend: str, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+    if not shape.is_moe or not BACKENDS[backend].folds_experts:
+        # Without experts to spread, expert data parallelism is all that is left of the expert grid.
         yield 1, 1
         return
     for etp in {1, tp}:
@@ -288,7 +300,7 @@ def _least_recompute(
     shape: ModelShape, cluster: Cluster, work: Workload, layout: ParallelLayout, reference: ModelShape | None
 ) -> tuple[Recompute, RankMemory] | None:
     """Return the fitting recompute mode with the least work, and the stage that needs the most under it, or None."""
-    for recompute in RECOMPUTE:
+    for recompute in recompute_modes(layout):
         memory = cluster.memory(layout, shape, work.recomputing(recompute), reference)
         if cluster.holds(memory):
             return recompute, largest(memory)

@@ -15,7 +15,9 @@ from fivefold.layout.parser import parse, parse_backend
 from fivefold.planning.blueprint import HEADROOM, draw_up
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import training_memory
+from fivefold.planning.plan import plan_model
 from fivefold.planning.question import Question
+from fivefold.planning.role_plans import trainer_memory
 from fivefold.planning.search import Cluster, layouts, reasons, search
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import Workload
@@ -42,6 +44,26 @@ def test_folded_layouts_and_pipelines_are_among_them() -> None:
     assert parse_backend("megatron:d1t2p4") in set(
         layouts(find_shape("Qwen3-8B"), Cluster.whole(find_gpu("h100"), 8, 8), WORK)
     )
+
+
+def test_the_layouts_of_the_trainers_engine_are_tried() -> None:
+    shape = find_shape("Qwen3-30B-A3B")
+    cluster = replace(Cluster.whole(find_gpu("h200"), 8, 8), backend="fsdp")
+    tried = {(layout.tp, layout.cp, layout.dp) for layout in layouts(shape, cluster, WORK)}
+    # 4 key/value heads, and sequences of 4,096 tokens that context parallelism splits into parts of 512 at least.
+    assert tried == {(tp, cp, 8 // tp // cp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if tp * cp <= 8}
+    found = search(shape, cluster, WORK)
+    assert found.best[0].text.startswith("fsdp:")
+    [needed] = trainer_memory(found.best[0].layout, shape, WORK.recomputing(found.best[0].recompute))
+    assert needed == found.best[0].binding
+    assert needed.total <= cluster.gpu.memory * (1 - HEADROOM)
+
+
+def test_a_recipe_on_fsdp_is_searched_on_fsdp() -> None:
+    plan = plan_model("Qwen3-8B", 8, actor="fsdp:d8", searching=True)
+    assert plan.found is not None
+    assert {candidate.layout.backend for candidate in plan.found.ranked} == {"fsdp"}
+    assert plan.blueprint is not None
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
