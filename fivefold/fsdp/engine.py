@@ -41,7 +41,7 @@ from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
 from fivefold.fsdp.model import build_model, units
-from fivefold.fsdp.optimizer import Optimizer
+from fivefold.fsdp.optimizer import Optimizer, state_format
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 
@@ -106,7 +106,8 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
-            self.optimizer = Optimizer(optimizer, self.shards, self.groups, total_steps)
+            form = state_format(config.fsdp.optimizer, self._device)
+            self.optimizer = Optimizer(optimizer, form, self.shards, self.groups, total_steps)
             self._state = TrainingState(
                 self.optimizer, known, expected_tensors(self.shape), self.groups.weights, layout, TorchGenerators()
             )

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.engine.optimizer_state import AdamStep, OptimizerState, StateFormat, StateSlice
+from fivefold.config.schema.fsdp import FSDPOptimizerFields
+from fivefold.engine.optimizer_state import AdamStep, OptimizerState, StateFormat, StateKind, StateSlice
 from fivefold.engine.optimizer_state import Shard as StateShard
 from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.fsdp.groups import Groups
@@ -19,8 +20,6 @@ from fivefold.fsdp.shards import Shard, Shards, local_elements
 from fivefold.fsdp.tensor_parallel import is_head_norm
 from fivefold.types import StepResult
 
-_MOMENTS_ALONE = StateFormat({"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, on_host=False)
-"""The shards are float32 and their own master weights."""
 _LISTED = 8
 """Most parameters that a skipped step names."""
 
@@ -28,11 +27,14 @@ _LISTED = 8
 class Optimizer:
     """AdamW, and the place in the learning-rate schedule. All ranks call each method together."""
 
-    def __init__(self, config: OptimizerConfig, shards: Shards, groups: Groups, total_steps: int) -> None:
+    def __init__(
+        self, config: OptimizerConfig, form: StateFormat, shards: Shards, groups: Groups, total_steps: int
+    ) -> None:
         """Build the state of the parameters' present values.
 
         Args:
             config: hyper-parameters.
+            form: number formats of the moments, and where they are kept.
             shards: this rank's shards, float32.
             groups: the groups of this process.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -47,7 +49,7 @@ class Optimizer:
         self._shards = list(shards)
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
         self._parts = [self._part(shard) for shard in self._shards]
-        self.state = OptimizerState(self._parts, _MOMENTS_ALONE)
+        self.state = OptimizerState(self._parts, form)
 
     def _part(self, shard: Shard) -> StateShard:
         # Norms and biases are the parameters of one dimension, and exempt from weight decay.
@@ -118,6 +120,16 @@ class Optimizer:
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, local[:_LISTED])
         return tuple(dict.fromkeys(name for names in gathered for name in names))[:_LISTED]
+
+
+def state_format(fields: FSDPOptimizerFields, device: torch.device) -> StateFormat:
+    """Return the format that the recipe chooses. The shards are float32 and their own master weights."""
+    kinds: dict[StateKind, torch.dtype] = {
+        "exp_avg": getattr(torch, fields.exp_avg_dtype),
+        "exp_avg_sq": getattr(torch, fields.exp_avg_sq_dtype),
+    }
+    # The memory of a CPU process is the host's anyway.
+    return StateFormat(kinds, on_host=fields.state_on == "host" and device.type == "cuda")
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

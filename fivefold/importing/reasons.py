@@ -49,6 +49,7 @@ FLOAT32_REDUCTION = "gradients are reduced in float32 unless actor.megatron.ddp.
 MIXED_PRECISION = "training runs in bfloat16 or float32"
 GLOBAL_COUNTS = "losses are divided by global counts"
 NO_OFFLOAD = "the actor is offloaded by actor.offload, and nothing else is"
+MOMENTS_ON_HOST = "the moments are there; weights and gradients stay on the GPU"
 ALL_LEAVES = "and actor.offload.grads and .optimizer: all of the actor's state"
 PLAN_OFFLOADS = "the plan offloads no more than generation needs"
 EACH_STATE = "each kind of the optimizer's state has a precision of its own"

@@ -99,6 +99,13 @@ def offload_all(draft: Draft, source: str) -> None:
     draft.implied(source, reasons.PLAN_OFFLOADS)
 
 
+def moments_on_host(draft: Draft, source: str) -> None:
+    """Map a switch that keeps all of FSDP's shards in host memory: here only the optimizer's moments can stay there."""
+    if flag(draft.get(source)):
+        draft.mapped(source, "actor.fsdp.optimizer.state_on", "host", reasons.MOMENTS_ON_HOST)
+    draft.implied(source, "it is switched off")
+
+
 def if_on(key: str, off: str) -> Rule:
     """Map a switch that is on to the recipe's `key`; one that is off is implied, because `off`."""
     return MappedSwitch(key, flag, off=off)

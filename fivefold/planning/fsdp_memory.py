@@ -1,6 +1,6 @@
 """Memory of a rank on FSDP2: shards that stay, and weights that are gathered and gradients that are summed in passing.
 
-    shards (stay)      master weights, gradients and two moments in float32, each 1 / (dp * cp) of the model
+    shards (stay)      master weights and gradients in float32, and two moments, each 1 / (dp * cp) of the model
     root unit          embedding, last norm and output layer, gathered during both passes
     layers             the one at work and the next are gathered; the gradient of one is summed in float32
     activations        those of transformers' own layers, which tensor parallelism divides only inside a block
@@ -10,6 +10,8 @@ saves in these layers; unlike those of Megatron-Core, they have not been compare
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
@@ -21,6 +23,7 @@ from fivefold.planning.memory import (
     SNAPSHOT_BYTES,
     RankMemory,
     token_bytes,
+    update_bytes,
 )
 from fivefold.planning.stages import Stage, rank_parameters, stages
 from fivefold.planning.workload import Workload
@@ -42,6 +45,9 @@ def fsdp_memory(
     ranks, element = layout.dp * layout.cp, work.element_bytes
     sharded = parameters / ranks
     kept, temporaries = _activations(layout, shape, stage, work)
+    # The shards are float32 and their own master weights.
+    masters = replace(work, element_bytes=_FLOAT)
+    moments = int(sharded * work.state.of(masters.element_bytes))
     frozen = 0 if reference is None else rank_parameters(layout, reference, stages(layout, reference)[0]).total
     communicators = sum(size > 1 for size in (layout.tp, layout.cp, ranks))
     return RankMemory(
@@ -49,10 +55,10 @@ def fsdp_memory(
         weights=int(sharded * (_FLOAT if is_trained else element)),
         reference=int(frozen / ranks * element),
         gradients=int(sharded * _FLOAT),
-        optimizer=int(sharded * 2 * _FLOAT),
-        host_optimizer=0,
+        optimizer=0 if work.state.on_host else moments,
+        host_optimizer=moments if work.state.on_host else 0,
         snapshot=int(SNAPSHOT_BYTES * sharded),
-        update=0,
+        update=update_bytes(masters, sharded),
         sending=0,
         activations=kept,
         in_flight=1.0,

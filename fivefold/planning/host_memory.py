@@ -83,8 +83,8 @@ def host_problems(needed: Mapping[int, HostMemory], host_memory_gib: int | None)
         return
     relief = [
         "offload less (actor.offload)",
-        "store less of the optimizer's state (store_param_remainders, exp_avg_dtype and exp_avg_sq_dtype of "
-        "actor.megatron.optimizer)",
+        "store less of the optimizer's state (exp_avg_dtype and exp_avg_sq_dtype of actor.megatron.optimizer or "
+        "actor.fsdp.optimizer; of the former also store_param_remainders)",
     ]
     if most.snapshots:
         relief.append("write checkpoints without a copy (recover.snapshot=blocking)")

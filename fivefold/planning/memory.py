@@ -144,7 +144,7 @@ def _stage_memory(
         optimizer=0 if work.state.on_host else int(state_bytes * sharded),
         host_optimizer=int(state_bytes * sharded) if work.state.on_host else 0,
         snapshot=int(SNAPSHOT_BYTES * sharded),
-        update=_update_bytes(work, sharded),
+        update=update_bytes(work, sharded),
         sending=0,
         activations=int(in_flight * (kept + outputs * layout.vpp)),
         in_flight=in_flight,
@@ -155,7 +155,7 @@ def _stage_memory(
     )
 
 
-def _update_bytes(work: Workload, sharded: float) -> int:
+def update_bytes(work: Workload, sharded: float) -> int:
     """Return the bytes of the buckets on the GPU while weights are updated, beside state that is always there."""
     element, state = work.element_bytes, work.state
     size = min(BUCKET_SIZE, sharded)

@@ -276,7 +276,13 @@ def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
     config = role_section(recipe, role)
     assert isinstance(config, EngineConfig)
     backend = next(placed.backend for placed in recipe_allocation(recipe).roles if placed.role == role)
-    optimizer, element = config.megatron.optimizer, ELEMENT_BYTES[config.dtype]
+    element = ELEMENT_BYTES[config.dtype]
+    optimizer = config.fsdp.optimizer if backend == "fsdp" else config.megatron.optimizer
+    state = StateBytes(
+        exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
+        exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
+        on_host=optimizer.state_on == "host",
+    )
     if backend == "fsdp":
         return Workload(
             sequence_length=length,
@@ -286,6 +292,7 @@ def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
             element_bytes=element,
             logprob_chunk=config.fsdp.logprob_chunk_size,
             keeps_gathered=not config.fsdp.reshard_after_forward,
+            state=state,
         )
     return Workload(
         sequence_length=length,
@@ -300,12 +307,7 @@ def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
         element_bytes=element,
         logprob_chunk=config.megatron.logprob_chunk_size,
         gradient_bytes=4 if config.megatron.ddp.grad_reduce_in_fp32 else element,
-        state=StateBytes(
-            master=2 if optimizer.store_param_remainders else 4,
-            exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
-            exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
-            on_host=optimizer.state_on == "host",
-        ),
+        state=replace(state, master=2 if config.megatron.optimizer.store_param_remainders else 4),
     )
 
 

@@ -138,7 +138,7 @@ def step_time(
         "exposed": slowest.exposed * count,
         "bubble": slowest.total * (layout.pp - 1) / layout.vpp,
         "data_parallel": data_parallel - hidden,
-        "optimizer": sharded * _optimizer_seconds(work, gpu),
+        "optimizer": sharded * _optimizer_seconds(layout, work, gpu),
     }
     total = sum(parts.values())
     return StepTime(
@@ -151,10 +151,12 @@ def step_time(
     )
 
 
-def _optimizer_seconds(work: Workload, gpu: Gpu) -> float:
+def _optimizer_seconds(layout: ParallelLayout, work: Workload, gpu: Gpu) -> float:
     """Return the seconds of the update for each parameter; state on the host goes both ways at the same time."""
     on_device = OPTIMIZER_BYTES / (gpu.bandwidth * BANDWIDTH_EFFICIENCY)
-    return max(on_device, work.state.of(work.element_bytes) / HOST_LINK) if work.state.on_host else on_device
+    # FSDP's master weights are its shards, which stay on the GPU.
+    streamed = work.state.of(4 if layout.backend == "fsdp" else work.element_bytes)
+    return max(on_device, streamed / HOST_LINK) if work.state.on_host else on_device
 
 
 def _distinct(layout: ParallelLayout, shape: ModelShape) -> list[Stage]:

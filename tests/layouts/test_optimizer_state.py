@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_close
+from fsdp_cases import FSDPCase
 from hf_reference import Tensors
 from megatron_cases import Case, OpenEngine, whole
 from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine import optimizer_state
+from fivefold.fsdp import engine as fsdp_engine
+from fivefold.mcore import compat
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
 SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}
@@ -26,6 +30,10 @@ LAYOUTS = ["megatron:d1", "megatron:d2e2", "megatron:(attn:d2t2|ffn:t2e2)", "meg
 
 def case_of(layout: str, dtype: str = "bfloat16", **fields: Any) -> Case:
     return Case(layout, MegatronConfig(optimizer=fields), dtype=dtype)
+
+
+def on_fsdp(layout: str, **fields: Any) -> FSDPCase:
+    return FSDPCase(layout, FSDPConfig(optimizer=fields), dtype="bfloat16")
 
 
 def masters(engine: OpenEngine) -> list[torch.Tensor]:
@@ -197,11 +205,40 @@ def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
     assert rounded_norm == pytest.approx(norm, rel=0.01)
 
 
-def test_training_with_small_state_goes_the_way_of_float32_state(workers: Workers, models: Path) -> None:
+def test_moments_on_fsdp_are_stored_and_streamed_as_the_recipe_says(workers: Workers, models: Path) -> None:
+    run, model = workers(2), models / "qwen3_moe"
+    small = on_fsdp("fsdp:d2", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    assert run.run(stored_dtypes, small, model)[0] == {(kind, torch.bfloat16) for kind in ("exp_avg", "exp_avg_sq")}
+    for case in (on_fsdp("fsdp:d2"), small):
+        wanted = run.run(weights_after, case, model, 3, 2**25)
+        streamed = run.run(weights_after_streaming, case, model, 3, 1024)
+        for (weights, state, _), (host_weights, host_state, n_buckets) in zip(wanted, streamed, strict=True):
+            assert n_buckets > 5
+            assert all(torch.equal(weights[name], host_weights[name]) for name in weights)
+            assert all(torch.equal(*pair) for pair in zip(state, host_state, strict=True))
+
+
+def weights_after_streaming(
+    case: FSDPCase, folder: Path, n_steps: int, bucket_size: int
+) -> tuple[Tensors, list[torch.Tensor], int]:
+    """In a worker: `weights_after`, with state on the host, which a CPU process would not tell from its own memory."""
+    compat.prepare()
+    device_format = fsdp_engine.state_format
+    fsdp_engine.state_format = lambda fields, device: replace(device_format(fields, device), on_host=True)
+    try:
+        return weights_after(case, folder, n_steps, bucket_size)
+    finally:
+        fsdp_engine.state_format = device_format
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_training_with_small_state_goes_the_way_of_float32_state(workers: Workers, models: Path, engine: str) -> None:
     run, model = workers(1), models / "qwen3_moe"
+    on_engine = on_fsdp if engine == "fsdp" else case_of
+    fewer = {key: value for key, value in SMALL.items() if engine == "megatron" or key != "store_param_remainders"}
     start, wanted, got = (
-        run.run(weights_after, case_of("megatron:d1", **fields), model, n, 2**25)[0][0]
-        for fields, n in (({}, 0), ({}, 12), (SMALL, 12))
+        run.run(weights_after, on_engine(f"{engine}:d1", **fields), model, n, 2**25)[0][0]
+        for fields, n in (({}, 0), ({}, 12), (fewer, 12))
     )
     names = list(start)
     before, full, small = (torch.cat([w[name].float().flatten() for name in names]) for w in (start, wanted, got))

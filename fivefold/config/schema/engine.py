@@ -91,7 +91,7 @@ class EngineConfig(Section):
     list, or none has; roles whose lists overlap take turns. null: the layouts and `rollout.colocate` decide."""
     dtype: Dtype = "bfloat16"
     """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32 unless
-    `actor.megatron` says otherwise."""
+    `actor.megatron` or `actor.fsdp` says otherwise."""
     init_from_scratch: bool = False
     """Start from random weights, drawn with `seed`, instead of the checkpoint's; `path` then needs only a config and a
     tokenizer."""
@@ -136,7 +136,14 @@ class OffloadConfig(Section):
     """Free the gradient buffers, which are empty then."""
     optimizer: bool | None = None
     """Move the optimizer's state to pinned host memory, unless it is there anyway
-    (`actor.megatron.optimizer.state_on`)."""
+    (`actor.megatron.optimizer.state_on`, `actor.fsdp.optimizer.state_on`)."""
+
+
+_ONLY_TRAINING = {
+    "megatron": ("use_dist_checkpointing", "ddp", "optimizer", "transformer", "recompute"),
+    "fsdp": ("optimizer", "recompute"),
+}
+"""Keys of each engine's section that only a trained model reads."""
 
 
 class FrozenModelConfig(EngineConfig):
@@ -149,12 +156,10 @@ class FrozenModelConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check_frozen(self) -> FrozenModelConfig:
-        default = MegatronConfig()
-        only_training = ("use_dist_checkpointing", "ddp", "optimizer", "transformer", "recompute")
         strays = ["init_from_scratch"] if self.init_from_scratch else []
-        strays += [
-            f"megatron.{name}" for name in only_training if getattr(self.megatron, name) != getattr(default, name)
-        ]
+        for engine, names in _ONLY_TRAINING.items():
+            section = getattr(self, engine)
+            strays += [f"{engine}.{name}" for name in names if getattr(section, name) != getattr(type(section)(), name)]
         if strays:
             raise ValueError(
                 f"{strays[0]} has no effect on a model that is not trained, and starts from the weights of its Hugging "

@@ -13,6 +13,7 @@ from fivefold.importing.rules import (
     for_each,
     if_on,
     implied,
+    moments_on_host,
     off,
     offload_all,
     only,
@@ -151,6 +152,18 @@ def _recovery(draft: Draft, key: str) -> None:
             draft.unsupported(key, f"{other!r} is not offered; there are auto and disabled")
 
 
+def _optimizer(draft: Draft, key: str) -> None:
+    """Convert the optimizer's name; `adam_bf16` is FSDP's, with moments in bfloat16."""
+    match draft.get(key):
+        case "adam":
+            draft.implied(key, reasons.ADAMW)
+        case "adam_bf16":
+            draft.recipe.setdefault("actor.fsdp.optimizer.exp_avg_sq_dtype", "bfloat16")
+            draft.mapped(key, "actor.fsdp.optimizer.exp_avg_dtype", "bfloat16", "and exp_avg_sq_dtype")
+        case _:
+            draft.unsupported(key, reasons.ADAMW)
+
+
 ENGINE: Mapping[str, Rule] = {
     "attn_impl": implied(reasons.KERNELS),
     "use_kernels": implied(reasons.KERNELS),
@@ -208,7 +221,8 @@ MEGATRON: Mapping[str, Rule] = {
 ACTOR: Mapping[str, Rule] = {
     **ENGINE,
     **under("megatron.", MEGATRON),
-    "optimizer.type": only("adam", holds=reasons.ADAMW),
+    "fsdp.offload_params": moments_on_host,
+    "optimizer.type": _optimizer,
     "optimizer.*loss_scale*": implied("bfloat16 and float32 need no loss scale"),
     "optimizer.hysteresis": implied("bfloat16 and float32 need no loss scale"),
     "offload": offload_all,

@@ -16,6 +16,7 @@ from fivefold.importing.rules import (
     for_each,
     if_on,
     implied,
+    moments_on_host,
     off,
     offload_all,
     only,
@@ -323,5 +324,6 @@ RULES: Mapping[str, Rule] = {
     **under("validation.data_args.", VALIDATION_DATA),
     **under(TRAIN + CONFIG, FSDP),
     TRAIN + CONFIG + "reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
+    TRAIN + CONFIG + "offload_policy": moments_on_host,
     TRAIN + CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
 }

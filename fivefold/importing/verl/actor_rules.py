@@ -11,7 +11,7 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import correct_rollout, loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import loaded_contents, weights_in_checkpoints
 from fivefold.importing.draft import Draft, Rule
-from fivefold.importing.rules import if_on, implied, off, only, to, under, unknown, unsupported
+from fivefold.importing.rules import if_on, implied, moments_on_host, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, STATE_PLACE, flag, number, text, whole
 from fivefold.importing.verl import initial_weights
@@ -134,6 +134,7 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "megatron.dtype": to("actor.dtype", DTYPE),
     "fsdp_config.dtype": to("actor.dtype", DTYPE),
     "fsdp_config.reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
+    "fsdp_config.offload_policy": moments_on_host,
     **under("optim.", OPTIMIZER),
     "grad_clip": to("actor.optimizer.gradient_clipping", number),
     "entropy_coeff": to("actor.entropy_coeff", number),

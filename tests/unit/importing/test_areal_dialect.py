@@ -174,6 +174,18 @@ def test_a_critic_on_another_engine_than_the_actor_has_that_engines_options(tmp_
     assert "critic.megatron.recompute" not in recipe
 
 
+def test_moments_in_bfloat16_and_on_the_host_are_fsdps(tmp_path: Path) -> None:
+    text = "actor: {{backend: '{}', optimizer: {{type: adam_bf16}}, fsdp: {{offload_params: true}}}}\n"
+    conversion = convert_text("areal", tmp_path, text.format("fsdp:d8"))
+    chosen = {name: conversion.recipe[f"actor.fsdp.optimizer.{name}"] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    assert chosen == {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    assert conversion.recipe["actor.fsdp.optimizer.state_on"] == "host"
+    assert "weights and gradients stay on the GPU" in conversion["actor.fsdp.offload_params"].note
+    on_megatron = convert_text("areal", tmp_path, text.format("megatron:d8"))
+    assert on_megatron["actor.optimizer.type"].outcome == "unsupported"
+    assert not any(key.startswith("actor.fsdp") for key in on_megatron.recipe)
+
+
 def test_options_of_an_engine_that_does_not_train_have_no_effect(tmp_path: Path) -> None:
     text = (
         "actor: {backend: 'fsdp:d8', megatron: {virtual_pipeline_parallel_size: 2}, archon: {offload_params: true}}\n"

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.fsdp_memory import fsdp_memory
 from fivefold.planning.memory import RankMemory
-from fivefold.planning.workload import Workload
+from fivefold.planning.workload import StateBytes, Workload
 
 QWEN3_8B = find_shape("Qwen3-8B")
 WORK = Workload(4096, 64, 8192)
@@ -26,6 +27,17 @@ def test_sixteen_bytes_a_parameter_are_sharded_over_replicas_and_parts_of_sequen
     memory = memory_of(backend)
     assert memory.resident == pytest.approx(16 * QWEN3_8B.n_parameters / 8, rel=1e-6)
     assert memory.snapshot == pytest.approx(12 * QWEN3_8B.n_parameters / 8, rel=1e-6)
+
+
+def test_moments_are_smaller_in_bfloat16_and_may_be_in_host_memory() -> None:
+    parameters = QWEN3_8B.n_parameters / 8
+    small = memory_of("fsdp:d8", state=StateBytes(exp_avg=2, exp_avg_sq=2))
+    assert small.resident == pytest.approx(12 * parameters, rel=1e-6)
+    away = memory_of("fsdp:d8", state=StateBytes(on_host=True))
+    assert (away.optimizer, away.host_optimizer) == (0, memory_of("fsdp:d8").optimizer)
+    assert away.resident == pytest.approx(8 * parameters, rel=1e-6)
+    # Three buckets of two moments in float32 go through the GPU.
+    assert away.update == SLOTS * BUCKET_SIZE * 8
 
 
 def test_norms_alone_are_on_every_tensor_parallel_rank() -> None:
