@@ -2,6 +2,7 @@
 
 table block    uint32 size of the header | header, JSON | padding | float32 columns, one behind the other
 text block     JSON
+script block   JavaScript
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def table_block(columns: Mapping[str, npt.NDArray[np.float32]], **facts: Any) ->
 def text_block(value: Any) -> bytes:
     """Return any value that JSON can hold as one block."""
     return _packed(json.dumps(finite(value), ensure_ascii=False, separators=(",", ":")).encode(errors="replace"))
+
+
+def script_block(source: str) -> bytes:
+    """Return a script as one block."""
+    return _packed(source.encode())
 
 
 def inline(block: bytes) -> str:

@@ -2,7 +2,8 @@
 
 Run ─> facts ──────────────────────────> data (JSON)      ┐
     ─> metrics, samples, time line ────> blocks (gzip)    ├─> template ─> page
-plotly's script, the scripts and styles of this room ─────┘
+plotly's script ───────────────────────> block (gzip)     │
+scripts and styles of this room ──────────────────────────┘
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from fivefold import __version__
 from fivefold.observe.events import SUFFIX
 from fivefold.observe.jsonl import finite
-from fivefold.report.blocks import inline, table_block
+from fivefold.report.blocks import inline, script_block, table_block
 from fivefold.report.recipe_table import with_defaults
 from fivefold.report.run import Run, duration
 from fivefold.report.samples import Embedded, Samples, embedded
@@ -81,8 +82,7 @@ def render(all_facts: Sequence[Mapping[str, Any]], blocks: Mapping[str, str], *,
             title=_escaped(", ".join(str(each["name"]) for each in all_facts)),
             style=(ASSETS / "style.css").read_text(encoding="utf-8"),
             data=_in_script(json.dumps(finite(data), ensure_ascii=False)),
-            blocks=blocks,
-            plotly=plotly.replace("</script", "<\\/script"),
+            blocks={**blocks, "plotly": plotly},
             scripts=[(ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS],
             footer=f"Fivefold {__version__}",
             live=live,
@@ -134,7 +134,7 @@ def has_timeline(run: Run) -> bool:
 
 @cache
 def _libraries() -> tuple[Any, str]:
-    """Return jinja2 and the script of plotly."""
+    """Return jinja2 and the script of plotly, as a block in the form in which it stands in a page."""
     try:
         import jinja2
         from plotly.offline import get_plotlyjs
@@ -142,7 +142,7 @@ def _libraries() -> tuple[Any, str]:
         raise ValueError(
             f"pages about runs need the package {error.name}, which is not installed: {INSTALL}"
         ) from error
-    return jinja2, get_plotlyjs()
+    return jinja2, inline(script_block(get_plotlyjs()))
 
 
 def _in_script(text: str) -> str:

@@ -23,7 +23,11 @@ class Page:
         """Open a page in a window of this size; return the seconds until it said that it was ready."""
         self.open_plainly(url, width=width, height=height, dark=dark)
         self.wait("document.documentElement.dataset.ready === 'yes'")
-        return float(self.run("return performance.getEntriesByName('ready')[0]?.startTime ?? 0")) / 1000
+        return self.seconds_until("ready")
+
+    def seconds_until(self, mark: str) -> float:
+        """Return the seconds until the page set a mark: `readable`, then `ready` with its curves."""
+        return float(self.run("return performance.getEntriesByName(arguments[0])[0]?.startTime ?? 0", mark)) / 1000
 
     def open_plainly(self, url: str, *, width: int = 1300, height: int = 900, dark: bool = False) -> None:
         """Open a page in a window of this size."""

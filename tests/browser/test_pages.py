@@ -147,6 +147,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_of_many_steps_and_samples_fits_and_stays_smooth(page: Page, large: Path, measured: object) -> None:
     assert large.stat().st_size < 20e6
     seconds = page.open(large.as_uri())
+    measured("seconds until all but the curves is shown", page.seconds_until("readable"))  # type: ignore[operator]
     measured("seconds to open", seconds)  # type: ignore[operator]
     count = page.text("[data-count]")
     page.run("document.getElementById('samples').scrollIntoView(); document.querySelector('.list').scrollTop = 1e6")

@@ -130,7 +130,10 @@ const SIGHT = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "200px" });
 
-function redraw(chart) { chart.stale = false; chart.draw(chart); }
+function redraw(chart) {
+  chart.stale = !window.Plotly;
+  if (window.Plotly) chart.draw(chart);
+}
 function redrawAll() { for (const chart of CHARTS) { if (chart.visible) redraw(chart); else chart.stale = true; } }
 
 /* Draw lines of metrics of all runs; smoothing draws the values themselves faintly behind. */

@@ -122,6 +122,9 @@ async function follow() {
   if (window.showTimelines) await window.showTimelines();
   if (window.showSamples) await window.showSamples();
   byId("others-details").addEventListener("toggle", redrawAll);
+  performance.mark("readable");
+  await runPlotly();
+  redrawAll();
   performance.mark("ready");
   document.documentElement.dataset.ready = "yes";
   if (PAGE.live) follow();
