@@ -14,6 +14,8 @@ import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from types import TracebackType
 from typing import Any, Literal, Self
 
 from fivefold.observe.console import RunConsole
@@ -52,11 +54,13 @@ class QuietScreen(RunConsole):
 
 
 class JsonScreen(RunConsole):
-    """Prints one JSON object a line."""
+    """Prints one JSON object a line. What anything else prints meanwhile goes to the standard error stream."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         super().__init__(columns)
         self._n_steps = 0
+        self._out = sys.stdout
+        self._elsewhere = redirect_stdout(sys.stderr)
         self._printing = threading.Lock()
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
@@ -88,12 +92,18 @@ class JsonScreen(RunConsole):
         self._print(event="end", title=title, facts=_texts(facts))
 
     def __enter__(self) -> Self:
+        self._elsewhere.__enter__()
         return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._elsewhere.__exit__(kind, error, trace)
 
     def _print(self, **event: Any) -> None:
         with self._printing:
-            sys.stdout.write(json.dumps(finite(event)) + "\n")
-            sys.stdout.flush()
+            self._out.write(json.dumps(finite(event)) + "\n")
+            self._out.flush()
 
 
 def _texts(facts: Mapping[str, object]) -> dict[str, str]:

@@ -52,6 +52,15 @@ def test_json_is_one_object_a_line_with_every_number(capsys: pytest.CaptureFixtu
     assert events[-1] == {"event": "end", "title": "finished in 9 s", "facts": {"weights": "runs/sums/trial-0/weights"}}
 
 
+def test_json_is_all_that_a_program_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_screen("json", TRAIN_COLUMNS) as screen:
+        print("what a tracker or a reward function says")
+        screen.note("a note")
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"event": "note", "text": "a note"}
+    assert err == "what a tracker or a reward function says\n"
+
+
 def test_quiet_says_warnings_notes_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed("quiet", capsys).splitlines() == [
         "warnings: 2 devices are not used",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.run_dir import RunDir
@@ -113,13 +114,45 @@ def test_mlflow_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypat
     assert run.data.params["train_dataset.batch_size"] == "4"
     assert run.info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"summary.json", "samples.json"}
+    summary, table = (
+        json.loads(Path(client.download_artifacts(run.info.run_id, name, str(tmp_path))).read_text())
+        for name in ("summary.json", "samples.json")
+    )
+    assert summary == {"accuracy_after": 0.9}
+    assert table["data"] == [list(SAMPLE.values())]
 
 
-def test_swanlab_logs_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swanlab_has_the_steps_of_all_starts_under_one_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("swanlab")
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
     monkeypatch.setenv("SWANLAB_MODE", "offline")
-    assert track(tmp_path, "swanlab", (1, 2), ends=True) == []
-    assert any(RunDir.of(recipe(tmp_path)).trackers.glob("run-*"))
+    stdout = sys.stdout
+    twice(tmp_path, "swanlab")
+    assert sys.stdout is stdout
+    assert "ERROR" not in "".join(capfd.readouterr())
+    folder = RunDir.of(recipe(tmp_path)).trackers
+    scalars: dict[str, dict[int, float]] = {}
+    keys, texts = set(), []
+    for file in sorted(folder.glob("run-*/*.swanlab")):
+        for data in leveldb_records(file.read_bytes()[7:]):
+            record = Record()
+            record.ParseFromString(data)
+            if record.HasField("start"):
+                keys.add((record.start.project, record.start.id))
+            if record.HasField("scalar"):
+                scalars.setdefault(record.scalar.key, {})[record.scalar.step] = record.scalar.value.number
+            if record.HasField("media"):
+                texts += [file.parent / "media" / "text" / item.filename for item in record.media.value.items]
+    assert scalars["reward/mean"] == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+    assert list(scalars["summary/accuracy_after"].values()) == [pytest.approx(0.9)]
+    assert keys == {("sums", json.loads((folder / "key.json").read_text())["key"])}
+    assert [file.read_text() for file in texts] == ["2+3=\n\n5"] * 2
+    config = yaml.safe_load(next(folder.glob("run-*/files/config.yaml")).read_text())
+    assert config["train_dataset.batch_size"]["value"] == 4
+    assert config["places.checkpoints"]["value"].endswith("sums/trial-0/checkpoints")
 
 
 def test_trackio_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
