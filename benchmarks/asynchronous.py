@@ -9,8 +9,8 @@ so small that the weights stay as they are; so every run samples the same tokens
 work. Runs of all ages are repeated in turn. Each prints a line of JSON, and the last lines are a table.
 
 The table also has the seconds that the simulation of `fivefold plan --lengths` gives for the lengths of the runs. The
-time of a token of n completions is a + b * n, with a and b fitted to the steps of the smallest age, which must be 0; an
-update takes as long as in those steps.
+time of a token of n completions is a + b * n, with a and b fitted to the steps of the smallest age, which must be 0. An
+update takes as long as in the runs of the age itself, because both sides share the processor.
 """
 
 from __future__ import annotations
@@ -105,19 +105,25 @@ def measure(age: int, repeat: int, folder: Path, args: argparse.Namespace) -> di
     }
 
 
-def simulated(age: int, synchronous: list[dict[str, Any]]) -> float:
-    """Return the seconds of a step that the simulation gives, from what the synchronous runs have measured."""
+def simulated(age: int, synchronous: list[dict[str, Any]], own: list[dict[str, Any]]) -> float:
+    """Return the seconds of a step that the simulation gives.
+
+    Args:
+        age: the age.
+        synchronous: measured runs of age 0.
+        own: measured runs of this age.
+    """
     steps = [step for row in synchronous for step in row["steps"]]
     tokens = np.array([[max(lengths), sum(lengths)] for _, lengths in steps])
     (fixed, each), *_ = np.linalg.lstsq(tokens, np.array([seconds for seconds, _ in steps]), rcond=None)
-    weights = fmean(row["seconds_weights"] for row in synchronous)
+    weights = fmean(row["seconds_weights"] for row in own)
     setting = Setting(
         batch_size=N_PROMPTS,
         group_size=N_SAMPLES,
         n_replicas=1,
         slots=SLOTS,
         token_seconds=tuple(fixed + each * n for n in range(SLOTS + 1)),
-        train_seconds=fmean(row["seconds_per_step"] - row["seconds_waiting"] for row in synchronous) - weights,
+        train_seconds=fmean(row["seconds_per_step"] - row["seconds_waiting"] for row in own) - weights,
         update_seconds=weights,
         max_age=age,
     )
@@ -139,7 +145,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         seconds = median(row["seconds_per_step"] for row in own)
         waiting = median(row["seconds_waiting"] for row in own)
         staleness = median(row["staleness_mean"] for row in own)
-        guess = simulated(age, by_age[min(by_age)])
+        guess = simulated(age, by_age[min(by_age)], own)
         cells = (f"{seconds:.2f}", f"{guess:.2f}", f"{waiting:.2f}", f"{base / seconds:.2f}", f"{staleness:.1f}")
         lines.append(f"| {age} | {' | '.join(cells)} |")
     return "\n".join(lines)

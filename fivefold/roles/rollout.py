@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -181,8 +181,8 @@ class Responses:
     """Seconds from the first job to the last completion."""
     n_running: int = 0
     """Requests of a stream that the replica has and has not answered."""
-    lost: Sequence[int] = ()
-    """First index of each job of a stream that was lost with its server."""
+    lost: Mapping[int, Sequence[GenerationRequest]] = field(default_factory=dict)
+    """Jobs of a stream that were lost with their server, by their first index: requests with their tokens so far."""
     has_weights: bool = True
     """Whether the replica may get further jobs before the next weights."""
 

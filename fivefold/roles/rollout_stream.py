@@ -9,7 +9,7 @@ Between two slices a replica does what else it is asked for: it takes new weight
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.cluster.group import KeptCall
 from fivefold.roles.remote_batch import RemoteBatch
@@ -124,7 +124,8 @@ class RolloutStream:
         jobs = self._jobs[call.rank]
         self.busy_s[call.rank] += report.busy_s
         # First in the queue, in their order: their turn comes before that of all others.
-        self._queue.extendleft(jobs.pop(number) for number in sorted(report.lost, reverse=True))
+        lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
+        self._queue.extendleft(reversed(lost))
         if not report.has_weights:
             self._without_weights.add(call.rank)
             # What it was to get with its next call goes to others too.

@@ -13,12 +13,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.train import EvaluatorConfig
 from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.types import Completion
+from fivefold.types import Completion, FinishReason
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """What a completion has so far: n tokens, from which another server can go on."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    """[n]: as in `Completion`; NaN where they were not asked for."""
+    versions: npt.NDArray[np.int32]
+    """[n]: version of the weights that sampled each token."""
+    finish_reason: FinishReason | None
+    """Why it has ended; None: it goes on."""
+
+    @staticmethod
+    def joined(parts: Sequence[Begun]) -> Begun:
+        """Return the parts of one completion, of which there is at least one, as one."""
+        return Begun(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.versions for part in parts]),
+            parts[-1].finish_reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -32,6 +57,8 @@ class GenerationRequest:
     the sampling is `seeded`."""
     wants_logprobs: bool = True
     """Whether the log-probs of the sampled tokens are asked for. The embedded engine always gives them."""
+    begun: Begun | None = None
+    """What the completion has from another server. Only jobs of engines that tell what they have lost have it."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +177,11 @@ class RolloutEngine(Protocol):
     def n_running(self) -> int:
         """Number of requests that were submitted and are not answered."""
 
-    def take_lost(self) -> list[int]:
+    def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return the submitted jobs that were lost since the last call, because what answered them has died.
 
-        The engine has begun anew. If it then has no weights, it needs an update before it gets further jobs.
+        Their requests have what is known of their completions, so that another engine goes on from there. The engine
+        that lost them has begun anew. If it then has no weights, it needs an update before it gets further jobs.
         """
 
     @property

@@ -161,9 +161,9 @@ class TransformersEngine:
         """Number of requests that were submitted and are not answered."""
         return 0 if self._stream is None else self._stream.n_running
 
-    def take_lost(self) -> list[int]:
+    def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return no job: the engine is in this process, which ends with it."""
-        return []
+        return {}
 
     @property
     def has_weights(self) -> bool:

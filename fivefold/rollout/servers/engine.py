@@ -73,7 +73,7 @@ class ServerEngine:
         self._state = EngineState(0 if spec.load_weights else None)
         self._stream: ServerStream | None = None
         self._is_interrupted = False
-        self._lost: list[int] = []
+        self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with their server, and that `take_lost` has not told."""
         self._n_restarts = 0
         self._start()
@@ -107,7 +107,7 @@ class ServerEngine:
         print(f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)", flush=True)
         self._server.close()
         if self._stream is not None:
-            self._lost += self._stream.lose()
+            self._lost |= self._stream.lose()
         self._state = EngineState(None)
         self._is_interrupted = False
         self._start()
@@ -187,9 +187,9 @@ class ServerEngine:
         """Number of requests that were submitted and are not answered."""
         return 0 if self._stream is None else self._stream.n_running
 
-    def take_lost(self) -> list[int]:
+    def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs that were lost with their server since the last call (`RolloutEngine`)."""
-        lost, self._lost = self._lost, []
+        lost, self._lost = self._lost, {}
         return lost
 
     @property

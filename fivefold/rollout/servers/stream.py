@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, Ask
 from fivefold.types import Completion
 
@@ -34,37 +34,38 @@ class _Part:
 
     job: int
     request: GenerationRequest
-    answers: list[tuple[Answer, int]] = field(default_factory=list)
-    """Answers with the versions of the weights that gave them; all but the last were aborted."""
+    answers: list[Begun] = field(default_factory=list)
+    """What each answer has added; all but the last were aborted."""
+
+    @staticmethod
+    def of(job: int, request: GenerationRequest) -> _Part:
+        """Return the completion of a request, with what it has from another server."""
+        return _Part(job, request, [] if request.begun is None else [request.begun])
 
     @property
     def n_tokens(self) -> int:
-        return sum(len(answer.token_ids_T) for answer, _ in self.answers)
+        return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
     def is_whole(self) -> bool:
-        return bool(self.answers) and self.answers[-1][0].finish_reason != "abort"
+        return bool(self.answers) and self.answers[-1].finish_reason is not None
 
     def ask(self) -> Ask:
         """Return what to ask for, to go on from the tokens so far."""
-        sampled = [int(token) for answer, _ in self.answers for token in answer.token_ids_T]
+        sampled = [int(token) for answer in self.answers for token in answer.token_ids]
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled)
         return Ask((*self.request.token_ids, *sampled), 1, seed, self.request.wants_logprobs)
 
     def completion(self) -> Completion:
         """Return the whole completion; log-probs that were not asked for are NaN."""
-        last, _ = self.answers[-1]
-        assert last.finish_reason != "abort"
-        tokens = [answer.token_ids_T for answer, _ in self.answers]
-        logprobs = [
-            np.full(len(answer.token_ids_T), np.nan, np.float32) if answer.logprobs_T is None else answer.logprobs_T
-            for answer, _ in self.answers
-        ]
-        versions = [np.full(len(answer.token_ids_T), version, np.int32) for answer, version in self.answers]
-        return Completion(
-            np.concatenate(tokens), np.concatenate(logprobs), np.concatenate(versions), last.finish_reason
-        )
+        whole = Begun.joined(self.answers)
+        assert whole.finish_reason is not None
+        return Completion(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason)
+
+    def so_far(self) -> GenerationRequest:
+        """Return the request with what its completion has so far."""
+        return replace(self.request, begun=Begun.joined(self.answers) if self.answers else None)
 
 
 @dataclass(eq=False)
@@ -73,6 +74,18 @@ class _Sent:
 
     part: _Part
     version: int
+
+    def note(self, answer: Answer) -> None:
+        """Add an answer to the completion."""
+        n, logprobs = len(answer.token_ids_T), answer.logprobs_T
+        self.part.answers.append(
+            Begun(
+                answer.token_ids_T,
+                np.full(n, np.nan, np.float32) if logprobs is None else logprobs,
+                np.full(n, self.version, np.int32),
+                None if answer.finish_reason == "abort" else answer.finish_reason,
+            )
+        )
 
 
 class ServerStream:
@@ -102,8 +115,8 @@ class ServerStream:
 
     def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
         """Take the requests of job `number`, which are asked for at the next `collect`."""
-        self._jobs[number] = [_Part(number, request) for request in requests]
-        self._waiting += self._jobs[number]
+        self._jobs[number] = [_Part.of(number, request) for request in requests]
+        self._waiting += (part for part in self._jobs[number] if not part.is_whole)
 
     def collect(self, version: int, seconds: float) -> list[tuple[int, list[Completion]]]:
         """Ask for what waits, and go on until a request is answered, or `seconds` have passed.
@@ -141,9 +154,13 @@ class ServerStream:
             if not future.done():
                 sent.version = version
 
-    def lose(self) -> list[int]:
-        """Forget all jobs, whose server has died; return their numbers."""
-        lost = list(self._jobs)
+    def lose(self) -> dict[int, list[GenerationRequest]]:
+        """Forget all jobs, whose server has died; return their requests with the tokens that have arrived."""
+        for future, sent in self._sent.items():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                [answer] = future.result()
+                sent.note(answer)
+        lost = {number: [part.so_far() for part in parts] for number, parts in self._jobs.items()}
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
         self._jobs, self._sent, self._waiting = {}, {}, []
@@ -167,7 +184,7 @@ class ServerStream:
         for future in [future for future in self._sent if future.done()]:
             sent = self._sent.pop(future)
             [answer] = future.result()
-            sent.part.answers.append((answer, sent.version))
+            sent.note(answer)
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)
 

@@ -54,8 +54,8 @@ class SleepingEngine:
     def n_running(self) -> int:
         return len(self._left) + len(self._waiting)
 
-    def take_lost(self) -> list[int]:
-        return []
+    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+        return {}
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         self._sizes[number] = len(requests)

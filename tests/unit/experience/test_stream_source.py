@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fivefold.config.load import load_recipe
@@ -29,7 +30,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
 from fivefold.roles.rollout import Job, Responses, RolloutWorker
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout, LocalWorker
@@ -155,6 +156,11 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
     assert not [thread for thread in threading.enumerate() if thread.name in ("rollout", "rewards")]
 
 
+def begun(request: GenerationRequest) -> GenerationRequest:
+    one = np.zeros(1)
+    return replace(request, begun=Begun(one.astype(np.int32), one.astype(np.float32), one.astype(np.int32), None))
+
+
 class ScriptedWorker(RolloutWorker):
     """Answers each job in a slice of its own with one token; fails at the jobs of some prompts, dies at some slices."""
 
@@ -164,7 +170,7 @@ class ScriptedWorker(RolloutWorker):
         self._dies = dies
         self._n_slices = 0
         self.has_weights = True
-        self.n_answered = 0
+        self.n_answered = self.n_gone_on = 0
 
     def advance(
         self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
@@ -173,12 +179,14 @@ class ScriptedWorker(RolloutWorker):
         self._waiting += jobs
         self._n_slices += 1
         if self._n_slices in self._dies:
-            lost, self._waiting, self.has_weights = [job.indices.start for job in self._waiting], [], False
+            lost = {job.indices.start: [begun(request) for request in job.requests] for job in self._waiting}
+            self._waiting, self.has_weights = [], False
             return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
         job = self._waiting.pop(0)
         if job.prompts[0].index in self._fails:
             raise OSError("the replica is gone")
         self.n_answered += 1
+        self.n_gone_on += job.requests[0].begun is not None
         trajectories = [Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0)) for prompt in job.prompts]
         return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
 
@@ -244,6 +252,7 @@ def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: 
             source.weights_sent(step)
     # One that is alone gets its weights while the trainer waits for it.
     assert sent or others
+    assert sum(worker.n_gone_on for worker in workers) > 0, "jobs come back with the tokens that they have"
 
 
 def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:

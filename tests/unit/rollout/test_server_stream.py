@@ -163,10 +163,15 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
     served.update(0)
     assert engine.has_weights
-    for number in (4, 8):
-        engine.submit(number, [long_request(1, number)], sampling())
+    params, waits = sampling(max_new_tokens=20), {number: long_request(2, number) for number in (4, 8)}
+    [quick] = requests_of(1)
+    engine.submit(4, [waits[4]], params)
+    engine.submit(8, [waits[8], quick], params)
+    while engine.n_running > 2:
+        assert engine.collect(0.5) == []
+    assert engine.take_lost() == {}
+    served.update(1)
     assert engine.collect(0.5) == []
-    assert engine.take_lost() == []
 
     def die() -> None:
         os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
@@ -175,15 +180,33 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     if dies_before == "a report":
         assert engine.collect(20.0) == []
         assert not engine.has_weights
-    served.update(1)
+    served.update(2)
     assert engine.has_weights
-    assert sorted(engine.take_lost()) == [4, 8]
+    lost = engine.take_lost()
+    assert sorted(lost) == [4, 8]
+    assert engine.take_lost() == {}
+    assert engine.n_running == 0
     assert len(served.log.rows("start")) == 2
-    engine.submit(4, requests_of(2), sampling())
-    answers = collected(served, 1)[4]
-    assert {version for completion in answers for version in completion.versions} == {1}
+    # What had arrived is kept: two tokens of the long ones before the first update, and the whole of the quick one.
+    for number, requests in lost.items():
+        assert requests[0].begun is not None
+        assert requests[0].begun.versions.tolist() == [0] * LONG_TOKENS
+        engine.submit(number, requests, params)
+    assert engine.collect(0.5) == []
+    before = len(served.bodies())
+    served.update(3)
+    answers = collected(served, 2)
+    assert len(served.bodies()) == before + 2, "the quick one is not asked for again"
+    for number, request in waits.items():
+        tokens, logprobs = continued(request, 2, params)
+        assert answers[number][0].token_ids.tolist() == tokens
+        assert answers[number][0].logprobs.tolist() == logprobs
+        assert answers[number][0].versions.tolist() == [0, 0, 2, 2, *[3] * (len(tokens) - 4)]
+    tokens, _, _ = answer_to(quick.token_ids, quick.seed, params.max_new_tokens)
+    assert answers[8][1].token_ids.tolist() == list(tokens)
+    assert set(answers[8][1].versions.tolist()) == {0}
     # It may die as often as the recipe says.
-    engine.submit(8, [long_request(1)], sampling())
+    engine.submit(12, [long_request(1)], params)
     assert engine.collect(0.5) == []
     die()
     with pytest.raises(RuntimeError, match="the server ended with status"):
