@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
+from fivefold.imports import large_imports
 
 
 def dpo(
@@ -24,6 +25,7 @@ def dpo(
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], DPORecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
-        from fivefold.dpo import dpo
+        with large_imports():
+            from fivefold.dpo import dpo
 
         dpo(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

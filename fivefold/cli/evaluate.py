@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.command import Overrides, RecipePath, reporting_errors
+from fivefold.imports import large_imports
 
 ModelPath = Annotated[
     str | None,
@@ -31,6 +32,7 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None, model: ModelPath =
 
         loaded = load_recipe(recipe, overrides or [], TrainRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
-        from fivefold.evaluate import evaluate
+        with large_imports():
+            from fivefold.evaluate import evaluate
 
         typer.echo(json.dumps(evaluate(loaded, model=model), indent=2))

@@ -11,6 +11,7 @@ import typer
 
 from fivefold.cli.command import reporting_errors
 from fivefold.config.limits import LARGEST_SEED
+from fivefold.imports import large_imports
 
 if TYPE_CHECKING:
     from fivefold.config.schema.rollout import GenerationConfig
@@ -79,7 +80,8 @@ def generate(
             stop=stop or [],
         )
         # The options are checked before torch is imported.
-        from fivefold.generate import generate
+        with large_imports():
+            from fivefold.generate import generate
 
         completions = generate(model, prompts, config, seed=seed, chat=chat, dtype=dtype, device=device)
         for text, answers in zip(prompts, completions, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
+from fivefold.imports import large_imports
 
 
 def rm(
@@ -24,6 +25,7 @@ def rm(
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], RMRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
-        from fivefold.rm import rm
+        with large_imports():
+            from fivefold.rm import rm
 
         rm(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
+from fivefold.imports import large_imports
 
 
 def sft(
@@ -24,6 +25,7 @@ def sft(
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], SFTRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
-        from fivefold.sft import sft
+        with large_imports():
+            from fivefold.sft import sft
 
         sft(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
+from fivefold.imports import large_imports
 
 
 def train(
@@ -29,6 +30,7 @@ def train(
 
         command.recipe = loaded = load_recipe(recipe, overrides or [], TrainRecipe)
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
-        from fivefold.train import train
+        with large_imports():
+            from fivefold.train import train
 
         train(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))

@@ -30,6 +30,7 @@ from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
 from fivefold.cluster.rendezvous import LOOPBACK
+from fivefold.imports import large_imports
 from fivefold.observe.events import SUFFIX, EventLog
 
 SIDES = {"feed": 1, "control": 1, "where": 1, "hold": 1}
@@ -112,7 +113,8 @@ class Worker:
         Returns:
             The port; 0 on the other ranks.
         """
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        with large_imports():
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if host is None:
             return 0
@@ -126,10 +128,11 @@ class Worker:
         self._thread = threading.get_ident()
         os.environ.update(environment)
         with self._running("build"):
-            build = cloudpickle.loads(pickled)
-            if isinstance(build, str):
-                module, _, name = build.partition(":")
-                build = getattr(importlib.import_module(module), name)
+            with large_imports():
+                build = cloudpickle.loads(pickled)
+                if isinstance(build, str):
+                    module, _, name = build.partition(":")
+                    build = getattr(importlib.import_module(module), name)
             self._held = build(*args)
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import TrainingEngine
+from fivefold.imports import large_imports
 from fivefold.layout.parallel import ParallelLayout
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ def build_engine(config: EngineConfig, layout: ParallelLayout, **options: Any) -
 
 
 def _engine_class(backend: str) -> type[MegatronEngine] | type[FSDPEngine]:
-    if backend == "megatron":
-        from fivefold.mcore.engine import MegatronEngine
+    with large_imports():
+        if backend == "megatron":
+            from fivefold.mcore.engine import MegatronEngine
 
-        return MegatronEngine
-    if backend == "fsdp":
-        from fivefold.fsdp.engine import FSDPEngine
+            return MegatronEngine
+        if backend == "fsdp":
+            from fivefold.fsdp.engine import FSDPEngine
 
-        return FSDPEngine
+            return FSDPEngine
     raise ValueError(f"the backend {backend!r} does not train: use megatron or fsdp")

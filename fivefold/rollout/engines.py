@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fivefold.imports import large_imports
 from fivefold.layout.backends import backend_names
 from fivefold.rollout.protocol import RolloutEngine
 from fivefold.rollout.replica import ReplicaSpec
@@ -48,7 +49,8 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
         return ServerEngine(DIALECTS[spec.backend], spec, place, save)
     if spec.backend != "transformers":
         raise ValueError(f"no engine generates with {spec.backend}: use {backend_names(trains=False)}")
-    from fivefold.rollout.transformers_engine import TransformersEngine
+    with large_imports():
+        from fivefold.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine.from_path(
         spec.path,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import ROOT, run_forked
+
 COMMAND = [sys.executable, "-m", "fivefold"]
 
 Fivefold = Callable[..., subprocess.CompletedProcess[str]]
@@ -18,18 +19,14 @@ Fivefold = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def fivefold() -> Fivefold:
-    """`fivefold(*arguments)`: the command in a process of its own, in the folder `cwd`; output as text."""
+    """`fivefold(*arguments)`: the command in a process of its own, in the folder `cwd`; output as text.
+
+    The process is forked with everything imported, which takes a third of its time otherwise. Tests that kill or
+    interrupt a run start `COMMAND` itself.
+    """
 
     def run(*arguments: str, timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=cwd,
-            env=environment,
-            check=False,
-        )
+        return run_forked(arguments, cwd=cwd, environment=environment, timeout=timeout)
 
     return run

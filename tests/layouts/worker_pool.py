@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -30,8 +28,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-PRELOADED = ("torch._dynamo", "transformers", "fivefold.mcore.engine")
-"""What processes import at the latest with their first optimizer, or their first model of transformers."""
+from tests.forks import forking
+
 START_LIMIT_S = 180.0
 """Seconds for the imports, and for the processes to join torch.distributed."""
 GRACE_S = 3.0
@@ -87,8 +85,7 @@ class WorkerPool:
         self._answers("start of the processes", START_LIMIT_S)
 
     def _start_processes(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = forking()
         self._starts += 1
         store = Path(self._scratch.name) / f"store-{self._starts}"
         for rank in range(self.n):
@@ -186,7 +183,6 @@ def rejoin() -> None:
 
 def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file: Path) -> None:
     global _membership
-    gc.freeze()  # objects of the imports stay, so garbage collections need not visit them
     torch.set_num_threads(1)
     _membership = _Membership(rank, world_size, store)
     with stack_file.open("w") as stacks:

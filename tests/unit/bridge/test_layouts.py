@@ -20,6 +20,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.families.read import load_shape
+from tests.forks import forking
 
 WORLD = 8
 DENSE = ("llama", "qwen2", "qwen3")
@@ -202,7 +203,7 @@ def found(
 ) -> list[dict[str, dict[str, list[str]]]]:
     """Return what each of the 8 ranks found, by case. The processes are started once for all cases."""
     scratch = tmp_path_factory.mktemp("layouts")
-    mp.set_forkserver_preload(["torch.distributed", "safetensors.torch", "fivefold.bridge.bridge"])
+    forking()  # prepares the server from which the processes are forked
     mp.start_processes(worker, (hf_models, scratch), nprocs=WORLD, start_method="forkserver")
     return [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(WORLD)]
 

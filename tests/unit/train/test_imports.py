@@ -12,7 +12,10 @@ print(*sys.modules)
 import fivefold.mcore.engine
 print(*sys.modules)
 """
-BY_NONE = ("torch._dynamo", "torch._inductor", "transformers.modeling_utils", "datasets", "pandas", "pyarrow")
+BY_NONE = (
+    "torch._dynamo", "torch._inductor", "transformers.modeling_utils", "datasets", "pandas", "pyarrow", "wandb",
+    "tensorboard",
+)  # fmt: skip
 NOT_BY_DRIVERS = (*BY_NONE, "megatron", "sympy", "torch.distributed.checkpoint", "torch.distributed.tensor")
 
 

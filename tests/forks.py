@@ -1,0 +1,66 @@
+"""Processes that begin with everything imported: one server has imported it, and forks them."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def forking() -> ForkServerContext:
+    """Return the context whose processes are forked from the server, which starts with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
+def run_forked(
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run the `fivefold` command as `subprocess.run` does, in a forked process.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="forked-") as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = forking().Process(target=_command, args=(list(arguments), cwd, dict(environment), output, errors))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(list(arguments), timeout, output.read_bytes(), errors.read_bytes())
+        return subprocess.CompletedProcess(list(arguments), process.exitcode, output.read_text(), errors.read_text())
+
+
+def _command(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+    for descriptor, file in ((1, output), (2, errors)):
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    # What Python has for `python -m fivefold`, in place of the paths that pytest has added.
+    sys.path[:] = [str(cwd), str(ROOT), *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    sys.argv = ["fivefold", *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from fivefold.cli.main import app
+
+    try:
+        app(prog_name="fivefold")
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()

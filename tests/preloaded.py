@@ -1,0 +1,32 @@
+"""What the server of `tests.forks` imports before it forks: all that commands and trainers import at some time."""
+
+from __future__ import annotations
+
+import importlib
+
+from fivefold.imports import large_imports
+
+MODULES = (
+    "fivefold.cli.main",
+    "fivefold.train",
+    "fivefold.sft",
+    "fivefold.dpo",
+    "fivefold.rm",
+    "fivefold.generate",
+    "fivefold.mcore.engine",
+    "fivefold.fsdp.engine",
+    "safetensors.torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+with large_imports():
+    for module in MODULES:
+        importlib.import_module(module)
