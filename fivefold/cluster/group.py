@@ -7,7 +7,7 @@
     control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
-    deal         every rank takes jobs from one queue  -> summaries, and references, as from keep_each
+    deal         every rank takes jobs from one queue  -> summaries, and references, each as soon as it is there
     keep_on      one rank, without waiting             -> a call; first_kept waits for the first of several
 
 A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,36 +279,56 @@ class WorkerGroup:
 
     def deal(
         self,
-        method: Callable[Concatenate[Any, Iterator[Any], P], tuple[R, Any]],
+        method: Callable[Concatenate[Any, Iterator[Any], P], Iterator[tuple[R, Any]]],
         jobs: Iterable[Any],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> list[tuple[R, Remote]]:
-        """Run `method(iterator, *args, **kwargs)` on every rank; the iterators take their items from `jobs`, in order.
+    ) -> Iterator[list[tuple[int, R, Remote]]]:
+        """Run the generator `method(iterator, *args, **kwargs)` on every rank; yield what the ranks yield, as it comes.
 
-        A rank gets its next job when it asks for one, so that none is without work while another has a backlog. What
-        the method returns is kept as by `keep_each`.
+        The iterators take their items from `jobs`, in order. A rank gets its next job when it asks for one, so that
+        none is without work while another has a backlog. The generator yields pairs (summary, payload), of which the
+        payload stays in the object store for as long as its reference is held.
+
+        Yields:
+            Some results: rank, summary and reference to the payload. There are none if nothing has come for a second,
+            so that a reader who wants to stop is asked often enough.
         """
         feed_id = next(_feed_ids)
         shared = _put(args)
-        began, seconds = time.monotonic(), self._session.timeout_s
-        phase = self._session.timers.current
-        pairs = [
-            worker.serve.options(num_returns=2).remote(feed_id, method.__name__, kwargs, *shared)
-            for worker in self._workers
-        ]
-        summaries = self._pend([summary for summary, _ in pairs])
-        asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in range(len(self))}
-        pushed = []
-        for job in jobs:
-            ready, _ = self._session.watch.wait_any(list(asking), phase, seconds, began)
-            rank = asking.pop(ready)
-            # A worker's feed runs its calls in their order, so that the question comes after the job.
-            pushed.append(self._in_feed(rank, "push", feed_id, job))
-            asking[self._in_feed(rank, "wanted", feed_id)] = rank
-        pushed += [self._in_feed(rank, "push_end", feed_id) for rank in range(len(self))]
-        self._session.watch.wait([*asking, *pushed], phase, seconds, began)
-        return list(zip(summaries.wait(), [payload for _, payload in pairs], strict=True))
+        began, phase = time.monotonic(), self._session.timers.current
+        queue, ranks = deque(jobs), range(len(self))
+        calls = [worker.serve.remote(feed_id, method.__name__, kwargs, *shared) for worker in self._workers]
+        self._pend(calls)
+        coming = dict(self._next_result(rank, feed_id) for rank in ranks)
+        asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in ranks}
+        calls += [] if queue else [self._in_feed(rank, "push_end", feed_id) for rank in ranks]
+        while coming:
+            found = self._session.watch.look([*asking, *coming], phase, self._session.timeout_s, began)
+            if found is None:
+                yield []
+                continue
+            ref, summary = found
+            if ref in coming:
+                rank, payload = coming.pop(ref)
+                if summary is not None:
+                    coming.update([self._next_result(rank, feed_id)])
+                    yield [(rank, summary, payload)]
+                continue
+            rank = asking.pop(ref)
+            if queue:
+                # A worker's feed runs its calls in their order, so that the question comes after the job.
+                calls.append(self._in_feed(rank, "push", feed_id, queue.popleft()))
+                asking[self._in_feed(rank, "wanted", feed_id)] = rank
+                calls += [] if queue else [self._in_feed(rank, "push_end", feed_id) for rank in ranks]
+        self._session.watch.wait([*asking, *calls], phase, self._session.timeout_s, began)
+
+    def _next_result(self, rank: int, feed_id: int) -> tuple[Remote, tuple[int, Remote]]:
+        """Ask a worker for its next result: return the watched reference to the summary, and rank and payload."""
+        asked = self._workers[rank].served.options(num_returns=2, concurrency_group="results")
+        summary, payload = asked.remote(feed_id)
+        self._pend([summary], [rank])
+        return summary, (rank, payload)
 
     def _in_feed(self, rank: int, method: str, *args: Any) -> Remote:
         """Call a method of one worker in its thread for feeds; return the watched reference to the answer."""

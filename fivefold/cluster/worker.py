@@ -5,7 +5,8 @@
            ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
            ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
-           ──deal────>        ──runs───> engine.method(iterator, *args) -> (summary, payload), asking for each item
+           ──deal────>        ──runs───> generator over an iterator, which asks for each item; every pair (summary,
+                                         payload) that it yields goes to the driver at once
            ──control─>        ──runs───> engine.method(*args) in a second thread, beside another method
 
 Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
@@ -20,6 +21,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,19 +35,20 @@ from fivefold.cluster.rendezvous import LOOPBACK
 from fivefold.imports import large_imports
 from fivefold.observe.events import SUFFIX, EventLog
 
-SIDES = {"feed": 1, "control": 1, "where": 1, "hold": 1}
+SIDES = {"feed": 1, "results": 1, "control": 1, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, with one thread each, for methods that run beside the one in progress."""
 
 STACK_FRAMES = 8
 
 
 class Feed:
-    """An iterator whose items are handed in by another thread, one at a time."""
+    """An iterator whose items are handed in by another thread, one at a time, and the results of its reader."""
 
     _END = object()
 
     def __init__(self) -> None:
         self._items: list[Any] = []
+        self._results: deque[tuple[Any, Any]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._is_wanted = False
@@ -66,8 +69,20 @@ class Feed:
         """Tell the reader that no item follows."""
         self.put(self._END)
 
+    def give(self, result: tuple[Any, Any]) -> None:
+        """Let `next_result` return a pair (summary, payload)."""
+        with self._changed:
+            self._results.append(result)
+            self._changed.notify_all()
+
+    def next_result(self) -> tuple[Any, Any]:
+        """Wait for the reader's next result and return it; a pair of None once the reader has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._results) or self._closed)
+            return self._results.popleft() if self._results else (None, None)
+
     def close(self) -> None:
-        """Record that the reader takes no more items, which ends a wait in `put`."""
+        """Record that the reader takes no more items and has no more results, which ends all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -89,7 +104,7 @@ class Feed:
 class Worker:
     """One process of a role. `build`, `call`, `keep`, `serve` and the like run one by one in one thread.
 
-    `push`, `push_end`, `wanted`, `control`, `where` and `hold` run in the threads of `SIDES`, beside the former.
+    `push`, `push_end`, `wanted`, `served`, `control`, `where` and `hold` run in the threads of `SIDES`, beside them.
     """
 
     def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
@@ -178,15 +193,19 @@ class Worker:
             feed.close()
         return result if reply else None
 
-    def serve(self, feed_id: int, method: str, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
-        """Do what `consume` does, for a method that returns a pair (summary, payload), as two objects of the store."""
+    def serve(self, feed_id: int, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
+        """Run the generator `held.method(items, *args, **kwargs)`, whose pairs (summary, payload) `served` returns."""
         feed = self._feed(feed_id)
         try:
             with self._running(method):
-                summary, payload = getattr(self._held, method)(iter(feed), *args, **kwargs)
+                for result in getattr(self._held, method)(iter(feed), *args, **kwargs):
+                    feed.give(result)
         finally:
             feed.close()
-        return summary, payload
+
+    def served(self, feed_id: int) -> tuple[Any, Any]:
+        """Return the next pair (summary, payload) of `serve`, as two objects of the store; None twice at the end."""
+        return self._feed(feed_id).next_result()
 
     def wanted(self, feed_id: int) -> None:
         """Return once `consume` or `serve` waits for an item."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import fmean, pstdev
 from typing import Any
@@ -22,27 +22,45 @@ PERCENTILES = (10, 50, 90)
 """Percentiles of the lengths of responses that are told."""
 
 
-def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
-    """Compute the rewards of each sample; return the samples with them, by name.
+def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, float]]:
+    """Compute the rewards of each sample, by name, without those that a reward model gives.
+
+    Raises:
+        ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`.
+    """
+    return rewards.judge([sample.prompt for sample in samples], [sample.response_text for sample in samples])
+
+
+def rewarded(
+    generated: Generated, judged: Sequence[Mapping[str, float]], rewards: RewardSet, model: RewardModel | None = None
+) -> list[Sample]:
+    """Return samples with their rewards.
 
     Args:
         generated: samples without rewards.
+        judged: the rewards of each, as `judged` returns them.
         rewards: the recipe's rewards.
-        model: the reward model, if one of them is its score.
+        model: the reward model, which scores all samples at once if one of the rewards is its score.
 
     Raises:
-        ValueError: the reward function failed, or returned anything but a finite number; see `compute_rewards`.
+        ValueError: a score is not finite.
     """
-    samples = generated.samples
-    prompts = [sample.prompt for sample in samples]
-    scores: dict[int, float] = {}
-    if model is not None and (scored := rewards.scored_by_model(prompts)):
+    samples, scores = generated.samples, dict[int, float]()
+    if model is not None and (scored := rewards.scored_by_model([sample.prompt for sample in samples])):
         scores = dict(zip(scored, model.scores(generated.batch.select(scored)).tolist(), strict=True))
-    judged = rewards.judge(prompts, [sample.response_text for sample in samples], scores)
     return [
-        sample.rewarded(values, rewards.weights, rewards.scored_by(sample.prompt))
-        for sample, values in zip(samples, judged, strict=True)
+        sample.rewarded(
+            rewards.complete(sample.prompt, sample.response_text, values, scores.get(index)),
+            rewards.weights,
+            rewards.scored_by(sample.prompt),
+        )
+        for index, (sample, values) in enumerate(zip(samples, judged, strict=True))
     ]
+
+
+def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
+    """Return samples with their rewards, once all have been generated; see `judged` and `rewarded`."""
+    return rewarded(generated, judged(generated.samples, rewards), rewards, model)
 
 
 def outcomes(samples: Sequence[Sample]) -> list[Outcome]:

@@ -1,5 +1,7 @@
 """Synchronous experience: each step reads prompts, generates samples and computes their rewards itself.
 
+A group's rewards are computed as soon as it is finished, while others are generated (`overlap.py`).
+
 next prompts ─> samples ─> rewards ─> groups with signal ─> enough? ─> experience
      ^                                                        │ no, with `actor.dynamic_sampling`
      └────────────────────────────────────────────────────────┘
@@ -14,13 +16,14 @@ from itertools import groupby
 from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
-from fivefold.experience.samples import judge, outcomes
+from fivefold.experience.overlap import generate_and_judge
+from fivefold.experience.samples import outcomes
 from fivefold.experience.source import Experience
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout import Generated, Rollout
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
 
@@ -60,12 +63,9 @@ class StepSource:
         return experience
 
     def _sampled(self, prompts: Sequence[Prompt], step: int, round_: int = 0) -> Experience:
-        with self.timers.phase("rollout"):
-            # A further round of a step has random choices of its own.
-            key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
-            generated = self.rollout.generate(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
-        with self.timers.phase("rewards"):
-            samples = judge(generated, self.rewards, self.reward_model)
+        # A further round of a step has random choices of its own.
+        key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
+        generated, samples = self._answered(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
         self.sampler.told(outcomes(samples))
         return Experience(samples, generated.batch, generated.metrics)
 
@@ -111,7 +111,16 @@ class StepSource:
         """Return the most likely completion of each prompt, with its reward."""
         prompts = list({sample.prompt.index: sample.prompt for sample in samples}.values())
         sampling = replace(self.sampling, greedy=True, seeded=False, logprob_share=0.0)
-        with self.timers.phase("rollout"):
-            generated = self.rollout.generate(prompts, 1, sampling, (self.recipe.seed, "greedy", step))
-        with self.timers.phase("rewards"):
-            return judge(generated, self.rewards, self.reward_model)
+        _, greedy = self._answered(prompts, 1, sampling, (self.recipe.seed, "greedy", step))
+        return greedy
+
+    def _answered(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
+    ) -> tuple[Generated, list[Sample]]:
+        """Generate completions of each prompt and compute their rewards. Returns them without rewards and with them."""
+        return generate_and_judge(
+            lambda finished: self.rollout.generate(prompts, n_samples, sampling, key, finished),
+            self.rewards,
+            self.timers,
+            self.reward_model,
+        )

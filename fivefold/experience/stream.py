@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -27,6 +26,7 @@ from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.data.turns import Turns
+from fivefold.experience.overlap import ENDING_S, FinishedGroups
 from fivefold.experience.samples import judge, outcomes, staleness_metrics
 from fivefold.experience.source import Experience
 from fivefold.experience.waiting import SavedGroup, WaitingGroups
@@ -34,13 +34,10 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.rollout import Generated, Job, Rollout
-from fivefold.roles.rollout_stream import Group, RolloutStream
+from fivefold.roles.rollout import Generated, Group, Job, Rollout
+from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.types import Prompt, Sample
-
-ENDING_S = 30.0
-"""Seconds that the threads have to end, which they do after their slice on the replicas or their rewards."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class StreamSource:
         """Prompts that may begin, and have not been handed to the replicas."""
         self._groups: dict[int, Group] = {}
         """Groups that are not taken, without their rewards, by prompt."""
-        self._to_judge: deque[Group] = deque()
+        self._finished = FinishedGroups()
         self._judged: dict[int, Judged] = {}
         self._failure: BaseException | None = None
         self._has_ended = False
@@ -185,7 +182,7 @@ class StreamSource:
                 if left <= 0:
                     raise RunFailed(
                         f"no group of samples was finished for scheduler.timeout_s={limit:g} s, while the trainer "
-                        f"waited: {self._turns.n_running} prompts are being answered, {len(self._to_judge)} groups "
+                        f"waited: {self._turns.n_running} prompts are being answered, {len(self._finished)} groups "
                         "wait for their rewards. See the logs of the rollout; if the completions need longer, raise "
                         "scheduler.timeout_s"
                     )
@@ -223,7 +220,7 @@ class StreamSource:
                 if len(group.samples) == self._size:
                     self._groups[number] = group.restored(prompt, self._size)
         self._turns.restore(self._groups)
-        self._to_judge += self._groups.values()
+        self._finished.add(list(self._groups.values()))
 
     def _admit(self) -> None:
         """Let prompts begin, as many as the rule allows."""
@@ -273,27 +270,20 @@ class StreamSource:
                 for group in groups:
                     self._turns.finish(group.number // self._size)
                     self._groups[group.number // self._size] = group
-                self._to_judge += groups
                 self._admit()
+            self._finished.add(groups)
 
     def _judge(self) -> None:
         """Compute the rewards of groups as they finish, until the source is closed."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_ended or self._to_judge)
-                if self._has_ended:
-                    return
-                groups = list(self._to_judge)
-                self._to_judge.clear()
-            # All that have finished meanwhile are judged together, because rewards are computed concurrently.
+        while groups := self._finished.take():
             samples = [sample for group in groups for sample in group.samples]
-            batch = RemoteBatch.joined([group.batch for group in groups])
+            generated = Generated(samples, RemoteBatch.joined([group.batch for group in groups]), {})
             with self._timers.phase("rewards"):
-                judged = judge(Generated(samples, batch, {}), self._rewards)
+                done = judge(generated, self._rewards)
             with self._changed:
                 self._progress = time.perf_counter()
                 for place, group in enumerate(groups):
-                    own = judged[place * self._size : (place + 1) * self._size]
+                    own = done[place * self._size : (place + 1) * self._size]
                     self._judged[group.number // self._size] = Judged(own, group.batch, self._progress)
                 self._changed.notify_all()
 
@@ -317,6 +307,7 @@ class StreamSource:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
+        self._finished.abandon()
         self._rollout.gate.end()
         for thread in self._threads:
             thread.join(ENDING_S)

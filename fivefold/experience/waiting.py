@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
-from fivefold.roles.rollout_stream import Group
+from fivefold.roles.rollout import Group
 from fivefold.types import Columns, Prompt, Sample
 
 if TYPE_CHECKING:

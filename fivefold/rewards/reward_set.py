@@ -7,13 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.reward import NamedReward, ScoredByModel, describe
 from fivefold.types import Prompt
-
-NO_SCORES: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -67,31 +64,42 @@ class RewardSet:
         of_model = [each for each in self.rewards if each.is_of_model]
         return [index for index, prompt in enumerate(prompts) if any(each.is_for(prompt) for each in of_model)]
 
-    def judge(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], scores: Mapping[int, float] = NO_SCORES
-    ) -> list[dict[str, float]]:
-        """Return the rewards of each response, by name and in the recipe's order.
+    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+        """Return the rewards of each response by name, without those that the reward model gives.
 
         Args:
             prompts: the prompt of each response.
             responses: the completions, decoded without special tokens.
-            scores: the reward model's score of each response with an index in `scored_by_model`.
 
         Raises:
-            ValueError: see `compute_rewards`; each reward may take the time limit on its own. Or a score is not finite.
+            ValueError: see `compute_rewards`; each reward may take the time limit on its own.
         """
         results: list[dict[str, float]] = [{} for _ in responses]
         for each in self.rewards:
-            own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
-            if not own:
-                continue
-            if each.is_of_model:
-                values = [_finite(scores[i], each.reward.name, prompts[i], responses[i]) for i in own]
-            else:
-                values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own])
+            own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt) and not each.is_of_model]
+            values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own]) if own else ()
             for index, value in zip(own, values, strict=True):
                 results[index][each.reward.name] = value
         return results
+
+    def complete(
+        self, prompt: Prompt, response: str, judged: Mapping[str, float], score: float | None
+    ) -> dict[str, float]:
+        """Return the rewards of one response by name and in the recipe's order, those of the reward model among them.
+
+        Args:
+            prompt: the prompt.
+            response: the completion, decoded without special tokens.
+            judged: the other rewards, as `judge` returns them.
+            score: the reward model's score of it; None: no reward of the prompt is one.
+
+        Raises:
+            ValueError: the score is not finite.
+        """
+        if score is None:
+            return dict(judged)
+        names = [(each.reward.name, each.is_of_model) for each in self.rewards if each.is_for(prompt)]
+        return {name: _finite(score, name, prompt, response) if of_model else judged[name] for name, of_model in names}
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Refuse, before a run, prompts that cannot be judged.

@@ -1,7 +1,9 @@
 """The replicas that generate: the driver's handle of them, and the worker in each replica's process.
 
-driver   prompts ─> requests ─> jobs in one queue ─> samples (text, lengths), and the tokens by reference
+driver   prompts ─> requests ─> jobs in one queue ─> groups of samples (text, lengths), and the tokens by reference
 replica  takes a job when it has room: requests ─> completions ─> trajectories ─> columns in the object store
+
+A group reaches the driver as soon as all of its completions have ended.
 
 A server's jobs are the groups of single prompts, longest-expected first. An embedded engine's are as many equal shares
 as there are replicas, because its rounding depends on which requests are decoded together.
@@ -12,7 +14,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -54,6 +57,25 @@ class Generated:
     """Load of the replicas: see docs/metrics.md."""
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Samples of one prompt, without rewards: all of them, or those that one replica was to generate."""
+
+    number: int
+    """Index of the first one's request among all requests of the call, or of the stream."""
+    samples: list[Sample]
+    batch: RemoteBatch
+    """The same sequences, in the same order."""
+
+
+Finished = Callable[[list[Group]], None]
+"""Is told of groups as they finish."""
+
+
+def ignore(groups: list[Group]) -> None:
+    """Do nothing with groups that finish: the caller waits for all of them."""
+
+
 @dataclass(frozen=True)
 class Job:
     """Requests that one replica answers, and what it needs to know of their prompts."""
@@ -63,6 +85,17 @@ class Job:
     prompts: Sequence[Prompt]
     """The prompt of each request."""
     requests: Sequence[GenerationRequest]
+
+    def split(self, size: int) -> dict[int, Job]:
+        """Return the requests of each group that the job has, by the group's number; groups have `size` requests."""
+        parts: dict[int, Job] = {}
+        start = 0
+        while start < len(self.indices):
+            group = self.indices[start] // size
+            part = slice(start, (group + 1) * size - self.indices.start)
+            parts[group] = Job(self.indices[part], self.prompts[part], self.requests[part])
+            start += len(parts[group].indices)
+        return parts
 
 
 class Rollout:
@@ -89,12 +122,21 @@ class Rollout:
         return self._group
 
     def generate(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        n_samples: int,
+        sampling: SamplingParams,
+        key: tuple[int | str, ...],
+        finished: Finished = ignore,
     ) -> Generated:
         """Generate `n_samples` completions of each prompt.
 
         Args:
+            prompts: the prompts.
+            n_samples: completions of each.
+            sampling: how tokens are chosen.
             key: decides the random choices, together with a prompt's place and the sample's place in its group.
+            finished: is told of each group once, and at least every second of no group; what it raises ends the wait.
         """
         asked = [prompt for prompt in prompts for _ in range(n_samples)]
         requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key, sampling.logprob_share)
@@ -107,7 +149,14 @@ class Rollout:
         if self._is_server:
             jobs.sort(key=lambda job: -self._expected.of(job.prompts[0]))
         began = time.perf_counter()
-        kept = self._group.deal(RolloutWorker.generate, jobs, sampling)
+        kept: list[list[tuple[Responses, Remote]]] = [[] for _ in range(len(self._group))]
+        for results in self._group.deal(RolloutWorker.generate, jobs, sampling, n_samples):
+            groups = []
+            for rank, report, columns in results:
+                kept[rank].append((report, columns))
+                indices = groupby(sorted(report.indices_N.tolist()), key=lambda index: index // n_samples)
+                groups += groups_of([[(index, asked[index]) for index in own] for _, own in indices], report, columns)
+            finished(groups)
         result = generated(asked, kept, time.perf_counter() - began)
         self._expected.learn(result.samples)
         return result
@@ -178,7 +227,7 @@ class Responses:
     versions_N2: npt.NDArray[np.int64]
     """Oldest and newest version of the weights that sampled each trajectory."""
     busy_s: float
-    """Seconds from the first job to the last completion."""
+    """Seconds since the report before, or from the first job: until these completions were there."""
     n_running: int = 0
     """Requests of a stream that the replica has and has not answered."""
     lost: Mapping[int, Sequence[GenerationRequest]] = field(default_factory=dict)
@@ -208,16 +257,35 @@ def _span(versions: npt.NDArray[np.int32]) -> tuple[int, int]:
     return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
 
 
-def generated(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]], seconds: float) -> Generated:
+def generated(asked: Sequence[Prompt], kept: Sequence[Sequence[tuple[Responses, Remote]]], seconds: float) -> Generated:
     """Combine the results of all replicas.
 
     Args:
         asked: the prompt of each request.
-        kept: each replica's report, and the reference to its columns.
+        kept: the reports of each replica, and the references to their columns.
         seconds: how long the call took.
     """
-    samples, batch = samples_of(asked, kept)
-    return Generated(samples, batch, load_metrics([responses for responses, _ in kept], seconds))
+    samples, batch = samples_of(asked, [pair for pairs in kept for pair in pairs])
+    return Generated(samples, batch, load_metrics([[report for report, _ in pairs] for pairs in kept], seconds))
+
+
+def groups_of(asked: Sequence[Sequence[tuple[int, Prompt]]], report: Responses, columns: Remote) -> list[Group]:
+    """Return the groups of one report.
+
+    Args:
+        asked: index and prompt of each request, by group, in ascending order.
+        report: a replica's report of these requests.
+        columns: the reference to its columns.
+    """
+    if not asked:
+        return []
+    samples, batch = samples_of([prompt for own in asked for _, prompt in own], [(report, columns)])
+    groups, start = [], 0
+    for own in asked:
+        end = start + len(own)
+        groups.append(Group(own[0][0], samples[start:end], batch.select(range(start, end))))
+        start = end
+    return groups
 
 
 def samples_of(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> tuple[list[Sample], RemoteBatch]:
@@ -250,10 +318,10 @@ def samples_of(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]
     return samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces))
 
 
-def load_metrics(reports: Sequence[Responses], seconds: float) -> dict[str, float]:
-    """Return how evenly the replicas were loaded in a call that took `seconds`."""
-    busy = [responses.busy_s / seconds for responses in reports]
-    tokens = [float(responses.sampled_N.sum()) for responses in reports]
+def load_metrics(reports: Sequence[Sequence[Responses]], seconds: float) -> dict[str, float]:
+    """Return how evenly the replicas, each with its reports, were loaded in a call that took `seconds`."""
+    busy = [sum(report.busy_s for report in own) / seconds for own in reports]
+    tokens = [float(sum(report.sampled_N.sum() for report in own)) for own in reports]
     return {
         "replica_busy/mean": sum(busy) / len(busy),
         "replica_busy/min": min(busy),
@@ -279,25 +347,46 @@ class RolloutWorker:
         """Jobs of a stream that are not done, by their first index."""
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
-    def generate(self, jobs: Iterator[Job], sampling: SamplingParams) -> tuple[Responses, Columns | None]:
+    def generate(
+        self, jobs: Iterator[Job], sampling: SamplingParams, group_size: int
+    ) -> Iterator[tuple[Responses, Columns | None]]:
         """Generate one trajectory for each request of the jobs, each of which is taken when the engine has room.
 
-        Returns:
-            The report for the driver, and the columns of the trajectories; None if there are no trajectories.
+        Args:
+            jobs: the jobs.
+            sampling: how tokens are chosen.
+            group_size: number of neighbouring requests that are a group.
+
+        Yields:
+            The report on groups whose requests of a job have all been answered, and the columns of their trajectories.
         """
-        taken: list[Job] = []
-        answers: list[tuple[Job, list[Completion]]] = []
-        starts: list[float] = []
+        taken: list[tuple[Job, dict[int, Job]]] = []
+        """Each job, and its groups."""
+        ended: dict[tuple[int, int], dict[int, Completion]] = defaultdict(dict)
+        """Completions of groups that are not whole, by the index of their request; the keys are job and group."""
+        since = 0.0
 
         def requests() -> Iterator[Sequence[GenerationRequest]]:
+            nonlocal since
             for job in jobs:
-                starts.append(time.perf_counter())
-                taken.append(job)
+                since = since or time.perf_counter()
+                taken.append((job, job.split(group_size)))
                 yield job.requests
 
         for number, completions in self._engine.generate_each(requests(), sampling):
-            answers.append((taken[number], completions))
-        return self._reported(answers, starts[0] if starts else time.perf_counter())
+            job, groups = taken[number]
+            for place, completion in completions.items():
+                index = job.indices[place]
+                ended[number, index // group_size][index] = completion
+            whole = [group for group in groups if len(ended[number, group]) == len(groups[group].indices)]
+            answers = [(groups[group], ended.pop((number, group))) for group in whole]
+            if answers:
+                in_order = [(part, [own[index] for index in part.indices]) for part, own in answers]
+                report, columns = self._reported(in_order, since)
+                since += report.busy_s
+                for group in whole:
+                    del groups[group]
+                yield report, columns
 
     def advance(
         self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float

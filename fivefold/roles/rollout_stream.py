@@ -9,27 +9,14 @@ Between two slices a replica does what else it is asked for: it takes new weight
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fivefold.cluster.group import KeptCall
-from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.rollout import Job, Responses, Rollout, RolloutWorker, samples_of
+from fivefold.roles.rollout import Group, Job, Responses, Rollout, RolloutWorker, groups_of
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.types import Sample
 
 SLICE_S = 0.2
 """Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon."""
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """The samples of one job, without rewards."""
-
-    number: int
-    """The job's first index."""
-    samples: list[Sample]
-    batch: RemoteBatch
-    """The same sequences, in the same order."""
 
 
 class RolloutStream:
@@ -134,12 +121,5 @@ class RolloutStream:
         self._loads[call.rank] = report.n_running + sum(len(job.requests) for job in self._news[call.rank])
         numbers = sorted(jobs.keys() & set(report.indices_N.tolist()))
         done = [jobs.pop(number) for number in numbers]
-        if not done:
-            return []
-        samples, batch = samples_of([prompt for job in done for prompt in job.prompts], [(report, call.payload)])
-        groups, start = [], 0
-        for job in done:
-            end = start + len(job.requests)
-            groups.append(Group(job.indices.start, samples[start:end], batch.select(range(start, end))))
-            start = end
-        return groups
+        asked = [list(zip(job.indices, job.prompts, strict=True)) for job in done]
+        return groups_of(asked, report, call.payload)

@@ -10,13 +10,14 @@ prompts ──prefill, each distinct prompt once──> logits ─┬─> choose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.forward import Tokens, forward_token, prefill
 from fivefold.rollout.kv_cache import RowCache
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -65,6 +66,8 @@ class Wave:
         """int64: index of each row's request."""
         self._is_running_B = torch.ones(n, dtype=torch.bool, device=device)
         self._n_seen = 0
+        self._open = set(range(n))
+        """Indices of the requests whose completions `take_ended` has not returned."""
         self.n_rows = n
         self.n_running = n
         """Number of rows that were running when the host asked last."""
@@ -148,14 +151,21 @@ class Wave:
         prompts = [self.requests[index].token_ids for index in self._request_B.tolist()]
         return [(*prompt, *tokens) for prompt, tokens in zip(prompts, sampled, strict=True)]
 
-    def lengths(self) -> list[int]:
-        """Return the tokens of each request's completion, 0 if it goes on; at the limit it does not."""
-        limit = self.length if self.length == self._sampling.max_new_tokens else 0
-        return [n or limit for n in self._lengths.tolist()]
+    @property
+    def is_taken(self) -> bool:
+        """Whether `take_ended` has returned all completions."""
+        return not self._open
 
-    def completions(self, indices: Sequence[int] | None = None) -> list[Completion]:
-        """Return the completions of the requests at `indices`, all of which have ended; None: of all requests."""
-        rows = list(range(len(self.requests))) if indices is None else list(indices)
+    def take_ended(self) -> dict[int, Completion]:
+        """Return the completions that have ended since the last call, by the index of their request."""
+        # At the limit, those end too that no token has ended.
+        at_limit = self.length == self._sampling.max_new_tokens
+        lengths = self._lengths.tolist()
+        ended = sorted(index for index in self._open if lengths[index] or at_limit)
+        self._open.difference_update(ended)
+        return dict(zip(ended, self._completions(ended), strict=True)) if ended else {}
+
+    def _completions(self, rows: Sequence[int]) -> list[Completion]:
         tokens = self._tokens[rows].to(torch.int32).cpu().numpy()
         logprobs = self._logprobs[rows].cpu().numpy()
         versions = np.array(self._versions, dtype=np.int32)
@@ -287,7 +297,7 @@ def decode_wave(
     sampling: SamplingParams,
     stop: StopRule,
     version: int,
-) -> list[Completion]:
+) -> Iterator[dict[int, Completion]]:
     """Answer all requests in one batch; the longest prompts come first, and equal prompts side by side.
 
     Args:
@@ -297,15 +307,23 @@ def decode_wave(
         stop: when completions end.
         version: version of the model's weights.
 
+    Yields:
+        Completions by the index of their request, as they end.
+
     Raises:
         RuntimeError: logits that are not finite.
     """
-    wave = Wave(requests, sampling, stop, model.device)
-    decoder = Decoder(model)
-    decoder.begin(wave, version)
-    while decoder.waves:
-        decoder.step(version)
-    return wave.completions()
+    with torch.inference_mode(), rollout_kernels():
+        wave = Wave(requests, sampling, stop, model.device)
+        decoder = Decoder(model)
+        decoder.begin(wave, version)
+    while not wave.is_taken:
+        # Left before every result, because these modes would hold for its reader too.
+        with torch.inference_mode(), rollout_kernels():
+            while not decoder.step(version):
+                pass
+            ended = wave.take_ended()
+        yield ended
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

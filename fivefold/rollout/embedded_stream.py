@@ -41,8 +41,6 @@ class _Begun:
 
     wave: Wave
     places: list[tuple[int, int]]
-    open: set[int]
-    """Indices in the wave of the requests whose completions have not ended."""
 
 
 class EmbeddedStream:
@@ -109,7 +107,7 @@ class EmbeddedStream:
                 checked = self._decoder.step(version)
                 for begun in self._begun if checked else ():
                     self._note(begun)
-                self._begun = [begun for begun in self._begun if begun.open]
+                self._begun = [begun for begun in self._begun if not begun.wave.is_taken]
                 done = self._take_done()
         return done
 
@@ -124,18 +122,13 @@ class EmbeddedStream:
         asked.sort(key=lambda pair: (-len(pair[0].token_ids), pair[0].token_ids))
         wave = Wave([request for request, _ in asked], self.sampling, self._stop, self._model.device)
         self._decoder.begin(wave, version)
-        self._begun.append(_Begun(wave, [place for _, place in asked], set(range(len(asked)))))
+        self._begun.append(_Begun(wave, [place for _, place in asked]))
 
     def _note(self, begun: _Begun) -> None:
         """Take over the completions of a wave that have ended."""
-        lengths = begun.wave.lengths()
-        ended = sorted(index for index in begun.open if lengths[index])
-        if not ended:
-            return
-        for index, completion in zip(ended, begun.wave.completions(ended), strict=True):
+        for index, completion in begun.wave.take_ended().items():
             number, place = begun.places[index]
             self._jobs[number].done[place] = completion
-        begun.open.difference_update(ended)
 
     def _take_done(self) -> list[tuple[int, list[Completion]]]:
         numbers = [number for number, job in self._jobs.items() if job.is_done]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -154,10 +154,10 @@ class RolloutEngine(Protocol):
 
     def generate_each(
         self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield each job's number, counted from 0, and its completions, as jobs finish.
+    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
+        """Yield a job's number, counted from 0, and completions by the index of their request in it, as they end.
 
-        A job is taken from `jobs`, which may wait, when the engine has room for it.
+        Each completion comes once. A job is taken from `jobs`, which may wait, when the engine has room for it.
         """
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:

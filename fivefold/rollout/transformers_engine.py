@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.decode import decode_wave
 from fivefold.rollout.embedded_stream import EmbeddedStream
@@ -109,26 +108,29 @@ class TransformersEngine:
             ValueError: a request or a sampling that the model cannot take.
             RuntimeError: the engine is asleep or has no weights, or the model's logits are not finite.
         """
-        version = self._state.require_weights()
-        check_requests(requests, sampling, self._model.config)
-        stop = self._stop_rule(sampling)
-        # Long prompts first, so that memory runs out at once or never; equal prompts side by side, so that each is
-        # computed once.
-        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
         completions: dict[int, Completion] = {}
-        with torch.inference_mode(), rollout_kernels():
-            for start in range(0, len(order), self._max_batch_size):
-                wave = order[start : start + self._max_batch_size]
-                answers = decode_wave(self._model, [requests[i] for i in wave], sampling, stop, version)
-                completions.update(zip(wave, answers, strict=True))
-        return [completions[i] for i in range(len(requests))]
+        for _, ended in self.generate_each(iter([requests]), sampling):
+            completions.update(ended)
+        return [completions[index] for index in range(len(requests))]
 
     def generate_each(
         self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield each job's number and its completions; one job is decoded after the other."""
+    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
+        """Yield completions as they end, with their job's number and by the index of their request in it.
+
+        One job is decoded after the other. Raises as `generate`.
+        """
+        version = self._state.require_weights()
+        stop = self._stop_rule(sampling)
         for number, requests in enumerate(jobs):
-            yield number, self.generate(requests, sampling)
+            check_requests(requests, sampling, self._model.config)
+            # Long prompts first, so that memory runs out at once or never; equal prompts side by side, so that each is
+            # computed once.
+            order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
+            for start in range(0, len(order), self._max_batch_size):
+                wave = order[start : start + self._max_batch_size]
+                for ended in decode_wave(self._model, [requests[i] for i in wave], sampling, stop, version):
+                    yield number, {wave[row]: completion for row, completion in ended.items()}
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         """Begin to answer the requests of job `number`, beside those in progress, which all have the same sampling.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -127,12 +127,15 @@ class ServerEngine:
         ends = list(accumulate(ask.n for ask in asks))
         jobs = [requests[end - ask.n : end] for ask, end in zip(asks, ends, strict=True)]
         answered = dict(self.generate_each(iter(jobs), sampling))
-        return [completion for number in range(len(jobs)) for completion in answered[number]]
+        return [answered[number][index] for number, job in enumerate(jobs) for index in range(len(job))]
 
     def generate_each(
         self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield each job's number and its completions, as jobs finish (`RolloutEngine`). Raises as `generate`."""
+    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
+        """Yield each job's number and its completions, all at once, as jobs finish (`RolloutEngine`).
+
+        Raises as `generate`.
+        """
         version = self._state.require_weights()
         most = self._spec.max_batch_size
         room = Room(most)
@@ -356,10 +359,10 @@ class ServerEngine:
             raise gone from None
 
 
-def _finished(running: dict[int, list[Future[list[Completion]]]]) -> Iterator[tuple[int, list[Completion]]]:
+def _finished(running: dict[int, list[Future[list[Completion]]]]) -> Iterator[tuple[int, Mapping[int, Completion]]]:
     """Remove the jobs that have finished, and yield them; raise the failure of one that failed."""
     for number in [number for number, futures in running.items() if all(future.done() for future in futures)]:
-        yield number, [completion for future in running.pop(number) for completion in future.result()]
+        yield number, dict(enumerate(one for future in running.pop(number) for one in future.result()))
 
 
 def _completion(answer: Answer, version: int) -> Completion:

@@ -73,15 +73,20 @@ class Engine:
     def total_length(self, *payloads: bytes) -> int:
         return sum(map(len, payloads))
 
-    def work(self, jobs: Iterator[int], seconds_of_rank_0: float) -> tuple[list[int], str]:
-        """Return the jobs that it took, and its name; a job that is a text cannot be done."""
-        done = []
+    def work(self, jobs: Iterator[int], seconds_of_rank_0: float) -> Iterator[tuple[int, str]]:
+        """Yield each job, and the rank that took it; a job that is a text cannot be done."""
         for job in jobs:
             if isinstance(job, str):
                 raise RuntimeError(job)
             time.sleep(seconds_of_rank_0 if self.rank == 0 else 0)
-            done.append(job)
-        return done, f"rank {self.rank}"
+            yield job, f"rank {self.rank}"
+
+    def work_until_told(self, jobs: Iterator[int]) -> Iterator[tuple[int | str, None]]:
+        """Yield each job, and then what this engine was told meanwhile."""
+        for job in jobs:
+            yield job, None
+        self.told.wait(HANG_S)
+        yield self.word, None
 
     def run_until_told(self) -> str:
         self.told.wait(HANG_S)

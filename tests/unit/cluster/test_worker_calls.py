@@ -101,13 +101,26 @@ def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(session: S
 def test_jobs_of_a_queue_go_to_the_rank_that_asks(session: Session) -> None:
     """Rank 0 is slow: it takes one job while rank 1 takes all others."""
     group = launch(session, 2)
-    kept = group.deal(Engine.work, range(12), 2.0)
-    summaries = [summary for summary, _ in kept]
-    assert sorted(summaries[0] + summaries[1]) == list(range(12))
-    assert [len(jobs) for jobs in summaries] == [1, 11]
-    assert summaries[1] == sorted(summaries[1])
-    assert group.call_each(Engine.echo, [(payload,) for _, payload in kept]) == ["0:rank 0", "1:rank 1"]
-    assert [summary for summary, _ in group.deal(Engine.work, [], 0.0)] == [[], []]
+    results = [result for some in group.deal(Engine.work, range(12), 2.0) for result in some]
+    jobs = [[job for rank, job, _ in results if rank == number] for number in range(2)]
+    assert sorted(jobs[0] + jobs[1]) == list(range(12))
+    assert [len(own) for own in jobs] == [1, 11]
+    assert jobs[1] == sorted(jobs[1])
+    payloads = [next(payload for rank, _, payload in results if rank == number) for number in range(2)]
+    assert group.call_each(Engine.echo, [(payload,) for payload in payloads]) == ["0:rank 0", "1:rank 1"]
+    assert [result for some in group.deal(Engine.work, [], 0.0) for result in some] == []
+
+
+def test_results_of_a_queue_come_while_the_ranks_are_at_work(session: Session) -> None:
+    """The ranks end only after the driver has had all other results; between these, it is asked whether it goes on."""
+    group, told, was_told = launch(session, 2), [], False
+    for some in group.deal(Engine.work_until_told, range(4)):
+        told += [result for _, result, _ in some]
+        if len(told) == 4 and not some and not was_told:
+            group.control(Engine.tell_to_stop, "enough")
+            was_told = True
+    assert sorted(told[:4]) == [0, 1, 2, 3]
+    assert told[4:] == ["enough", "enough"]
 
 
 def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

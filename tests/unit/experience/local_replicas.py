@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -63,13 +63,15 @@ class LocalGroup(WorkerGroup):
         call = next(call for call in calls if call.summary in done)
         return call, call.summary.result()[0]  # type: ignore[attr-defined]
 
-    def deal(self, method: Callable[..., Any], jobs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        shares = [list(jobs)[rank :: len(self)] for rank in range(len(self))]
-        futures = [
-            self._submit(rank, method.__name__, iter(share), *args)
-            for rank, share in enumerate(shares)
-        ]  # fmt: skip
-        return [future.result() for future in futures]
+    def deal(
+        self, method: Callable[..., Any], jobs: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> Iterator[list[tuple[int, Any, Any]]]:
+        for rank, share in enumerate([list(jobs)[rank :: len(self)] for rank in range(len(self))]):
+            for report, columns in self._threads[rank].submit(self._results, rank, method, share, args).result():
+                yield [(rank, report, columns)]
+
+    def _results(self, rank: int, method: Callable[..., Any], share: list[Any], args: Sequence[Any]) -> list[Any]:
+        return list(getattr(self._workers[rank], method.__name__)(iter(share), *args))
 
     def each(self, method: str, *args: Any) -> None:
         """Run a method on every worker, after the calls that are in progress."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -16,7 +20,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.rollout import Generated, Rollout
+from fivefold.roles.rollout import Finished, Generated, Group, Rollout, ignore
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
 
@@ -31,13 +35,23 @@ class NumberedRollout(Rollout):
         self.asked: list[tuple[list[int], int, bool, tuple[Any, ...]]] = []
 
     def generate(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        n_samples: int,
+        sampling: SamplingParams,
+        key: tuple[int | str, ...],
+        finished: Finished = ignore,
     ) -> Generated:
         self.asked.append(([prompt.index for prompt in prompts], n_samples, sampling.greedy, key))
         pairs = [(prompt, number) for prompt in prompts for number in range(n_samples)]
         samples = [Sample(p, str(number), "stop", 10 * p.index + number, 1, (0, 0)) for p, number in pairs]
         lengths = np.array([sample.n_tokens for sample in samples])
-        return Generated(samples, RemoteBatch(lengths, np.ones(len(samples), np.int64), ()), {"replica_busy/min": 1.0})
+        batch = RemoteBatch(lengths, np.ones(len(samples), np.int64), ())
+        starts = range(0, len(samples), n_samples)
+        parts = [range(start, start + n_samples) for start in starts]
+        for part in reversed(parts):
+            finished([Group(part.start, samples[part.start : part.stop], batch.select(part))])
+        return Generated(samples, batch, {"replica_busy/min": 1.0})
 
 
 def judge(response: str, ground_truth: Any, **_: Any) -> float:
@@ -102,6 +116,102 @@ def test_samplers_are_told_what_each_prompt_earned_in_every_round() -> None:
     # The third batch begins the next epoch, whose prompts the step has tried before.
     assert [[outcome.index for outcome in outcomes] for outcomes in told] == [[0, 1, 2, 3], [4, 5, 6, 7], []]
     assert told[0][:2] == [Outcome(0, (0.0, 0.0), 0.0), Outcome(1, (0.0, 1.0), 0.5)]
+
+
+class RolloutThatWaitsForRewards(NumberedRollout):
+    """Does not finish a group before the rewards of the one before have been computed."""
+
+    def __init__(self, n_judged: threading.Semaphore) -> None:
+        super().__init__()
+        self._n_judged = n_judged
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n_samples: int,
+        sampling: SamplingParams,
+        key: tuple[int | str, ...],
+        finished: Finished = ignore,
+    ) -> Generated:
+        def wait_for_rewards(groups: list[Group]) -> None:
+            finished(groups)
+            for _ in range(n_samples):
+                assert self._n_judged.acquire(timeout=20), "the rewards of a group wait for other groups"
+
+        return super().generate(prompts, n_samples, sampling, key, wait_for_rewards)
+
+
+def test_a_group_has_its_rewards_before_others_are_generated() -> None:
+    n_judged, threads = threading.Semaphore(0), set()
+
+    def counted(response: str, ground_truth: Any, **_: Any) -> float:
+        threads.add(threading.current_thread())
+        n_judged.release()
+        return float(response)
+
+    steps, _ = source(set(), 8)
+    rewards = RewardSet.of(NamedReward("counted", counted, None))
+    steps = replace(steps, rollout=RolloutThatWaitsForRewards(n_judged), rewards=rewards)
+    taken = steps.take(1)
+    assert [sample.reward for sample in taken.samples] == [0.0, 1.0] * BATCH
+    # Time limits of functions, ours and their own, are signals.
+    assert threads == {threading.main_thread()}
+
+
+def test_the_phase_of_the_rewards_is_the_time_by_which_they_outlast_generation() -> None:
+    """Groups finish at once; the first ones' rewards are computed before generation ends, the last ones' behind it."""
+    may_end, n_judged = threading.Event(), 0
+
+    class SlowRollout(NumberedRollout):
+        def generate(self, *args: Any, **kwargs: Any) -> Generated:
+            result = super().generate(*args, **kwargs)
+            assert may_end.wait(20)
+            return result
+
+    def slow(response: str, ground_truth: Any, **_: Any) -> float:
+        nonlocal n_judged
+        n_judged += 1
+        time.sleep(0.1)
+        if n_judged == 6:
+            may_end.set()
+        return 1.0
+
+    steps, _ = source(set(), 8)
+    steps = replace(steps, rollout=SlowRollout(), rewards=RewardSet.of(NamedReward("slow", slow, None)))
+    steps.take(1)
+    seconds = steps.timers.take()
+    assert seconds["rollout"] >= 0.6
+    assert 0.2 <= seconds["rewards"] < 0.6
+
+
+def test_failures_of_rewards_and_of_generation_end_both() -> None:
+    waits, stops = threading.Event(), threading.Event()
+
+    class EndlessRollout(NumberedRollout):
+        def generate(self, prompts: Any, n_samples: int, sampling: Any, key: Any, finished: Finished = ignore) -> Any:
+            super().generate(prompts, n_samples, sampling, key, finished)
+            try:
+                while not waits.wait(0.01):
+                    finished([])
+            finally:
+                stops.set()
+
+    class BrokenRollout(NumberedRollout):
+        def generate(self, *args: Any, **kwargs: Any) -> Generated:
+            super().generate(*args, **kwargs)
+            raise OSError("the replica is gone")
+
+    def failing(response: str, ground_truth: Any, **_: Any) -> float:
+        raise ZeroDivisionError
+
+    steps, _ = source(set(), 8)
+    broken = RewardSet.of(NamedReward("failing", failing, None))
+    with pytest.raises(ValueError, match=r"(?s)the reward function 'failing' failed on prompt 4 .*ZeroDivisionError"):
+        replace(steps, rollout=EndlessRollout(), rewards=broken).take(1)
+    assert stops.is_set()
+    with pytest.raises(OSError, match="the replica is gone"):
+        replace(steps, rollout=BrokenRollout()).take(1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
 
 def test_remax_has_a_greedy_completion_of_each_prompt() -> None:

@@ -30,7 +30,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
 from fivefold.roles.rollout import Job, Responses, RolloutWorker
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout, LocalWorker
@@ -80,6 +80,28 @@ def told(experience: Experience) -> list[tuple[int, str, int]]:
 @pytest.fixture(scope="module")
 def workers() -> list[LocalWorker]:
     return [LocalWorker(max_batch_size=6) for _ in range(2)]
+
+
+def test_a_replica_reports_groups_as_they_end_with_the_bits_of_a_whole_batch(workers: list[LocalWorker]) -> None:
+    """The job has the last of three samples of a prompt, and whole groups of two others."""
+    recipe, prompts, [worker, _] = recipe_of(), arithmetic(3), workers
+    worker.set_version(0)
+    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    requests = group_requests([prompt.token_ids for prompt in prompts], 3, ("key",))[2:]
+    job = Job(range(2, 9), [prompts[index // 3] for index in range(2, 9)], requests)
+    reports = [(report.indices_N.tolist(), columns) for report, columns in worker.generate(iter([job]), sampling, 3)]
+    assert len(reports) > 1, "all groups are reported at the end"
+    assert sorted(index for indices, _ in reports for index in indices) == list(range(2, 9))
+    for indices, _ in reports:
+        assert all({i for i in range(2, 9) if i // 3 == index // 3} <= set(indices) for index in indices)
+    expected = worker._engine.generate(requests, sampling)
+    for indices, columns in reports:
+        assert columns is not None
+        ends = columns.lengths_N.cumsum()
+        for index, end, length in zip(indices, ends, columns.lengths_N, strict=True):
+            completion = expected[index - 2]
+            own = columns.values["rollout_logprobs"][end - length : end][-len(completion.logprobs) :]
+            assert own.tolist() == completion.logprobs.tolist()
 
 
 @pytest.mark.parametrize("age", [0, 2])

@@ -26,9 +26,12 @@ def test_reports_of_all_replicas_become_samples_in_the_order_of_the_requests() -
     first = [trajectory(0, [False, True, True], [-1, 4, 5]), trajectory(1, [False, True], [-1, 5])]
     second = [trajectory(2, [False], [-1])]  # nothing was sampled
     reports = [
-        (Responses.of([2], second, [""], busy_s=1.0), "the first replica's columns"),
-        (Responses.of([], [], []), None),
-        (Responses.of([1, 0], first[::-1], ["b", "a"], busy_s=4.0), "the third replica's columns"),
+        [(Responses.of([2], second, [""], busy_s=1.0), "the first replica's columns")],
+        [],
+        [
+            (Responses.of([1], first[1:], ["b"], busy_s=3.0), "the third replica's first columns"),
+            (Responses.of([0], first[:1], ["a"], busy_s=1.0), "the third replica's second columns"),
+        ],
     ]
     made = generated(prompts, reports, 4.0)  # type: ignore[arg-type]
     assert [(s.prompt.index, s.response_text, s.n_tokens, s.n_sampled, s.versions) for s in made.samples] == [
@@ -39,7 +42,11 @@ def test_reports_of_all_replicas_become_samples_in_the_order_of_the_requests() -
     assert made.batch.lengths_N.tolist() == [3, 2, 1]
     assert made.batch.trained_N.tolist() == [2, 1, 0]
     pieces = [(piece.columns, piece.sequences_M.tolist()) for piece in made.batch.pieces]
-    assert pieces == [("the first replica's columns", [2]), ("the third replica's columns", [1, 0])]
+    assert pieces == [
+        ("the first replica's columns", [2]),
+        ("the third replica's first columns", [1]),
+        ("the third replica's second columns", [0]),
+    ]
     assert made.metrics == {
         "replica_busy/mean": 1.25 / 3,
         "replica_busy/min": 0.0,
