@@ -41,6 +41,8 @@ R = TypeVar("R")
 
 STREAM_AHEAD = 2
 """Number of items by which rank 0 may be ahead of a stream's reader, which bounds the stream's memory."""
+RESULTS_AHEAD = 4
+"""Results that are asked of a rank before the first of them has come, so that their ways to the driver overlap."""
 _INLINE = (bool, int, float, str, type(None))
 """Argument types that travel with the call; all others are put into the object store once for all ranks."""
 
@@ -300,7 +302,7 @@ class WorkerGroup:
         queue, ranks = deque(jobs), range(len(self))
         calls = [worker.serve.remote(feed_id, method.__name__, kwargs, *shared) for worker in self._workers]
         self._pend(calls)
-        coming = dict(self._next_result(rank, feed_id) for rank in ranks)
+        coming = dict(self._next_result(rank, feed_id) for rank in ranks for _ in range(RESULTS_AHEAD))
         asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in ranks}
         calls += [] if queue else [self._in_feed(rank, "push_end", feed_id) for rank in ranks]
         while coming:

@@ -188,7 +188,9 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
     assert list(reward_problems(judge)) == []
     chat = [Prompt(0, "", (1,), "46", "chat")]
-    assert resolve_rewards(of_model).judge(chat, ["46"], {0: -3.0}) == [{"right": 1.0, "liked": -3.0}]
+    with_model = resolve_rewards(of_model)
+    [functions] = with_model.judge(chat, ["46"])
+    assert with_model.complete(chat[0], "46", functions, -3.0) == {"right": 1.0, "liked": -3.0}
     half = Prompt(0, "", (1,), {"inputs": ["1", "2"], "outputs": ["1", "1"]})
     assert compute_rewards(resolve_reward(code), [half], ["```python\nprint(input())\n```"]) == [0.5]
 
