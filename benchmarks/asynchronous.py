@@ -114,8 +114,12 @@ def simulated(age: int, synchronous: list[dict[str, Any]], own: list[dict[str, A
         own: measured runs of this age.
     """
     steps = [step for row in synchronous for step in row["steps"]]
-    tokens = np.array([[max(lengths), sum(lengths)] for _, lengths in steps])
-    (fixed, each), *_ = np.linalg.lstsq(tokens, np.array([seconds for seconds, _ in steps]), rcond=None)
+    seconds = np.array([seconds for seconds, _ in steps])
+    longest, total = np.array([[max(lengths), sum(lengths)] for _, lengths in steps]).T
+    (_, each), *_ = np.linalg.lstsq(np.stack([longest, total], axis=1), seconds, rcond=None)
+    # Noise gives one of the two a negative share where all steps have about as many tokens.
+    each = min(max(each, 0.0), seconds.mean() / total.mean() * 0.99)
+    fixed = (seconds.mean() - each * total.mean()) / longest.mean()
     weights = fmean(row["seconds_weights"] for row in own)
     setting = Setting(
         batch_size=N_PROMPTS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,7 @@ from fivefold.experience.source import Source
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
-from fivefold.experience.waiting import SavedGroup, read_groups
+from fivefold.experience.waiting import Saved, read_waiting
 from fivefold.families.check import describe
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import TRAIN_COLUMNS
@@ -156,7 +156,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = 
                 load_state(start, CRITIC, roles.critic)
         run.folder.write_engines({name: role.effective_config() for name, role in roles.trained.items()})
         run.folder.started()
-        state = _loop(setup, roles, run, state, began, _saved_groups(start))
+        state = _loop(setup, roles, run, state, began, _saved(start))
         summary = _summary(setup, state)
         run.folder.write_summary(summary)
         run.trackers.summary(summary)
@@ -165,7 +165,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = 
 
 
 def _loop(
-    setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float, saved: Sequence[SavedGroup] = ()
+    setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float, saved: Saved | None = None
 ) -> RunState:
     """Run the training loop from `state` on, with samples that a checkpoint has. Returns the state after its end."""
     recipe, timers = setup.recipe, run.timers
@@ -246,15 +246,15 @@ def _loop(
     return state
 
 
-def _saved_groups(start: Anew | Resume) -> list[SavedGroup]:
+def _saved(start: Anew | Resume) -> Saved | None:
     """Return the samples that wait for their step in the checkpoint from which the run goes on."""
     folder = start.checkpoint.path / EXPERIENCE if isinstance(start, Resume) else None
-    return read_groups(folder) if folder is not None and folder.is_dir() else []
+    return read_waiting(folder) if folder is not None and folder.is_dir() else None
 
 
 @contextmanager
 def _source(
-    setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, saved: Sequence[SavedGroup]
+    setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, saved: Saved | None
 ) -> Iterator[Source]:
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
     common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)

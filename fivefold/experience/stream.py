@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import TracebackType
 from typing import Self
@@ -29,14 +29,14 @@ from fivefold.data.turns import Turns
 from fivefold.experience.overlap import ENDING_S, FinishedGroups
 from fivefold.experience.samples import judge, outcomes, staleness_metrics
 from fivefold.experience.source import Experience
-from fivefold.experience.waiting import SavedGroup, WaitingGroups
+from fivefold.experience.waiting import Saved, WaitingGroups
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.rollout import Generated, Group, Job, Rollout
 from fivefold.roles.rollout_stream import RolloutStream
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.types import Prompt, Sample
 
 
@@ -74,13 +74,13 @@ class StreamSource:
         first_step: int,
         last_step: int,
         resend: Callable[[int], None],
-        saved: Sequence[SavedGroup] = (),
+        saved: Saved | None = None,
     ) -> None:
         """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last.
 
-        Of `saved`, the groups that a checkpoint has, those are taken over that answer these prompts and are young
-        enough; all other prompts are answered anew. `resend` sends the weights of the given version, which are those of
-        now, to all replicas: to those whose server was started again.
+        Of `saved`, what a checkpoint has, the groups are taken over that answer these prompts and are young enough, and
+        those that were being answered go on; all other prompts are answered anew. `resend` sends the weights of the
+        given version, which are those of now, to all replicas: to those whose server was started again.
         """
         self._resend = resend
         self._recipe = recipe
@@ -106,6 +106,8 @@ class StreamSource:
         """Prompts that may begin, and have not been handed to the replicas."""
         self._groups: dict[int, Group] = {}
         """Groups that are not taken, without their rewards, by prompt."""
+        self._so_far: dict[int, Sequence[Begun | None]] = {}
+        """What completions had in the checkpoint from which the run goes on, by prompt, until they are finished."""
         self._finished = FinishedGroups()
         self._judged: dict[int, Judged] = {}
         self._failure: BaseException | None = None
@@ -118,12 +120,12 @@ class StreamSource:
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
             for name, work in (("rollout", self._generate), ("rewards", self._judge))
         ]
-        self._restore(saved, first_step - 1)
+        self._restore(saved or Saved(), first_step - 1)
 
     @property
     def owners(self) -> Mapping[str, StateOwner]:
-        """What a checkpoint has besides the position in the data: the groups that wait for their step."""
-        return {EXPERIENCE: WaitingGroups(self._waiting)}
+        """What a checkpoint has besides the position in the data: groups that wait for their step or are answered."""
+        return {EXPERIENCE: WaitingGroups(self._waiting, self._running)}
 
     @property
     def sampler_state(self) -> SamplerState:
@@ -207,18 +209,26 @@ class StreamSource:
         with self._changed:
             return dict(self._groups)
 
-    def _restore(self, saved: Sequence[SavedGroup], turn: int) -> None:
+    def _running(self) -> dict[int, Sequence[GenerationRequest]]:
+        """Return the requests of groups that are being answered, with their tokens so far."""
+        with self._changed:
+            restored = {number: self._job(number).requests for number in self._so_far}
+        begun = {index // self._size: requests for index, requests in self._rollout.unfinished().items()}
+        return restored | begun
+
+    def _restore(self, saved: Saved, turn: int) -> None:
         """Take over groups of a checkpoint after which step `turn` + 1 is the next."""
-        age = self._recipe.rollout.max_head_offpolicyness
-        by_number = {group.number: group for group in saved}
+        age, most_tokens = self._recipe.rollout.max_head_offpolicyness, self._sampling.max_new_tokens
+        groups = {group.number: group for group in saved.groups}
+        begun = {group.number: group for group in saved.begun}
         self._read_until(turn)
-        for later in range(turn, turn + 1 + age) if by_number else ():
+        for later in range(turn, turn + 1 + age):
             for number, prompt in zip(self._turns.prompts_of(later), self._read[later].prompts, strict=True):
-                group = by_number.get(number)
-                if group is None or not group.is_of(prompt) or later - group.oldest > age:
-                    continue
-                if len(group.samples) == self._size:
+                group, running = groups.get(number), begun.get(number)
+                if group and group.fits(prompt, self._size) and later - group.oldest <= age:
                     self._groups[number] = group.restored(prompt, self._size)
+                if running and running.fits(prompt, self._size, most_tokens) and later - running.oldest <= age:
+                    self._so_far[number] = running.begun
         self._turns.restore(self._groups)
         self._finished.add(list(self._groups.values()))
 
@@ -248,11 +258,12 @@ class StreamSource:
     def _job(self, number: int) -> Job:
         turn = self._read[self._turns.turn_of(number)]
         row = number - self._turns.prompts_of(self._turns.turn_of(number)).start
+        requests = turn.requests[row * self._size : (row + 1) * self._size]
+        if begun := self._so_far.get(number):
+            requests = [replace(request, begun=each) for request, each in zip(requests, begun, strict=True)]
         return Job(
-            range(number * self._size, (number + 1) * self._size),
-            [turn.prompts[row]] * self._size,
-            turn.requests[row * self._size : (row + 1) * self._size],
-        )
+            range(number * self._size, (number + 1) * self._size), [turn.prompts[row]] * self._size, requests
+        )  # fmt: skip
 
     def _generate(self) -> None:
         """Keep the replicas at work until the source is closed."""
@@ -270,6 +281,7 @@ class StreamSource:
                 for group in groups:
                     self._turns.finish(group.number // self._size)
                     self._groups[group.number // self._size] = group
+                    self._so_far.pop(group.number // self._size, None)
                 self._admit()
             self._finished.add(groups)
 

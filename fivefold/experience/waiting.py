@@ -1,8 +1,10 @@
-"""Groups that were answered and wait for their step, in a checkpoint.
+"""Groups that were answered and wait for their step, and those that are being answered, in a checkpoint.
 
     experience/   groups                 uint8, JSON: number, prompt and samples of each group
                   lengths                int64 [sequences]
                   columns/tokens, ...    [tokens of all sequences, ...], one after the other
+                  begun                  uint8, JSON: number, prompt, and tokens and end of each request
+                  begun/token_ids, ...   [tokens of all requests], one after the other
 
 Rewards are not among them: they are computed anew.
 """
@@ -16,17 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.rollout import Group
-from fivefold.types import Columns, Prompt, Sample
+from fivefold.rollout.protocol import Begun, GenerationRequest
+from fivefold.types import Columns, FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from fivefold.engine.state_store import HostSnapshot, WrittenPart
 
 GROUPS, LENGTHS, COLUMNS = "groups", "lengths", "columns/"
+BEGUN, BEGUN_ARRAYS = "begun", ("token_ids", "logprobs", "versions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +46,9 @@ class SavedGroup:
     samples: Sequence[Mapping[str, Any]]
     columns: Columns
 
-    def is_of(self, prompt: Prompt) -> bool:
-        """Return whether `prompt` is the one that was answered."""
-        return (self.prompt_index, self.token_ids) == (prompt.index, prompt.token_ids)
+    def fits(self, prompt: Prompt, size: int) -> bool:
+        """Return whether `prompt` is the one that was answered, with `size` samples."""
+        return (self.prompt_index, self.token_ids, len(self.samples)) == (prompt.index, prompt.token_ids, size)
 
     @property
     def oldest(self) -> int:
@@ -56,12 +61,53 @@ class SavedGroup:
         return Group(self.number * size, samples, RemoteBatch.of(self.columns))
 
 
-class WaitingGroups:
-    """The groups that wait, as checkpoints take them (`StateOwner`)."""
+@dataclass(frozen=True, eq=False)
+class BegunGroup:
+    """A group of a checkpoint that was being answered."""
 
-    def __init__(self, groups: Callable[[], Mapping[int, Group]]) -> None:
-        """`groups` returns the groups that wait at this moment, by the number of their prompt."""
+    number: int
+    """Number of the prompt, as in `SavedGroup`."""
+    token_ids: tuple[int, ...]
+    """The prompt's tokens."""
+    begun: Sequence[Begun | None]
+    """What each completion had; None: nothing."""
+
+    @property
+    def oldest(self) -> int:
+        """Oldest version of the weights that sampled its tokens, of which there is at least one."""
+        return min(int(begun.versions.min()) for begun in self.begun if begun and len(begun.versions))
+
+    def fits(self, prompt: Prompt, size: int, most_tokens: int) -> bool:
+        """Return whether `size` completions of `prompt`, of `most_tokens` tokens at most, can go on from it."""
+        if self.token_ids != prompt.token_ids or len(self.begun) != size:
+            return False
+        return all(
+            begun is None or len(begun.token_ids) <= most_tokens - (begun.finish_reason is None) for begun in self.begun
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a checkpoint has of a stream."""
+
+    groups: Sequence[SavedGroup] = ()
+    begun: Sequence[BegunGroup] = ()
+
+
+class WaitingGroups:
+    """The groups that wait or are being answered, as checkpoints take them (`StateOwner`)."""
+
+    def __init__(
+        self, groups: Callable[[], Mapping[int, Group]], begun: Callable[[], Mapping[int, Sequence[GenerationRequest]]]
+    ) -> None:
+        """Take note of where the groups are.
+
+        Args:
+            groups: returns the groups that wait at this moment, by the number of their prompt.
+            begun: returns the requests of those that are being answered.
+        """
         self._groups = groups
+        self._begun = begun
         self._snapshot: HostSnapshot | None = None
 
     def snapshot(self, folder: Path) -> int:
@@ -69,7 +115,12 @@ class WaitingGroups:
         # Imported late: a driver needs torch's checkpoint library only for this.
         from fivefold.engine.state_store import StateWriter
 
-        self._snapshot = StateWriter(0, ()).snapshot(folder, (), _tensors(self._groups()))
+        # A group that is finished between the two is in both, and `Saved.groups` counts.
+        begun = self._begun()
+        groups = self._groups()
+        running = {number: requests for number, requests in begun.items() if number not in groups}
+        tensors = _tensors(groups) | _begun_tensors(running)
+        self._snapshot = StateWriter(0, ()).snapshot(folder, (), tensors)
         return self._snapshot.n_bytes
 
     def write_snapshot(self) -> list[WrittenPart]:
@@ -82,7 +133,7 @@ class WaitingGroups:
         return [self._snapshot.write()]
 
 
-def read_groups(folder: Path) -> list[SavedGroup]:
+def read_waiting(folder: Path) -> Saved:
     """Return the groups that `WaitingGroups` has written to `folder`.
 
     Raises:
@@ -91,11 +142,16 @@ def read_groups(folder: Path) -> list[SavedGroup]:
     from fivefold.bridge.dcp_folder import DCPFolder  # late, as above
 
     with DCPFolder(folder) as files:
-        if not files.names:
-            return []
         arrays = {
             name: files.read(name, *(slice(0, size) for size in files.shape(name))).numpy() for name in files.names
         }
+    begun = _read_begun(arrays)
+    return Saved(_read_groups(arrays), begun)
+
+
+def _read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
+    if not arrays:
+        return []
     rows = json.loads(arrays.pop(GROUPS).tobytes())
     lengths = arrays.pop(LENGTHS)
     values = {name.removeprefix(COLUMNS): array for name, array in arrays.items()}
@@ -130,6 +186,50 @@ def _tensors(groups: Mapping[int, Group]) -> dict[str, Tensor]:
     lengths = torch.tensor([len(sequence["tokens"]) for sequence in sequences])
     text = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
     return {GROUPS: text, LENGTHS: lengths, **columns}
+
+
+def _begun_tensors(jobs: Mapping[int, Sequence[GenerationRequest]]) -> dict[str, Tensor]:
+    """Return groups that are being answered, and have tokens, as tensors on the CPU, by key; none if there are none."""
+    jobs = {number: requests for number, requests in jobs.items() if any(_has_tokens(request) for request in requests)}
+    parts = [request.begun for requests in jobs.values() for request in requests if request.begun is not None]
+    if not parts:
+        return {}
+    rows = [
+        {"number": number, "token_ids": requests[0].token_ids, "begun": [_outline(each.begun) for each in requests]}
+        for number, requests in jobs.items()
+    ]
+    whole = Begun.joined(parts)
+    arrays = {f"{BEGUN}/{name}": torch.from_numpy(getattr(whole, name)) for name in BEGUN_ARRAYS}
+    return {BEGUN: torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8), **arrays}
+
+
+def _has_tokens(request: GenerationRequest) -> bool:
+    return request.begun is not None and len(request.begun.token_ids) > 0
+
+
+def _outline(begun: Begun | None) -> tuple[int, FinishReason | None] | None:
+    return None if begun is None else (len(begun.token_ids), begun.finish_reason)
+
+
+def _read_begun(arrays: dict[str, npt.NDArray[Any]]) -> list[BegunGroup]:
+    """Return the groups of `_begun_tensors`, and take them out of `arrays`."""
+    if BEGUN not in arrays:
+        return []
+    rows = json.loads(arrays.pop(BEGUN).tobytes())
+    values = [arrays.pop(f"{BEGUN}/{name}") for name in BEGUN_ARRAYS]
+    groups, start = [], 0
+    for row in rows:
+        begun: list[Begun | None] = []
+        for outline in row["begun"]:
+            if outline is None:
+                begun.append(None)
+                continue
+            n, reason = outline
+            tokens, logprobs, versions = (array[start : start + n] for array in values)
+            begun.append(Begun(tokens, logprobs, versions, reason))
+            start += n
+        groups.append(BegunGroup(row["number"], tuple(row["token_ids"]), begun))
+    return groups
 
 
 def _fields(sample: Sample) -> dict[str, Any]:

@@ -161,6 +161,10 @@ class Rollout:
         self._expected.learn(result.samples)
         return result
 
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the jobs of a stream that replicas have begun, by their first index, with their tokens so far."""
+        return {index: job for jobs in self._group.call(RolloutWorker.unfinished) for index, job in jobs.items()}
+
     def meet(self, actor: Actor) -> None:
         """Enter an NCCL group with the actor, over which weights then come."""
         [meeting, *_] = self._group.call(RolloutWorker.meeting)
@@ -407,6 +411,10 @@ class RolloutWorker:
             del self._jobs[number]
         n_running, has_weights = self._engine.n_running, self._engine.has_weights
         return replace(report, n_running=n_running, lost=lost, has_weights=has_weights), columns
+
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the jobs of the stream that are not done, by their first index, with their tokens so far."""
+        return self._engine.unfinished()
 
     def _reported(
         self, answers: Sequence[tuple[Job, list[Completion]]], began: float

@@ -58,7 +58,8 @@ class GenerationRequest:
     wants_logprobs: bool = True
     """Whether the log-probs of the sampled tokens are asked for. The embedded engine always gives them."""
     begun: Begun | None = None
-    """What the completion has from another server. Only jobs of engines that tell what they have lost have it."""
+    """What the completion has already, from which a server goes on. The embedded engine begins anew, with the same
+    random numbers."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,12 @@ class RolloutEngine(Protocol):
     @property
     def n_running(self) -> int:
         """Number of requests that were submitted and are not answered."""
+
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the submitted jobs that are not done, by number: requests with their tokens up to the last update.
+
+        Jobs that would begin anew are not among them.
+        """
 
     def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return the submitted jobs that were lost since the last call, because what answered them has died.

@@ -163,6 +163,10 @@ class TransformersEngine:
         """Number of requests that were submitted and are not answered."""
         return 0 if self._stream is None else self._stream.n_running
 
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return no job: the random numbers of a request decide its completion, wherever it begins anew."""
+        return {}
+
     def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return no job: the engine is in this process, which ends with it."""
         return {}

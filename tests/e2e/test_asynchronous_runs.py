@@ -13,7 +13,7 @@ from fivefold.checkpoints.store import EXPERIENCE, CheckpointStore
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
-from fivefold.experience.waiting import read_groups
+from fivefold.experience.waiting import read_waiting
 from fivefold.rollout.tokenizer import load_tokenizer
 from tests.e2e.conftest import COMMAND, ROOT
 from tests.e2e.documents import listed_metrics
@@ -46,7 +46,7 @@ def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -
     latest = checkpoints.latest()
     assert latest is not None
     assert latest.step < STEPS
-    waiting = read_groups(latest.path / EXPERIENCE)
+    waiting = read_waiting(latest.path / EXPERIENCE).groups
     turns = {group.number // BATCH for group in waiting}
     assert turns <= set(range(latest.step, latest.step + AGE + 1))
 

@@ -190,6 +190,10 @@ class ServerEngine:
         """Number of requests that were submitted and are not answered."""
         return 0 if self._stream is None else self._stream.n_running
 
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the submitted jobs with their tokens up to the last update (`RolloutEngine`)."""
+        return {} if self._stream is None else self._stream.unfinished()
+
     def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs that were lost with their server since the last call (`RolloutEngine`)."""
         lost, self._lost = self._lost, {}

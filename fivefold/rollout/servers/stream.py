@@ -154,13 +154,17 @@ class ServerStream:
             if not future.done():
                 sent.version = version
 
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the requests of all jobs with the tokens that have arrived."""
+        return {number: [part.so_far() for part in parts] for number, parts in self._jobs.items()}
+
     def lose(self) -> dict[int, list[GenerationRequest]]:
         """Forget all jobs, whose server has died; return their requests with the tokens that have arrived."""
         for future, sent in self._sent.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 [answer] = future.result()
                 sent.note(answer)
-        lost = {number: [part.so_far() for part in parts] for number, parts in self._jobs.items()}
+        lost = self.unfinished()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
         self._jobs, self._sent, self._waiting = {}, {}, []

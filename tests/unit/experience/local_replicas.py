@@ -73,6 +73,9 @@ class LocalGroup(WorkerGroup):
     def _results(self, rank: int, method: Callable[..., Any], share: list[Any], args: Sequence[Any]) -> list[Any]:
         return list(getattr(self._workers[rank], method.__name__)(iter(share), *args))
 
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return [future.result() for future in [self._submit(rank, method.__name__, *args) for rank in range(len(self))]]
+
     def each(self, method: str, *args: Any) -> None:
         """Run a method on every worker, after the calls that are in progress."""
         for future in [self._submit(rank, method, *args) for rank in range(len(self))]:

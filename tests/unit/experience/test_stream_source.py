@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fivefold.engine.state_store import finish
 from fivefold.experience.source import Experience
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
-from fivefold.experience.waiting import WaitingGroups, read_groups
+from fivefold.experience.waiting import Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
@@ -285,13 +284,6 @@ def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:
             source.take(1)
 
 
-@pytest.fixture
-def local_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let columns stay in this process, without an object store."""
-    monkeypatch.setattr(remote_batch, "put", lambda value: value)
-    monkeypatch.setattr(remote_batch, "fetch", lambda kept: kept.result()[1] if isinstance(kept, Future) else kept)
-
-
 @pytest.mark.usefixtures("local_objects")
 @pytest.mark.parametrize(("after", "replays"), [(1, False), (4, False), (2, True)])
 def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
@@ -319,11 +311,11 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
                 assert folder == "experience"
                 owner.snapshot(tmp_path)
                 finish(tmp_path, owner.write_snapshot())
-    saved = read_groups(tmp_path)
+    saved = read_waiting(tmp_path).groups
     assert BATCH <= len(saved) <= 2 * BATCH
     arguments = common(recipe, group, half_marks, prompts, replays)
     arguments[1].load_state_dict(json.loads(json.dumps(position)))
-    with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=saved) as resumed:
+    with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(saved)) as resumed:
         assert {number // BATCH for number in resumed._groups} <= {after, after + 1}
         assert len(resumed._groups) == len([group for group in saved if group.number < STEPS * BATCH])
         resumed.weights_sent(after)
@@ -343,13 +335,13 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     for given, offered in ((others, saved), (prompts, old)):
         arguments = common(recipe, group, half_marks, given, replays)
         arguments[1].load_state_dict(position)
-        assert (
-            StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=offered)._groups == {}
-        )
+        source = StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(offered))
+        assert source._groups == {}
 
 
 def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:
-    owner = WaitingGroups(dict)
+    owner = WaitingGroups(dict, dict)
     assert owner.snapshot(tmp_path) == 0
     finish(tmp_path, owner.write_snapshot())
-    assert read_groups(tmp_path) == []
+    saved = read_waiting(tmp_path)
+    assert (saved.groups, saved.begun) == ([], [])
