@@ -14,7 +14,7 @@ from fivefold.data.sft import SFTExample, sft_columns
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import KTO_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.actor import Actor
+from fivefold.roles.launch import Models
 from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.supervised import Learnt, PairMethod, run_supervised
@@ -40,15 +40,15 @@ class LabelledAnswers:
         train, valid = self.recipe.train_dataset, self.recipe.valid_dataset
         return load_labelled(train, tokenizer), None if valid is None else load_labelled(valid, tokenizer)
 
-    def update(self, actor: Actor, examples: Sequence[Labelled], timers: PhaseTimers) -> Learnt:
+    def update(self, models: Models, examples: Sequence[Labelled], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on answers."""
         comparison = self._comparison(examples)
         n_tokens = sum(example.n_tokens for example in examples)
-        return Learnt(SCORING.update(actor, comparison, timers), n_tokens)
+        return Learnt(SCORING.update(models, comparison, timers), n_tokens)
 
-    def measure(self, actor: Actor, examples: Sequence[Labelled]) -> dict[str, float]:
+    def measure(self, models: Models, examples: Sequence[Labelled]) -> dict[str, float]:
         """Return the metrics of the loss."""
-        return SCORING.measure(actor, self._comparison(examples))
+        return SCORING.measure(models, self._comparison(examples))
 
     def told(self, measures: Mapping[str, float]) -> str:
         """Return the accuracy and the loss as a text."""

@@ -13,7 +13,7 @@ from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.actor import Actor
+from fivefold.roles.launch import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.supervised import Learnt, run_supervised
 
@@ -36,16 +36,16 @@ class FineTuning:
         valid = self.recipe.valid_dataset
         return load_sft(self.recipe.train_dataset, tokenizer), None if valid is None else load_sft(valid, tokenizer)
 
-    def update(self, actor: Actor, examples: Sequence[SFTExample], timers: PhaseTimers) -> Learnt:
+    def update(self, models: Models, examples: Sequence[SFTExample], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on the responses."""
         batch = RemoteBatch.of(sft_columns(examples))
         with timers.phase("train"):
-            return Learnt(actor.update(batch, SFTLoss()), batch.n_tokens)
+            return Learnt(models.actor.update(batch, SFTLoss()), batch.n_tokens)
 
-    def measure(self, actor: Actor, examples: Sequence[SFTExample]) -> dict[str, float]:
+    def measure(self, models: Models, examples: Sequence[SFTExample]) -> dict[str, float]:
         """Return the mean negative log-likelihood of a response's token, in nats."""
         batch = RemoteBatch.of(sft_columns(examples))
-        return {"nll": -float(actor.sum_logprobs(batch).sum()) / batch.totals().n_trained_tokens}
+        return {"nll": -float(models.actor.sum_logprobs(batch).sum()) / batch.totals().n_trained_tokens}
 
     def told(self, measures: Mapping[str, float]) -> str:
         """Return the loss as a text."""

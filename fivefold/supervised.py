@@ -32,9 +32,8 @@ from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
-from fivefold.roles.actor import Actor
 from fivefold.roles.keeping import keep
-from fivefold.roles.launch import launch_actor
+from fivefold.roles.launch import Models, launch_models
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.profiling import StepProfiler
@@ -82,10 +81,10 @@ class Method(Protocol[Item]):
             ValueError: a data set that cannot be used.
         """
 
-    def update(self, actor: Actor, examples: Sequence[Item], timers: PhaseTimers) -> Learnt:
+    def update(self, models: Models, examples: Sequence[Item], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on the examples of a batch, in the phase `train`."""
 
-    def measure(self, actor: Actor, examples: Sequence[Item]) -> dict[str, float]:
+    def measure(self, models: Models, examples: Sequence[Item]) -> dict[str, float]:
         """Evaluate the current weights on held-out examples."""
 
     def told(self, measures: Mapping[str, float]) -> str:
@@ -111,14 +110,14 @@ class PairMethod:
         valid = self.recipe.valid_dataset
         return load_pairs(self.recipe.train_dataset, tokenizer), None if valid is None else load_pairs(valid, tokenizer)
 
-    def update(self, actor: Actor, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
+    def update(self, models: Models, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on pairs."""
         comparison = self._comparison(examples)
-        return Learnt(self.scoring.update(actor, comparison, timers), comparison.batch.n_tokens)
+        return Learnt(self.scoring.update(models, comparison, timers), comparison.batch.n_tokens)
 
-    def measure(self, actor: Actor, examples: Sequence[Pair]) -> dict[str, float]:
+    def measure(self, models: Models, examples: Sequence[Pair]) -> dict[str, float]:
         """Return the metrics of the loss."""
-        return self.scoring.measure(actor, self._comparison(examples))
+        return self.scoring.measure(models, self._comparison(examples))
 
     def told(self, measures: Mapping[str, float]) -> str:
         """Return the accuracy and the margin as a text."""
@@ -191,11 +190,11 @@ def run_supervised(
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
     banner = _banner(setup, start, note)
     with open_run(recipe, start, method.columns, banner, setup.total_steps, screen) as run:
-        actor = launch_actor(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
-        load_state(start, TRAINER, actor)
-        run.folder.write_engines({"actor": actor.effective_config()})
+        models = launch_models(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
+        load_state(start, TRAINER, models.actor)
+        run.folder.write_engines({"actor": models.actor.effective_config()})
         run.folder.started()
-        state = run_loop(setup, actor, run, state, began)
+        state = run_loop(setup, models, run, state, began)
         summary = {
             **_measured(method, state),
             "steps": setup.total_steps,
@@ -213,7 +212,7 @@ def _banner(setup: Setup[Item], start: Anew | Resume, note: str | None) -> dict[
     recipe = setup.recipe
     return {
         "model": setup.ground.describe_model(recipe),
-        "actor": describe(setup.ground.placement["actor"].layout),
+        **{placed.role: describe(placed.layout) for placed in setup.ground.placement.roles},
         "examples": setup.data.usage,
         **({"held out": setup.valid.usage} if setup.valid else {}),
         "steps": f"{setup.total_steps} of {recipe.train_dataset.batch_size} examples",
@@ -232,9 +231,9 @@ def _measured(method: Method[Item], state: RunState) -> dict[str, float | None]:
     }
 
 
-def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, began: float) -> RunState:
+def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, began: float) -> RunState:
     """Run the training loop from `state` on. Returns the state after its last step."""
-    recipe, method, timers = setup.recipe, setup.method, run.timers
+    recipe, method, timers, actor = setup.recipe, setup.method, run.timers, models.actor
     saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
     profiler = StepProfiler(recipe.profile, run.folder.profile, {"actor": actor})
     guard = SkipGuard()
@@ -242,11 +241,11 @@ def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, be
     with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
         run.screen.start(setup.total_steps, state.step)
         if state.step == 0:
-            state = replace(state, evaluation_before=_held_out(setup, actor, run, "before training"))
+            state = replace(state, evaluation_before=_held_out(setup, models, run, "before training"))
         timers.take()
         for step in range(state.step + 1, setup.total_steps + 1):
             with profiler.step(step):
-                learnt = method.update(actor, setup.sampler.next_batch(), timers)
+                learnt = method.update(models, setup.sampler.next_batch(), timers)
             guard.check(learnt.result, step)
             seconds = timers.take()
             metrics = average_updates([learnt.result]) | {"tokens_per_second": learnt.n_tokens / seconds["train"]}
@@ -259,7 +258,7 @@ def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, be
                         weights.save(step)
                     saver.done()
                 if step == setup.total_steps:
-                    state = replace(state, evaluation_last=_held_out(setup, actor, run, "after training"))
+                    state = replace(state, evaluation_last=_held_out(setup, models, run, "after training"))
                 state = keeper.after_step(state, metrics)
             finally:
                 seconds |= timers.take()
@@ -269,12 +268,12 @@ def run_loop(setup: Setup[Item], actor: Actor, run: OpenRun, state: RunState, be
     return state
 
 
-def _held_out(setup: Setup[Item], actor: Actor, run: OpenRun, when: str) -> dict[str, float] | None:
+def _held_out(setup: Setup[Item], models: Models, run: OpenRun, when: str) -> dict[str, float] | None:
     """Evaluate the held-out examples; None if there are none."""
     if setup.valid is None:
         return None
     with run.timers.phase("evaluation"):
-        measures = setup.method.measure(actor, setup.valid.examples)
+        measures = setup.method.measure(models, setup.valid.examples)
     n = len(setup.valid)
     run.screen.note(f"held-out {setup.method.told(measures)} {when}, on {n:,} examples", style="cyan")
     return measures

@@ -7,7 +7,10 @@ from typing import TypeVar
 
 from fivefold.config.schema.engine import FrozenModelConfig
 from fivefold.config.schema.fields import Section
+from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.roles import FrozenReferenceConfig
+from fivefold.config.schema.train import TrainRecipe
 
 S = TypeVar("S", bound=Section)
 
@@ -39,6 +42,16 @@ def frozen_models(recipe: Recipe) -> dict[str, FrozenModelConfig]:
     """
     sections = {role: role_section(recipe, role) for role in FROZEN_ROLES}
     return {role: section for role, section in sections.items() if isinstance(section, FrozenModelConfig)}
+
+
+def reference_section(recipe: Recipe) -> FrozenReferenceConfig | None:
+    """Return the section of the recipe's reference; None if there is no such model, because nothing compares with it.
+
+    A TrainRecipe's is a `ReferenceConfig`.
+    """
+    if isinstance(recipe, DPORecipe):
+        return recipe.ref
+    return recipe.ref if isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0 else None
 
 
 def model_paths(recipe: Recipe) -> dict[str, str]:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.role_sections import FROZEN_ROLES, ROLE_SECTIONS, frozen_models, role_section
+from fivefold.config.role_sections import FROZEN_ROLES, ROLE_SECTIONS, frozen_models, reference_section, role_section
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.machines import ClusterConfig
+from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
@@ -83,11 +84,11 @@ def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[
 
 def _placed_roles(recipe: Recipe) -> list[str]:
     """Return the roles that have processes of their own."""
+    reference = reference_section(recipe)
+    trainers = ["actor"] if reference is None or reference.backend is None else ["actor", "ref"]
     if not isinstance(recipe, TrainRecipe):
-        return ["actor"]
-    has_reference = recipe.ref.backend is not None and recipe.actor.kl_ctl > 0
-    optional = {"ref": has_reference, "critic": recipe.critic is not None}
-    return ["rollout", "actor", *(name for name, is_placed in optional.items() if is_placed), *frozen_models(recipe)]
+        return trainers
+    return ["rollout", *trainers, *([] if recipe.critic is None else ["critic"]), *frozen_models(recipe)]
 
 
 def _from_lists(recipe: Recipe, lists: Mapping[str, tuple[int, ...]]) -> Groups:
@@ -144,7 +145,7 @@ def _with_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
 def _from_backends(recipe: Recipe) -> Groups:
     roles = _written_roles(recipe)
     if not isinstance(recipe, TrainRecipe):
-        return ((roles["actor"],),)
+        return (tuple(roles[name] for name in _placed_roles(recipe)),)
     beside = {"critic": recipe.critic, **frozen_models(recipe)}
     apart = [name for name, section in beside.items() if section is not None and not section.colocate]
     trainers = tuple(roles[name] for name in _placed_roles(recipe) if name not in ("rollout", *apart))
@@ -158,9 +159,11 @@ def _from_backends(recipe: Recipe) -> Groups:
 def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
     """Parse the backend key of each role, the schema's defaults included; `allocation_mode` is not read here."""
     texts: dict[str, str | None] = {"actor": recipe.actor.backend}
+    if isinstance(recipe, TrainRecipe | DPORecipe):
+        texts["ref"] = recipe.ref.backend
     if isinstance(recipe, TrainRecipe):
         critic = None if recipe.critic is None else recipe.critic.backend
-        texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend, "critic": critic}
+        texts |= {"rollout": recipe.rollout.backend, "critic": critic}
         texts |= {role: section.backend for role, section in frozen_models(recipe).items()}
     roles, problems = {}, []
     for name, text in texts.items():

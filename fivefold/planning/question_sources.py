@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS, RecipeError
-from fivefold.config.role_sections import ROLE_SECTIONS, frozen_models, model_paths, role_section
+from fivefold.config.role_sections import (
+    ROLE_SECTIONS,
+    frozen_models,
+    model_paths,
+    reference_section,
+    role_section,
+)
 from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
@@ -148,9 +154,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
     others = {
         role: _shape_at(recipe, f"{ROLE_SECTIONS[role]}.path", path) for role, path in model_paths(recipe).items()
     }
-    reference = None
-    if isinstance(recipe, DPORecipe) or (isinstance(recipe, TrainRecipe) and recipe.actor.kl_ctl > 0):
-        reference = others.get("ref", shape)
+    reference = others.get("ref", shape)
     if problems := list(recipe_problems(recipe, shape, others)):
         raise RecipeError(recipe.experiment_name, problems)
     notes = (*unused_keys(recipe, shape), *_folder_notes(recipe))
@@ -158,29 +162,40 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         if isinstance(recipe, RMRecipe):
             shape = shape.as_reward_model()
         question = _question(recipe, shape, gpu, changes, length=recipe.train_dataset.max_length, generated=0, batch=1)
-        return replace(question, reference=reference, notes=(*_kind_notes(recipe), *notes))
+        question = _with_reference(question, recipe, reference)
+        return replace(question, notes=(*_kind_notes(recipe), *notes))
     generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
     length = recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens
     batch = recipe.rollout.max_batch_size
     question = _question(recipe, shape, gpu, changes, length=length, generated=generated, batch=batch)
     return replace(
-        question,
+        _with_reference(question, recipe, reference),
         critic=_critic(recipe, recipe.critic, others["critic"], changes) if recipe.critic else None,
         frozen={
             role: _frozen(recipe, role, section, others[role], changes)
             for role, section in frozen_models(recipe).items()
         },
         offload=OffloadChoice(**recipe.actor.offload.model_dump()),
-        reference=reference,
-        reference_bytes=None if recipe.ref.dtype is None else ELEMENT_BYTES[recipe.ref.dtype],
-        reference_tokens=None if recipe.ref.mb_spec is None else recipe.ref.mb_spec.max_tokens_per_mb,
-        reference_is_offloaded=recipe.ref.offload,
         reference_moves=recipe.ref.refresh_steps is not None,
         reference_is_average=recipe.ref.ema_decay is not None,
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
         weight_transport=recipe.rollout.weight_transport,
         notes=(*notes, *_generation_notes(recipe)),
+    )
+
+
+def _with_reference(question: Question, recipe: Recipe, shape: ModelShape) -> Question:
+    """Return the question with the recipe's reference, whose model has `shape`, if there is one."""
+    section = reference_section(recipe)
+    if section is None:
+        return question
+    return replace(
+        question,
+        reference=shape,
+        reference_bytes=None if section.dtype is None else ELEMENT_BYTES[section.dtype],
+        reference_tokens=None if section.mb_spec is None else section.mb_spec.max_tokens_per_mb,
+        reference_is_offloaded=section.offload,
     )
 
 

@@ -12,7 +12,7 @@ from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import TrainedRole
-from fivefold.roles.trainer import BatchChange, Model, Trainer, TrainerWorker, UpdateResult
+from fivefold.roles.trainer import BatchChange, Trainer, TrainerWorker, UpdateResult
 from fivefold.sync.device_buckets import merged
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
@@ -35,14 +35,9 @@ class Actor(TrainedRole):
         """Return the moments of the advantages of all trained tokens, as they are after `change`."""
         return self.trainer.advantage_moments(batch, change)
 
-    def sum_logprobs(self, batch: RemoteBatch, model: Model = "own") -> npt.NDArray[np.float64]:
-        """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], in nats.
-
-        Args:
-            batch: the sequences.
-            model: the actor itself, or the reference in its processes.
-        """
-        return self.trainer.sum_logprobs(batch, model)
+    def sum_logprobs(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return the sum of each sequence's trained tokens' log-probs at temperature 1: float64 [N], in nats."""
+        return self.trainer.sum_logprobs(batch, "own")
 
     def sum_values(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
         """Return, for each sequence, the sum of the values of the states before its trained tokens: float64 [N].

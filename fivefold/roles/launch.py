@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -17,12 +17,12 @@ from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.role_sections import model_paths
-from fivefold.config.schema.engine import EngineConfig, OffloadConfig
-from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.engine import OffloadConfig
+from fivefold.config.schema.preferences import RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.contract import OFFLOADABLE, PARAMS, Offloadable
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.layout.placement import Placement
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout, copies_state
@@ -31,8 +31,15 @@ from fivefold.roles.cache_room import CacheRoom
 from fivefold.roles.critic import Critic
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offloaded_frozen
+from fivefold.roles.launch_reference import (
+    moving,
+    offloaded_reference,
+    reference_alone,
+    reference_beside,
+    reference_of,
+)
 from fivefold.roles.moved_bytes import moved_metrics
-from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
+from fivefold.roles.reference import Reference
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trained import TrainedRole
 from fivefold.roles.trainer import TrainerSpec, TrainerWorker
@@ -218,13 +225,7 @@ def launch_roles(
     copies = _copies_state(session, recipe, placement, path)
     spec = actor_spec(recipe, placement, path, updates_of(recipe.actor, max(1, n_steps - warmup)), copies=copies)
     roles = [trainer_role("actor", placement, spec)]
-    reference = _reference_config(recipe, spec.model) if recipe.actor.kl_ctl > 0 else None
-    alone = None
-    if reference is not None and "ref" in placement:
-        timeout_s = recipe.scheduler.timeout_s
-        alone = TrainerSpec(
-            reference, placement["ref"].layout, recipe.seed, timeout_s, moving=_moving(recipe), copies_state=copies
-        )
+    alone = reference_alone(recipe, placement, spec.model, copies=copies)
     beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
     replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
     critic_spec = (
@@ -237,10 +238,10 @@ def launch_roles(
         for role, each in frozen.items()
     ]
     if alone is not None:
-        in_turn.append((trainer_role("ref", placement, alone), PARAMS if recipe.ref.offload else ()))
+        in_turn.append((trainer_role("ref", placement, alone), offloaded_reference(recipe)))
     if critic_spec is not None:
         in_turn.append((trainer_role("critic", placement, critic_spec), offloaded_by_critic))
-    groups = _launch(session, rollout_role(placement, replica), in_turn, roles, placement)
+    groups = _launch_with_rollout(session, rollout_role(placement, replica), in_turn, roles, placement)
     trainer = trainer_of(groups["actor"], spec)
     actor = Actor(trainer, route)
     rollout = Rollout(
@@ -253,7 +254,7 @@ def launch_roles(
     return Roles(
         actor=actor,
         rollout=rollout,
-        reference=_reference(recipe, groups, actor, alone, placement) if reference is not None else None,
+        reference=reference_of(recipe, groups, actor, alone, placement),
         offloaded=beside.offloaded,
         critic=None
         if critic_spec is None
@@ -301,11 +302,24 @@ def _critic_spec(
     )
 
 
-def launch_actor(session: Session, recipe: Recipe, placement: Placement, path: str, total_steps: int) -> Actor:
-    """Start the processes of the actor alone."""
+@dataclass(frozen=True)
+class Models:
+    """The models of a run that does not generate."""
+
+    actor: Actor
+    reference: Reference | None = None
+    """The model with which the actor is compared, if there is one."""
+
+
+def launch_models(session: Session, recipe: Recipe, placement: Placement, path: str, total_steps: int) -> Models:
+    """Start the processes of a run that does not generate: the actor's, and those of a reference that has its own."""
     copies = _copies_state(session, recipe, placement, path)
     spec = actor_spec(recipe, placement, path, total_steps, copies=copies)
-    return Actor(trainer_of(session.launch(trainer_role("actor", placement, spec))["actor"], spec))
+    alone = reference_alone(recipe, placement, spec.model, copies=copies)
+    in_turn = [] if alone is None else [(trainer_role("ref", placement, alone), offloaded_reference(recipe))]
+    groups = _launch(session, in_turn, [trainer_role("actor", placement, spec)], placement)
+    actor = Actor(trainer_of(groups["actor"], spec))
+    return Models(actor, reference_of(recipe, groups, actor, alone, placement))
 
 
 def actor_spec(
@@ -321,7 +335,7 @@ def actor_spec(
         copies: whether the processes copy their state to host memory for a checkpoint.
     """
     model = engine_config(recipe.actor, path)
-    reference = _reference_config(recipe, model) if _holds_reference(recipe, placement) else None
+    reference = reference_beside(recipe, placement, model)
     return TrainerSpec(
         model=model,
         layout=placement["actor"].layout,
@@ -331,47 +345,27 @@ def actor_spec(
         optimizer=recipe.actor.optimizer,
         total_steps=total_steps,
         reference=reference,
-        offloads_reference=isinstance(recipe, TrainRecipe) and recipe.ref.offload,
-        moving=None if reference is None else _moving(recipe),
+        offloads_reference=bool(offloaded_reference(recipe)),
+        moving=None if reference is None else moving(recipe),
         value_head=isinstance(recipe, RMRecipe),
         value_bias=not isinstance(recipe, RMRecipe),
         copies_state=copies,
     )
 
 
-def _moving(recipe: Recipe) -> float | None:
-    """Return what the reference keeps of its weights when it follows the actor; None: it does not follow."""
-    if not isinstance(recipe, TrainRecipe) or recipe.ref.refresh_steps is None:
-        return None
-    return recipe.ref.ema_decay or 0.0
-
-
-def _holds_reference(recipe: Recipe, placement: Placement) -> TypeGuard[TrainRecipe | DPORecipe]:
-    """Return whether the actor's processes hold a reference model."""
-    if isinstance(recipe, TrainRecipe):
-        return recipe.actor.kl_ctl > 0 and "ref" not in placement
-    return isinstance(recipe, DPORecipe)
-
-
 def _launch(
     session: Session,
-    rollout: Role,
     in_turn: Sequence[tuple[Role, Sequence[Offloadable]]],
-    trainers: Sequence[Role],
+    together: Sequence[Role],
     placement: Placement,
 ) -> dict[str, WorkerGroup]:
     """Start all roles at once, unless they would need each other's memory.
 
-    A server that shares devices starts first, because it measures their free memory, and sleeps until the first weights
-    are sent. A role of `in_turn`, each with what it offloads while it does not work, does so before others start if it
-    shares devices.
+    A role of `in_turn`, each with what it offloads while it does not work, does so before others start if it shares
+    devices.
     """
     groups: dict[str, WorkerGroup] = {}
-    together = [rollout, *trainers]
-    if placement["rollout"].layout.is_server and placement.sharers("rollout"):
-        groups |= session.launch(rollout)
-        groups["rollout"].call(RolloutWorker.sleep)
-        together.remove(rollout)
+    together = list(together)
     for role, offloaded in in_turn:
         if offloaded and placement.sharers(role.name):
             groups |= session.launch(role)
@@ -385,17 +379,23 @@ def _launch(
     return groups
 
 
-def _reference(
-    recipe: TrainRecipe,
-    groups: Mapping[str, WorkerGroup],
-    actor: Actor,
-    alone: TrainerSpec | None,
+def _launch_with_rollout(
+    session: Session,
+    rollout: Role,
+    in_turn: Sequence[tuple[Role, Sequence[Offloadable]]],
+    trainers: Sequence[Role],
     placement: Placement,
-) -> Reference:
-    if alone is None:
-        return ReferenceBesideActor(actor.trainer)
-    trainer, shares = trainer_of(groups["ref"], alone), "actor" in placement.sharers("ref")
-    return ReferenceAlone(FrozenModel(trainer, is_offloaded=recipe.ref.offload, actor=actor if shares else None))
+) -> dict[str, WorkerGroup]:
+    """Start a rollout and other roles, as `_launch` says.
+
+    A server that shares devices starts first, because it measures their free memory, and sleeps until the first weights
+    are sent.
+    """
+    if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
+        return _launch(session, in_turn, [rollout, *trainers], placement)
+    groups = session.launch(rollout)
+    groups["rollout"].call(RolloutWorker.sleep)
+    return groups | _launch(session, in_turn, trainers, placement)
 
 
 def rollout_role(placement: Placement, spec: ReplicaSpec) -> Role:
@@ -480,18 +480,3 @@ def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_me
     if placement.is_cpu:
         return BesideRollout(0, asked_offload(recipe.actor.offload) if "actor" in sharers else ())
     return beside_rollout(recipe, _folders(recipe, path), gpu_memory=gpu_memory)
-
-
-def _reference_config(recipe: TrainRecipe | DPORecipe, model: EngineConfig) -> EngineConfig:
-    """Return the config of the reference: the untrained actor, or the model of `ref.path`, always with its weights."""
-    changes: dict[str, object] = {}
-    if isinstance(recipe, TrainRecipe):
-        changes = {name: value for name in ("dtype", "mb_spec") if (value := getattr(recipe.ref, name)) is not None}
-    if recipe.ref.path is not None:
-        own_weights = {"use_dist_checkpointing": False, "dist_checkpointing_path": None}
-        changes |= {
-            "path": resolve_model_path(recipe.ref.path),
-            "init_from_scratch": False,
-            "megatron": model.megatron.model_copy(update=own_weights),
-        }
-    return model.model_copy(update=changes)

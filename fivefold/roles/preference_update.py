@@ -12,7 +12,7 @@ from typing import Literal
 from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
 from fivefold.algorithms.preferences import Numbers, Objective, derivatives
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.actor import Actor
+from fivefold.roles.launch import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer import UpdateResult
 
@@ -35,30 +35,31 @@ class Scoring:
     """`logprobs`: by the log of the ratio of the actor's probability to the reference's. `values`: by the actor's
     value head."""
 
-    def scores(self, actor: Actor, batch: RemoteBatch, timers: PhaseTimers) -> Numbers:
+    def scores(self, models: Models, batch: RemoteBatch, timers: PhaseTimers) -> Numbers:
         """Return the score of each sequence under the current weights: float64 [N]."""
         if self.prediction == "values":
             with timers.phase("scores"):
-                return actor.sum_values(batch)
+                return models.actor.sum_values(batch)
+        assert models.reference is not None
         with timers.phase("reference"):
-            reference_N = actor.sum_logprobs(batch, "reference")
+            reference_N = models.reference.sum_logprobs(batch)
         with timers.phase("scores"):
-            return actor.sum_logprobs(batch) - reference_N
+            return models.actor.sum_logprobs(batch) - reference_N
 
-    def measure(self, actor: Actor, comparison: Comparison) -> dict[str, float]:
+    def measure(self, models: Models, comparison: Comparison) -> dict[str, float]:
         """Return the objective's metrics, its value as `loss` among them."""
         # Timers of their own, because the caller counts all of an evaluation as one phase.
-        scores_N = self.scores(actor, comparison.batch, PhaseTimers())
+        scores_N = self.scores(models, comparison.batch, PhaseTimers())
         _, metrics = derivatives(comparison.objective, scores_N, comparison.batch.trained_N)
         return metrics
 
-    def update(self, actor: Actor, comparison: Comparison, timers: PhaseTimers) -> UpdateResult:
+    def update(self, models: Models, comparison: Comparison, timers: PhaseTimers) -> UpdateResult:
         """Make one optimizer step on the objective. Its metrics are of the weights before the step."""
         batch = comparison.batch
-        coefficients_N, metrics = derivatives(comparison.objective, self.scores(actor, batch, timers), batch.trained_N)
+        coefficients_N, metrics = derivatives(comparison.objective, self.scores(models, batch, timers), batch.trained_N)
         trained = batch.with_scalars(**{COEFFICIENT: coefficients_N})
         if comparison.n_trained < len(batch):
             trained = trained.select(range(comparison.n_trained))
         with timers.phase("train"):
-            result = actor.update(trained, LinearLoss(self.prediction))
+            result = models.actor.update(trained, LinearLoss(self.prediction))
         return replace(result, metrics=result.metrics | metrics)

@@ -1,4 +1,4 @@
-"""The model that the KL divergence is measured against, in the actor's processes or in its own.
+"""The model that the actor is compared with, in the actor's processes or in its own.
 
 It is not trained, but may follow the actor: its weights are then copied from the actor's, or averaged with them, and
 checkpoints have them.
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
@@ -27,6 +30,9 @@ class Reference(Protocol):
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the reference, as the column `ref_logprobs`."""
+
+    def sum_logprobs(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], nats."""
 
     def follow(self, actor: Actor) -> None:
         """Let the weights follow the actor's, which must be on its devices."""
@@ -59,6 +65,10 @@ class ReferenceBesideActor:
         """Compute the column `ref_logprobs`, as `Reference` says."""
         return self._actors.logprobs(batch, "reference", temperature, COLUMN)
 
+    def sum_logprobs(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return the sum of each sequence's log-probs, as `Reference` says."""
+        return self._actors.sum_logprobs(batch, "reference")
+
     def follow(self, actor: Actor) -> None:
         """Let the weights follow the actor's, which are in the same processes."""
         self._actors.group.call(TrainerWorker.follow_own)
@@ -86,6 +96,11 @@ class ReferenceAlone:
         """Compute the column `ref_logprobs`, as `Reference` says."""
         with self.model.working() as trainer:
             return trainer.logprobs(batch, "own", temperature, COLUMN)
+
+    def sum_logprobs(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        """Return the sum of each sequence's log-probs, as `Reference` says."""
+        with self.model.working() as trainer:
+            return trainer.sum_logprobs(batch, "own")
 
     def follow(self, actor: Actor) -> None:
         """Let the weights follow the actor's, which are sent in buckets through host memory."""

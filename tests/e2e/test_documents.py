@@ -54,6 +54,7 @@ from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
+from fivefold.roles.launch import Models
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import state_at_start
@@ -255,7 +256,7 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
-    run_loop(setup, FixedTrainer(), run, state, began=0.0)
+    run_loop(setup, Models(FixedTrainer()), run, state, began=0.0)
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
     elsewhere = {"peak_memory_gb/max", "seconds/checkpoint", "seconds/checkpoint write"}

@@ -24,6 +24,14 @@ SHORT = (
 )  # fmt: skip
 RUNS = {
     "dpo": ("dpo", "quickstart-dpo.yaml", "actor.backend='megatron:(attn:d1t2|ffn:e2)'"),
+    "apart": (
+        "dpo",
+        "quickstart-dpo.yaml",
+        "experiment_name=quickstart-apart",
+        "actor.backend='megatron:(attn:d1t2|ffn:e2)'",
+        "ref.backend='megatron:(attn:d1t2|ffn:e2)'",
+        "ref.offload=true",
+    ),
     "kto": ("dpo", "quickstart-dpo.yaml", "experiment_name=quickstart-kto", "actor.loss_type=kto"),
     "rm": ("rm", "quickstart-rm.yaml", "actor.backend=megatron:d2", "actor.center_rewards_coefficient=0.01"),
 }
@@ -74,6 +82,16 @@ def test_a_run_starts_undecided_and_is_evaluated_at_its_end(runs: Runs, name: st
     assert (first["accuracy"], first["loss"]) == (0.5, pytest.approx(chance, abs=1e-6))
     assert summary["loss_after"] < summary["loss_before"]
     assert len(rows(run)) == N_STEPS
+
+
+def test_a_reference_in_processes_of_its_own_gives_the_same_bits(runs: Runs) -> None:
+    beside, apart = runs.folder("dpo"), runs.folder("apart")
+    assert rows(apart) == rows(beside)
+    saved = [load_file(run / "weights" / "model.safetensors") for run in (beside, apart)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    assert (apart / "logs" / "ref-1.log").exists()
+    assert not (beside / "logs" / "ref-0.log").exists()
 
 
 def test_the_page_of_metrics_lists_those_of_preferences(runs: Runs) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from fivefold.config.schema.data import DPODatasetConfig, DPORowsConfig, PreferenceDatasetConfig, PreferenceRowsConfig
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
-from fivefold.config.schema.fields import PathText, Section
+from fivefold.config.schema.roles import FrozenReferenceConfig
 from fivefold.config.schema.run import RunConfig
 
 
@@ -47,18 +47,11 @@ class DPOModelConfig(EngineConfig):
         return self
 
 
-class DPOReferenceConfig(Section):
-    """The frozen model that answers are compared with. It lives in the actor's processes, in the actor's layout."""
-
-    path: PathText | None = None
-    """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
-
-
 class DPORecipe(RunConfig):
     """A recipe of `fivefold dpo`: training on preferences, without a reward model (docs/preferences.md)."""
 
     actor: DPOModelConfig
-    ref: DPOReferenceConfig = DPOReferenceConfig()
+    ref: FrozenReferenceConfig = FrozenReferenceConfig()
     train_dataset: DPODatasetConfig
     valid_dataset: DPORowsConfig | None = None
     """Held-out rows, which are evaluated before and after training; null: there are none."""

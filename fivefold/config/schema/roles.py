@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -225,8 +225,8 @@ class ActorConfig(EngineConfig):
         return self
 
 
-class ReferenceConfig(Section):
-    """The model from which `actor.kl_ctl` measures the KL divergence; it is not trained, and may follow the actor.
+class FrozenReferenceConfig(Section):
+    """The frozen model with which `fivefold dpo` compares answers.
 
     `mb_spec` is null unless it is written: micro-batches are then those of the actor.
     """
@@ -243,6 +243,23 @@ class ReferenceConfig(Section):
     offload: bool = False
     """Move its weights to pinned host memory while it does not work. Those of a reference in the actor's processes go
     with the actor's in any case."""
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        if self.device_mapping is not None and self.backend is None:
+            raise ValueError(
+                f"ref.device_mapping={self.device_mapping} has no effect without ref.backend, for the reference "
+                "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
+            )
+        return self
+
+
+class ReferenceConfig(FrozenReferenceConfig):
+    """The model from which `actor.kl_ctl` measures the KL divergence; it is not trained, and may follow the actor.
+
+    `mb_spec` is null unless it is written: micro-batches are then those of the actor.
+    """
+
     refresh_every: Positive | None = None
     """Replace its weights by the actor's after every this many steps; null: never, or with `ema_decay` after every
     step."""

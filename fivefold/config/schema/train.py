@@ -102,11 +102,6 @@ class TrainRecipe(RunConfig):
                 "actor.kl_ctl is 0, so no reference model is loaded and the ref section has no effect: "
                 "raise actor.kl_ctl, or drop ref"
             )
-        if self.ref.device_mapping is not None and self.ref.backend is None:
-            raise ValueError(
-                f"ref.device_mapping={self.ref.device_mapping} has no effect without ref.backend, for the reference "
-                "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
-            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fivefold.config.problems import RecipeError
+from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.devices import parse_devices
@@ -157,6 +158,23 @@ def test_the_reference_model_is_in_the_actor_unless_it_has_a_backend() -> None:
     assert own.sharers("ref") == ("actor",)
     with pytest.raises(RecipeError, match="their sizes differ: actor 4, ref 2"):
         place(recipe("megatron:d4", "vllm:d4", kl_ctl=0.1, ref={"backend": "megatron:d2"}))
+
+
+def test_the_reference_of_dpo_is_placed_like_that_of_reinforcement_learning() -> None:
+    keys: dict[str, Any] = {
+        "experiment_name": "place",
+        "cluster": {"n_nodes": 1, "n_gpus_per_node": 8},
+        "train_dataset": {"path": "d"},
+        "actor": {"path": "m", "backend": "megatron:d4"},
+    }
+    assert "ref" not in place(DPORecipe.model_validate(keys))
+    own = place(DPORecipe.model_validate({**keys, "ref": {"backend": "megatron:d2t2"}}))
+    assert indices(own, "ref") == indices(own, "actor")
+    keys["actor"]["device_mapping"] = "0-3"
+    beside = place(DPORecipe.model_validate({**keys, "ref": {"backend": "megatron:d2", "device_mapping": "6,7"}}))
+    assert indices(beside, "ref") == [6, 7]
+    with pytest.raises(ValueError, match="ref.device_mapping=6,7 has no effect without ref.backend"):
+        DPORecipe.model_validate({**keys, "ref": {"device_mapping": "6,7"}})
 
 
 def test_a_critic_shares_the_actors_devices_or_has_its_own() -> None:
