@@ -253,9 +253,7 @@ def _saved(start: Anew | Resume) -> Saved | None:
 
 
 @contextmanager
-def _source(
-    setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, saved: Saved | None
-) -> Iterator[Source]:
+def _source(setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, saved: Saved | None) -> Iterator[Source]:
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
     common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
     if setup.recipe.rollout.max_head_offpolicyness == 0:

@@ -159,11 +159,11 @@ def _from_backends(recipe: Recipe) -> Groups:
 def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
     """Parse the backend key of each role, the schema's defaults included; `allocation_mode` is not read here."""
     texts: dict[str, str | None] = {"actor": recipe.actor.backend}
-    if isinstance(recipe, TrainRecipe | DPORecipe):
+    if isinstance(recipe, DPORecipe):
         texts["ref"] = recipe.ref.backend
     if isinstance(recipe, TrainRecipe):
         critic = None if recipe.critic is None else recipe.critic.backend
-        texts |= {"rollout": recipe.rollout.backend, "critic": critic}
+        texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend, "critic": critic}
         texts |= {role: section.backend for role, section in frozen_models(recipe).items()}
     roles, problems = {}, []
     for name, text in texts.items():
