@@ -84,39 +84,55 @@ class Timeline:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the time line in Chrome's trace format: microseconds, a process for each rank."""
+    """Return the time line in Chrome's trace format: microseconds, a process for each rank, a thread for each track.
+
+    No two threads have one number, and none is 0, because Perfetto takes thread 0 for the one with the process's number.
+    """
     origin = timeline.events[0].start if timeline.events else 0.0
-    processes = list(dict.fromkeys(process for process, _ in timeline.tracks()))
-    numbers = {process: number for number, process in enumerate(processes, start=1)}
+    threads = {track: number for number, track in enumerate(timeline.tracks(), start=1)}
+    processes: dict[str, int] = {}
+    for (process, _), number in threads.items():
+        processes.setdefault(process, number)
     named = [
-        {"ph": "M", "name": name, "pid": number, "tid": 0, "args": {key: value}}
-        for process, number in numbers.items()
+        {"ph": "M", "name": name, "pid": number, "tid": number, "args": {key: value}}
+        for process, number in processes.items()
         for name, key, value in (("process_name", "name", process), ("process_sort_index", "sort_index", number))
+    ]
+    named += [
+        {"ph": "M", "name": "thread_name", "pid": processes[track[0]], "tid": number, "args": {"name": title(track)}}
+        for track, number in threads.items()
     ]
     spans = [
         {
             "ph": "X",
             "name": event.name,
             "cat": _role_and_rank(event.process)[0],
-            "pid": numbers[event.process],
-            "tid": event.thread,
+            "pid": processes[event.process],
+            "tid": threads[event.process, event.thread],
             "ts": round((event.start - origin) * 1e6, 1),
             "dur": round(event.seconds * 1e6, 1),
         }
         for event in timeline.events
     ]
+    driver = processes.get(DRIVER, 1)
     marks = [
         {
             "ph": "i",
             "s": "g",
             "name": f"end of step {step}",
-            "pid": numbers.get(DRIVER, 0),
-            "tid": 0,
+            "pid": driver,
+            "tid": driver,
             "ts": round((at - origin) * 1e6, 1),
         }
         for step, at in timeline.steps
     ]
     return {"displayTimeUnit": "ms", "traceEvents": [*named, *spans, *marks]}
+
+
+def title(track: tuple[str, int]) -> str:
+    """Return the name of a process's thread."""
+    process, thread = track
+    return process if thread == 0 else f"{process}, thread {thread}"
 
 
 def timeline_block(timeline: Timeline) -> bytes:
@@ -136,11 +152,10 @@ def timeline_block(timeline: Timeline) -> bytes:
         "since": np.diff(starts, prepend=starts[:1]),
         "seconds": np.array([event.seconds for event in events]),
     }
-    titles = [process if thread == 0 else f"{process}, thread {thread}" for process, thread in tracks]
     ends = [[step, round(at - origin, 4)] for step, at in timeline.steps if at >= origin]
     left_out = len(timeline.events) - len(events)
     floats = {name: column.astype(np.float32) for name, column in columns.items()}
-    return table_block(floats, tracks=titles, labels=names, steps=ends, left_out=left_out)
+    return table_block(floats, tracks=[title(track) for track in tracks], labels=names, steps=ends, left_out=left_out)
 
 
 def _role_and_rank(process: str) -> tuple[str, int]:

@@ -9,6 +9,9 @@ import swanlab
 
 from fivefold.observe.trackers.tracker import TrackedRun, numbers
 
+MOST_TEXTS = 100
+"""Most texts of a call: SwanLab drops what is beyond 108."""
+
 
 class SwanlabTracker:
     """A run of SwanLab."""
@@ -37,7 +40,7 @@ class SwanlabTracker:
         last = {f"summary/{name}": value for name, value in numbers(summary).items()}
         texts = [
             swanlab.Text(f"{sample['prompt']}\n\n{sample['response']}", caption=f"reward {sample['reward']}")
-            for sample in samples
+            for sample in samples[-MOST_TEXTS:]
         ]
         if last or texts:
             self._run.log({**last, **({"samples": texts} if texts else {})})

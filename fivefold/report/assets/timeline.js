@@ -105,8 +105,9 @@ class TimelineView {
 
   save() {
     const { track, name, seconds } = this.table.columns, events = [];
-    this.table.tracks.forEach((title, k) => events.push({ ph: "M", name: "process_name", pid: k + 1, tid: 0, args: { name: title } }));
-    for (let i = 0; i < this.table.n; i++) events.push({ ph: "X", name: this.table.labels[name[i]], pid: track[i] + 1, tid: 0, ts: this.starts[i] * 1e6, dur: seconds[i] * 1e6 });
+    this.table.tracks.forEach((title, k) => events.push({ ph: "M", name: "process_name", pid: k + 1, tid: k + 1, args: { name: title } }));
+    for (let i = 0; i < this.table.n; i++) events.push({ ph: "X", name: this.table.labels[name[i]], pid: track[i] + 1, tid: track[i] + 1, ts: this.starts[i] * 1e6, dur: seconds[i] * 1e6 });
+    for (const [step, at] of this.table.steps) events.push({ ph: "i", s: "g", name: `end of step ${step}`, pid: 1, tid: 1, ts: at * 1e6 });
     const link = element("a", { href: URL.createObjectURL(new Blob([JSON.stringify({ traceEvents: events })], { type: "application/json" })), download: "trace.json" });
     link.click();
     URL.revokeObjectURL(link.href);

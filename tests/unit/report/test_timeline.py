@@ -76,6 +76,12 @@ def test_the_trace_is_one_that_perfetto_opens(run: Path, tmp_path: Path) -> None
     assert all({"ph", "name", "pid", "tid", "ts", "dur"} <= event.keys() for event in events if event["ph"] == "X")
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(names.values()) == ["actor-0", "actor-10", "driver"]
+    # Perfetto takes thread 0 for the thread with the number of its process: two threads must not become one.
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert sorted(threads.values()) == ["actor-0", "actor-10", "driver", "driver, thread 1"]
+    assert all(tid for _, tid in threads)
+    assert {(event["pid"], event["tid"]) for event in events} == threads.keys()
+    assert len({tid for _, tid in threads}) == len(threads)
     assert {names[event["pid"]] for event in events if event["name"] == "compute logprobs"} == {"actor-0", "actor-10"}
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
     assert [event["name"] for event in events if event["ph"] == "i"] == ["end of step 1", "end of step 2"]
