@@ -28,6 +28,7 @@ class LinearLoss:
     """The prediction of the model's head that is summed."""
     temperature: float = 1.0
     entropy_gradient: bool = False
+    before: None = None
 
     def normalizer(self, totals: Totals) -> float:
         return 1.0

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.types import Totals
 
 Metrics = dict[str, torch.Tensor]
@@ -48,6 +49,10 @@ class Loss(Protocol):
     def entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient."""
 
+    @property
+    def before(self) -> BatchStep | None:
+        """What is computed over the whole mini-batch first, because no micro-batch shows it; None: nothing."""
+
     def normalizer(self, totals: Totals) -> float:
         """Return the divisor, at least 1, of the sum over a whole mini-batch of these sizes."""
 
@@ -65,6 +70,7 @@ class SFTLoss:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    before: None = None
 
     def normalizer(self, totals: Totals) -> float:
         return float(max(1, totals.n_trained_tokens))

@@ -79,7 +79,7 @@ class PolicyLoss:
 
     @property
     def before(self) -> BatchStep | None:
-        """What the surrogate computes over a whole mini-batch; None: nothing. It needs the field `old_logprobs`."""
+        """What the surrogate computes over a whole mini-batch first, which needs the field `old_logprobs`."""
         return getattr(self.surrogate, "before", None)
 
     @property

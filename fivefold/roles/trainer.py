@@ -23,7 +23,6 @@ import torch.distributed as dist
 from fivefold.algorithms.gae import GAE, Moments
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
-from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.cluster.group import Remote, WorkerGroup
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
@@ -414,7 +413,7 @@ class TrainerWorker:
         share = assemble(order, columns)
         if change is not None:
             share = replace(share, batch=change(share.batch))
-        if isinstance(loss, PolicyLoss) and loss.before is not None:
+        if loss.before is not None:
             share = replace(share, batch=loss.before(share.batch, self._gather))
         return self._update(share, loss)
 

@@ -34,6 +34,7 @@ class Problem:
     chunk_size: int = 8
     temperature: float = 1.0
     entropy_gradient: bool = True
+    before: None = None
     dtype: torch.dtype = torch.float32
     scale: float = 1.0
     """Scale of the logits."""

@@ -41,6 +41,7 @@ class Recorder:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    before: None = None
     seen: list[int] = field(default_factory=list)
 
     def normalizer(self, totals: Totals) -> float:
