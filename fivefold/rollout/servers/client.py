@@ -13,6 +13,8 @@ from urllib3.connection import HTTPConnection
 HOST = "127.0.0.1"
 Address = int | Path
 """A port of `HOST`, or a Unix socket."""
+CONNECT_S = 10.0
+"""Seconds that a connection may take."""
 HEALTH_S = 10.0
 """Seconds that a server has to say that it is ready."""
 SHOWN = 2000
@@ -21,6 +23,10 @@ SHOWN = 2000
 
 class ServerGone(RuntimeError):
     """The connection to a server broke, as happens when the server dies."""
+
+
+class ServerHangs(ServerGone):
+    """A server did not reply within the time limit of a request."""
 
 
 class _SocketConnection(HTTPConnection):
@@ -44,7 +50,7 @@ class _SocketPool(urllib3.HTTPConnectionPool):
 
 
 class HttpClient:
-    """Connections to one server. No request is sent twice, and none of the run's has a time limit: the run has one."""
+    """Connections to one server. No request is sent twice, and few have a time limit: the run has one."""
 
     def __init__(self, address: Address, n_connections: int) -> None:
         """Prepare the connections.
@@ -53,8 +59,7 @@ class HttpClient:
             address: where the server listens.
             n_connections: number of threads that may wait for replies at one time.
         """
-        timeout = urllib3.Timeout(connect=10, read=None)
-        options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False, "timeout": timeout}
+        options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False}
         self._pool = (
             urllib3.HTTPConnectionPool(HOST, address, **options)
             if isinstance(address, int)
@@ -69,23 +74,33 @@ class HttpClient:
         except urllib3.exceptions.HTTPError:  # the server does not listen yet, or hangs
             return False
 
-    def post(self, path: str, body: Any = None) -> Any:
+    def post(self, path: str, body: Any = None, limit_s: float | None = None) -> Any:
         """Post `body` as JSON to `path`; return the JSON of the reply, None if that is empty. Raises as `send`."""
-        return _parsed(self.send("POST", path, {} if body is None else body))
+        return _parsed(self.send("POST", path, {} if body is None else body, limit_s))
 
     def get(self, path: str) -> Any:
         """Return the JSON at `path`. Raises as `send`."""
         return _parsed(self.send("GET", path))
 
-    def send(self, method: str, path: str, body: Any = None) -> bytes:
+    def send(self, method: str, path: str, body: Any = None, limit_s: float | None = None) -> bytes:
         """Send a request, with `body` as JSON if there is one; return the reply as it came.
 
+        Args:
+            method: of HTTP.
+            path: the endpoint.
+            body: values for JSON; None: no body.
+            limit_s: most seconds until the reply; None: any number.
+
         Raises:
+            ServerHangs: there was no reply within `limit_s`.
             ServerGone: the connection broke.
             RuntimeError: the server refused the request.
         """
         try:
-            reply = self._pool.request(method, path, json=body)
+            timeout = urllib3.Timeout(connect=CONNECT_S, read=limit_s)
+            reply = self._pool.request(method, path, json=body, timeout=timeout)
+        except urllib3.exceptions.ReadTimeoutError as error:
+            raise ServerHangs(f"the server did not reply to {path} within {limit_s:g} s") from error
         except urllib3.exceptions.HTTPError as error:
             raise ServerGone(f"the connection to the server broke during {path}: {error}") from error
         if reply.status != 200:

@@ -136,8 +136,12 @@ class Dialect(Protocol):
             RuntimeError: a completion that ended for an unknown reason, or lacks a log-prob that was asked for.
         """
 
-    def pause(self, http: HttpClient) -> None:
-        """Make the server answer all requests with what it has, and hold back new ones; return once it has."""
+    def pause(self, http: HttpClient, limit_s: float) -> None:
+        """Make the server answer all requests with what it has, and hold back new ones; return once it has.
+
+        Raises:
+            ServerHangs: it did not within `limit_s`.
+        """
 
     def resume(self, http: HttpClient) -> None:
         """Make a paused server answer requests again."""

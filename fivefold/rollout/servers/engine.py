@@ -21,7 +21,7 @@ from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HttpClient, ServerGone
+from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.process import ServerDied, ServerProcess
@@ -36,6 +36,10 @@ from fivefold.types import Completion
 
 DEATH_S = 15.0
 """Seconds that a server may take to end after its connections have broken."""
+PAUSE_S = 60.0
+"""Seconds that a server has to abort its requests; one that does not is ended as if it had died."""
+STALL_S = 300.0
+"""Seconds without an answer of a stream after which its server is asked what it has."""
 
 
 class ServerEngine:
@@ -180,10 +184,30 @@ class ServerEngine:
         if self._stream is None:
             return []
         try:
-            return self._stream.collect(self._state.require_weights(), seconds)
+            done = self._stream.collect(self._state.require_weights(), seconds)
+            if self._stream.quiet_s > STALL_S:
+                self._probe()
+            return done
         except ServerDied as death:
             self._restart(death)
             return []
+
+    def _probe(self) -> None:
+        """Interrupt a server that has answered nothing for a long time, and take what it has; it then goes on.
+
+        Raises:
+            ServerDied: it has sampled nothing, and was ended.
+        """
+        assert self._stream is not None
+        n_tokens = self._stream.n_tokens
+        self._interrupt()
+        if not self._is_interrupted:  # it has died or was ended, and begins anew
+            return
+        self._stream.note_answers()
+        if self._stream.n_tokens == n_tokens:
+            self._server.close()
+            raise ServerDied(f"the server has sampled no token for {STALL_S:g} s, and was ended")
+        self._go_on()
 
     @property
     def n_running(self) -> int:
@@ -222,7 +246,7 @@ class ServerEngine:
         self._stream.hold()
         try:
             with self._served():
-                self._dialect.pause(self._http)
+                self._dialect.pause(self._http, PAUSE_S)
         except ServerDied as death:
             self._restart(death)
             self._wait_until_ready()
@@ -355,6 +379,9 @@ class ServerEngine:
         """Report a server that dies inside this context as dead; its broken connection alone says less."""
         try:
             yield
+        except ServerHangs as hang:
+            self._server.close()
+            raise ServerDied(f"{hang}, and was ended") from None
         except ServerGone as gone:
             try:
                 self._server.check(DEATH_S)

@@ -111,8 +111,8 @@ class SGLangDialect:
             for piece in pieces(reply, _TOKEN_IDS)
         ]
 
-    def pause(self, http: HttpClient) -> None:
-        http.post("/pause_generation", {"mode": "abort"})
+    def pause(self, http: HttpClient, limit_s: float) -> None:
+        http.post("/pause_generation", {"mode": "abort"}, limit_s)
 
     def resume(self, http: HttpClient) -> None:
         http.post("/continue_generation")

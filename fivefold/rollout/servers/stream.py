@@ -12,6 +12,7 @@ they have, and are asked to go on from there. They read those tokens anew, which
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -107,6 +108,13 @@ class ServerStream:
         self._sent: dict[Future[list[Answer]], _Sent] = {}
         self._waiting: list[_Part] = []
         """Completions that have not begun or were aborted, and go on at the next `collect`."""
+        self.quiet_s = 0.0
+        """Seconds for which `collect` has waited since the last answer or update."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens that all jobs have."""
+        return sum(part.n_tokens for parts in self._jobs.values() for part in parts)
 
     @property
     def n_running(self) -> int:
@@ -128,11 +136,13 @@ class ServerStream:
             RuntimeError: the server failed.
         """
         # What was aborted is noted before anything is asked for, because it goes before requests that have not begun.
-        self._note_answers()
+        self.note_answers()
         self._go_on(version)
         if not (done := self._take_done()):
+            began = time.monotonic()
             wait(self._sent, seconds, FIRST_COMPLETED)
-            self._note_answers()
+            self.quiet_s += time.monotonic() - began
+            self.note_answers()
             done = self._take_done()
         return done
 
@@ -150,6 +160,7 @@ class ServerStream:
 
     def resumed(self, version: int) -> None:
         """Record that the server has weights of version `version`, and answers with them what it held back."""
+        self.quiet_s = 0.0
         for future, sent in self._sent.items():
             if not future.done():
                 sent.version = version
@@ -183,11 +194,16 @@ class ServerStream:
             ask = part.ask() if sampling.seeded else replace(part.ask(), seed=None)
             self._sent[self._threads.submit(self._complete, ask, sampling)] = _Sent(part, version)
 
-    def _note_answers(self) -> None:
-        """Take over the answers that have come."""
+    def note_answers(self) -> None:
+        """Take over the answers that have come.
+
+        Raises:
+            RuntimeError: the server failed.
+        """
         for future in [future for future in self._sent if future.done()]:
             sent = self._sent.pop(future)
             [answer] = future.result()
+            self.quiet_s = 0.0
             sent.note(answer)
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)

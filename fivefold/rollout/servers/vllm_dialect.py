@@ -132,8 +132,8 @@ class VLLMDialect:
             answers[row["index"]] = Answer(token_ids_T, logprobs_T if ask.wants_logprobs else None, reason)
         return [answers[index] for index in sorted(answers)]
 
-    def pause(self, http: HttpClient) -> None:
-        http.post(PAUSE)
+    def pause(self, http: HttpClient, limit_s: float) -> None:
+        http.post(PAUSE, limit_s=limit_s)
 
     def resume(self, http: HttpClient) -> None:
         http.post(RESUME)

@@ -13,6 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.servers import engine as engine_of_servers
+from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
@@ -211,4 +213,62 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     die()
     with pytest.raises(RuntimeError, match="the server ended with status"):
         engine.collect(20.0)
+    engine.close()
+
+
+@pytest.mark.parametrize("found", ["new weights", "no answers"])
+def test_a_server_that_hangs_is_ended_and_started_again(
+    found: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_of_servers, "PAUSE_S", 0.5)
+    model = model_folder("qwen3_moe")
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    engine = start(spec)
+    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
+    served.update(0)
+    engine.submit(4, [long_request(2)], sampling())
+    assert engine.collect(0.5) == []
+    os.kill(served.log.rows("start")[-1]["pid"], signal.SIGSTOP)
+    if found == "no answers":
+        monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
+        assert engine.collect(0.3) == []
+        assert not engine.has_weights
+    served.update(1)
+    assert len(served.log.rows("start")) == 2
+    assert list(engine.take_lost()) == [4]
+    engine.close()
+
+
+def test_a_server_that_takes_long_is_asked_what_it_has_and_goes_on(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
+    server.engine.wake()
+    server.update(5)
+    params, n_starts = sampling(max_new_tokens=20), len(server.log.rows("start"))
+    server.engine.submit(0, [long_request(2)], params)
+    [[completion]] = collected(server, 1).values()
+    tokens, logprobs = continued(long_request(2), 2, params)
+    assert completion.token_ids.tolist() == tokens
+    assert completion.logprobs.tolist() == logprobs
+    assert set(completion.versions.tolist()) == {5}
+    assert len(server.log.rows("start")) == n_starts
+
+
+def test_a_server_that_answers_and_samples_nothing_is_started_again(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_folder("qwen3_moe")
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    engine = start(spec)
+    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
+    served.update(0)
+    engine.submit(4, [long_request(2)], sampling())
+    assert engine.collect(0.5) == []
+    monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
+    # The tokens that it has arrive after they were looked for.
+    monkeypatch.setattr(stream_of_servers.ServerStream, "note_answers", lambda self: None)
+    assert engine.collect(0.3) == []
+    assert not engine.has_weights
+    assert list(engine.take_lost()) == [4]
     engine.close()
