@@ -25,7 +25,7 @@ SHORT, LONG = "mean=600,max=1024", "mean=6000,max=32768"
 ROWS = (
     *((n_gpus, 512, SHORT) for n_gpus in (8, 32, 128, 512)),
     *((n_gpus, 512, LONG) for n_gpus in (8, 32, 128, 512, 4096)),
-    (4096, 8192, LONG),
+    (4096, 2048, LONG),
 )
 """GPUs, prompts of a step and lengths."""
 
