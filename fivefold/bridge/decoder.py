@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from fivefold.bridge.mapping import (
     QKV,
+    ExpertBias,
     ExpertGatedMLP,
     ExpertRow,
     GatedMLP,
@@ -54,6 +55,11 @@ def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
     return {name: full for mapping in mappings(shape) for name, full in mapping.hf_shapes().items()}
 
 
+def float32_tensors(shape: ModelShape) -> frozenset[str]:
+    """Return the names of the Hugging Face tensors that are float32 whatever the dtype of the model."""
+    return frozenset(name for mapping in mappings(shape) if mapping.keeps_float32 for name in mapping.hf_shapes())
+
+
 def is_ignored(name: str, shape: ModelShape) -> bool:
     """Return whether files may hold the Hugging Face tensor `name` although no parameter reads it."""
     # With tied embeddings the embedding is the output layer's weight too. A critic has a value head in its place, and
@@ -61,8 +67,11 @@ def is_ignored(name: str, shape: ModelShape) -> bool:
     is_tied_output = shape.tied_embeddings and name == OUTPUT
     is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
     is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
-    ignored = (pattern for pattern, _ in trained_family(shape.family).ignored)
-    return is_tied_output or is_other_head or any(re.fullmatch(pattern, name) for pattern in ignored)
+    family = trained_family(shape.family)
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    is_behind = family.predicts_further and layer is not None and int(layer[1]) >= shape.n_layers
+    patterns = (pattern for pattern, _ in family.ignored)
+    return is_tied_output or is_other_head or is_behind or any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def is_optional(name: str, shape: ModelShape) -> bool:
@@ -118,6 +127,8 @@ def _moe(shape: ModelShape, family: Family, ours: str, theirs: str) -> Iterator[
         raise ValueError(f"{theirs} has experts, but the model family {family.model_type!r} names none")
     n, ffn, hidden = shape.n_experts, shape.expert_ffn_hidden, shape.hidden
     yield Replicated(f"{ours}.router.weight", f"{theirs}.{names.router}", (n, hidden))
+    if names.bias is not None:
+        yield ExpertBias(f"{ours}.router.expert_bias", f"{theirs}.{names.bias}", (n,))
     gate, up = f"{theirs}.{names.expert.gate}", f"{theirs}.{names.expert.up}"
     yield ExpertGatedMLP(f"{ours}.experts.weight1", gate, up, n, (ffn, hidden))
     yield ExpertRow(f"{ours}.experts.weight2", f"{theirs}.{names.expert.down}", n, (hidden, ffn))

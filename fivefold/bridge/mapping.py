@@ -83,6 +83,8 @@ class WeightMapping(ABC):
     """One parameter of an engine and the Hugging Face tensors it is made of."""
 
     domain: ClassVar[Domain]
+    keeps_float32: ClassVar[bool] = False
+    """Whether its tensors are float32 whatever the dtype of the model."""
 
     megatron: str
     """Name of the parameter: Megatron-Core's, with global layer numbers; on FSDP that of transformers."""
@@ -169,6 +171,13 @@ class Replicated(WeightMapping):
 
     def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield self.hf, shards[0]
+
+
+@dataclass(frozen=True)
+class ExpertBias(Replicated):
+    """Offsets of the experts' scores, which no gradient changes."""
+
+    keeps_float32 = True
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class RandomWeights:
 
     def _draw(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)

@@ -80,7 +80,8 @@ _TRANSFORMER: dict[str, str] = {
         "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
         "linear_num_value_heads moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq "
         "moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
-        "moe_router_score_function moe_apply_probs_on_input moe_latent_size mrope_section is_hybrid_model "
+        "moe_router_score_function moe_router_enable_expert_bias "
+        "moe_apply_probs_on_input moe_latent_size mrope_section is_hybrid_model "
         "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path "
         "heterogeneous_block_specs hetereogenous_dist_checkpoint use_fused_weighted_squared_relu",
     ),
@@ -133,10 +134,6 @@ _TRANSFORMER: dict[str, str] = {
     "moe_enable_routing_replay": "nothing records the router's choices of the rollout",
     "moe_per_layer_logging": "metrics.jsonl always has the load of experts by layer",
     "config_logger_dir": "the run's folder has the whole configuration in engine.yaml",
-    **_each(
-        "no family that is trained has such a bias in its files, so that the rollout would route without it",
-        "moe_router_enable_expert_bias moe_router_bias_update_rate",
-    ),
     "moe_hybridep_num_sms": "token_dispatcher=flex exchanges tokens by DeepEP, not by HybridEP",
 }
 

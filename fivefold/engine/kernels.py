@@ -44,16 +44,19 @@ def split_heads(
     sin_T1D: torch.Tensor,
     n_groups: int,
     eps: float,
+    head_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the joint projection into queries [T, heads, D], keys and values [T, groups, D]; normalise and rotate q, k.
+
+    D is `head_dim`, of which the first channels are rotated, as many as `cos_T1D` and `sin_T1D` have.
 
     The projection holds, for each of `n_groups` key heads, its query heads, the key and the value. In half precision
     the plain version rounds after the norm and after each product, as Hugging Face does; on CUDA all of it is computed
     in float32 and rounded once.
     """
-    if _on_triton(qkv_TC):
+    if _on_triton(qkv_TC) and cos_T1D.shape[-1] == head_dim:
         return triton_heads.split_heads(qkv_TC, query_weight_D, key_weight_D, cos_T1D, sin_T1D, n_groups, eps)
-    n_tokens, head_dim = qkv_TC.shape[0], cos_T1D.shape[-1]
+    n_tokens = qkv_TC.shape[0]
     grouped = qkv_TC.view(n_tokens, n_groups, -1, head_dim)
     query = grouped[:, :, :-2].reshape(n_tokens, -1, head_dim)
     key, value = grouped[:, :, -2], grouped[:, :, -1]
@@ -64,9 +67,12 @@ def split_heads(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the channel pairs (i, i + D/2) (Su et al. 2021, in the half-split order of Hugging Face)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotate the pairs (i, i + R/2) of the first R channels (Su et al. 2021, in Hugging Face's half-split order)."""
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if width < x.shape[-1] else rotated
 
 
 def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

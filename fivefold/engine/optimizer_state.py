@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -253,6 +253,8 @@ class StateSlice:
     _shard: Shard
     _state: OptimizerState
 
+    is_stored: ClassVar[bool] = True
+
     def get(self, kind: StateKind) -> torch.Tensor:
         """Return the state as float32 [end - start] on the parameter's device; it must not be changed in place."""
         return self._state.get(self._shard, kind)
@@ -260,6 +262,32 @@ class StateSlice:
     def set(self, kind: StateKind, values: torch.Tensor) -> None:
         """Replace the state by `values`, floating [end - start], on any device."""
         self._state.set(self._shard, kind, values)
+
+
+@dataclass(frozen=True, eq=False)
+class FixedSlice:
+    """A tensor in the place of a slice: it is saved and loaded with the state, and the optimizer does not change it."""
+
+    name: str
+    values_N: torch.Tensor
+    """Its elements, float32, flat."""
+    is_stored: bool
+    """Whether this rank stores it; of replicas, one does."""
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        """Element behind the slice."""
+        return self.values_N.numel()
+
+    def get(self, kind: StateKind) -> torch.Tensor:
+        """Return the values, or moments of 0."""
+        return self.values_N if kind == "param" else torch.zeros_like(self.values_N)
+
+    def set(self, kind: StateKind, values: torch.Tensor) -> None:
+        """Replace the values; moments are dropped."""
+        if kind == "param":
+            self.values_N.copy_(values)
 
 
 def fill_buckets(shards: Iterable[Shard], bucket_size: int) -> Iterator[list[Piece]]:

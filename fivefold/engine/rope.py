@@ -10,9 +10,10 @@ from fivefold.families.shape import ModelShape, RopeScaling
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:
-    """Return the rotation of each channel pair, in radians per position (Su et al. 2021, eq. 15): [head_dim / 2]."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
-    frequencies = 1.0 / (shape.rope_theta ** (exponents / shape.head_dim))
+    """Return the rotation of each channel pair, in radians per position (Su et al. 2021, eq. 15): [rotated / 2]."""
+    rotated = shape.rotary_dim or shape.head_dim
+    exponents = torch.arange(0, rotated, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
+    frequencies = 1.0 / (shape.rope_theta ** (exponents / rotated))
     return frequencies if shape.rope_scaling is None else _scale(frequencies, shape.rope_scaling)
 
 
@@ -34,7 +35,7 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def cos_sin(
     positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, `dtype` [T, 1, head_dim] each, at the positions int64 [T]."""
+    """Return cos and sin, `dtype` [T, 1, rotated channels] each, at the positions int64 [T]."""
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)

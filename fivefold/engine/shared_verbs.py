@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.decoder import expected_tensors, float32_tensors
 from fivefold.bridge.hf_saver import Block, save_blocks
 from fivefold.bridge.hf_writer import HFFolder, classified
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
@@ -122,7 +122,11 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
         """
         self._require("params")
         dtype = getattr(torch, self.config.dtype)
-        tensors = {name: TensorSpec(dtype, shape) for name, shape in expected_tensors(self.shape).items()}
+        precise = float32_tensors(self.shape)
+        tensors = {
+            name: TensorSpec(torch.float32 if name in precise else dtype, shape)
+            for name, shape in expected_tensors(self.shape).items()
+        }
         plan = plan_shards(tensors, max_shard_bytes)
         new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
         save_blocks(new, self._blocks())

@@ -21,7 +21,7 @@ from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, WeightMapping
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.optimizer_state import STATE_KINDS, StateKind, StateSlice
+from fivefold.engine.optimizer_state import STATE_KINDS, FixedSlice, StateKind, StateSlice
 from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.stored_state import StoredState
 from fivefold.layout.parallel import ParallelLayout
@@ -40,8 +40,8 @@ class SavedOptimizer(Protocol):
     updates: int
     """Steps that changed the weights: Adam's own count, for its bias correction."""
 
-    def slices(self) -> Iterator[StateSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state.
+    def slices(self) -> Iterator[StateSlice | FixedSlice]:
+        """Yield this rank's slice of every parameter of which it holds optimizer state, and what no gradient changes.
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
@@ -159,7 +159,7 @@ class TrainingState:
         for part in self._optimizer.slices():
             pieces = self._mappings[part.name].stored_pieces(self._groups)
             within = tuple(cut for piece in pieces for cut in piece.within(part.start, part.end))
-            if within:
+            if within and part.is_stored:
                 self._stored.add(part.name)
                 ranges += [StoredRange(kind, part.start, part.end - part.start, within) for kind in STATE_KINDS]
         return StateWriter(dist.get_rank(), ranges)
@@ -184,7 +184,7 @@ class TrainingState:
                 stored.fill(targets)
                 part.set(kind, values)
 
-    def _pieces(self, part: StateSlice) -> Iterator[Piece]:
+    def _pieces(self, part: StateSlice | FixedSlice) -> Iterator[Piece]:
         for piece in self._mappings[part.name].pieces(self._groups):
             yield from piece.within(part.start, part.end)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.families.hf_config import HFConfig
-from fivefold.families.rope import read_rope
+from fivefold.families.rope import read_rope, rotary_part
 from fivefold.families.shape import ModelShape
 
 
@@ -21,6 +21,7 @@ def read_dense(
     knows_attention_bias: bool = True,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    is_rotated_in_part: bool = False,
 ) -> ModelShape:
     """Return the shape of a decoder whose layers all have a dense MLP.
 
@@ -30,6 +31,7 @@ def read_dense(
         knows_attention_bias: whether `attention_bias` is a key of the family; else it is ignored.
         qkv_bias: whether Q, K and V have biases (and the output projection none).
         qk_norm: whether there is a norm on each query and key head.
+        is_rotated_in_part: whether rotary positions turn a share of each head's channels.
 
     Raises:
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
@@ -38,14 +40,15 @@ def read_dense(
     n_layers, hidden, n_heads = (
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    theta, scaling = read_rope(config)
+    theta, scaling = read_rope(config, is_partial=is_rotated_in_part)
+    head_dim = _head_dim(config, hidden, n_heads)
     return ModelShape(
         family=config.family,
         n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
         n_kv_heads=_kv_heads(config, n_heads),
-        head_dim=_head_dim(config, hidden, n_heads),
+        head_dim=head_dim,
         ffn_hidden=config.integer("intermediate_size"),
         vocab=config.integer("vocab_size"),
         max_positions=config.integer("max_position_embeddings"),
@@ -61,6 +64,7 @@ def read_dense(
         rms_norm_eps=config.number("rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_dim=rotary_part(config, head_dim) if is_rotated_in_part else None,
     )
 
 
@@ -177,14 +181,14 @@ def _head_dim(config: HFConfig, hidden: int, n_heads: int) -> int:
 
 
 def _n_experts(config: HFConfig, least: int = 1) -> int:
-    """Return the routed experts of a layer, under either of the two keys in use."""
-    keys = [key for key in ("num_experts", "num_local_experts") if config.states(key)]
+    """Return the routed experts of a layer, under any of the keys in use."""
+    keys = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.states(key)]
     counts = {config.integer(key, least) for key in keys}
     if len(counts) > 1:
         stated = " and ".join(f"{key}={config.get(key)}" for key in keys)
         raise config.error(f"{stated} differ; both are the number of experts of a layer")
     if not counts:
-        raise config.error("config.json has neither num_experts nor num_local_experts")
+        raise config.error("config.json has neither num_experts nor num_local_experts nor n_routed_experts")
     n_experts = counts.pop()
     if n_experts and (top_k := config.integer("num_experts_per_tok")) > n_experts:
         raise config.error(f"num_experts_per_tok={top_k} exceeds the {n_experts} experts of a layer")

@@ -36,6 +36,8 @@ class MoENames:
         up="mlp.experts.{expert}.up_proj.weight",
         down="mlp.experts.{expert}.down_proj.weight",
     )
+    bias: str | None = None
+    """Offsets of the experts' scores."""
     shared: MLPNames | None = None
     shared_gate: str | None = None
 
@@ -73,6 +75,8 @@ class Family:
         (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary frequencies are computed from the config"),
     )
     """Tensors that files may hold and loading need not use: (regular expression of the whole name, reason)."""
+    predicts_further: bool = False
+    """Whether files may hold layers behind the last one, for multi-token prediction, which nothing reads."""
     gguf: GGUFArchitecture | None = None
     """None where GGUF files are not converted."""
     untrained: str | None = None

@@ -35,6 +35,11 @@ def megatron_problems(
 
 def _router_problems(prefix: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
     fields = config.megatron.transformer
+    if (rate := fields.moe_router_bias_update_rate) and not shape.router_bias:
+        yield (
+            f"{prefix}.moe_router_bias_update_rate={rate} changes the offsets of a router's scores, and routers of "
+            f"{shape.family} have none: drop it"
+        )
     if shape.is_moe:
         groups, chosen = fields.moe_router_num_groups, fields.moe_router_group_topk
         if groups and chosen and (shape.n_experts % groups or chosen > groups or shape.top_k % chosen):

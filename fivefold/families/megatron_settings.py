@@ -188,6 +188,7 @@ def _moe_fields(config: MegatronConfig, layout: ParallelLayout, shape: ModelShap
     own = config.transformer
     # Each rank weights its z-loss with its own tokens, after Megatron-Core has divided it by the number of ranks.
     z_loss = own.moe_z_loss_coeff * layout.tp * layout.cp if own.moe_z_loss_coeff else None
+    has_groups = shape.expert_groups > 1
     return {
         "num_moe_experts": shape.n_experts,
         "moe_router_topk": shape.top_k,
@@ -197,11 +198,14 @@ def _moe_fields(config: MegatronConfig, layout: ParallelLayout, shape: ModelShap
         "moe_shared_expert_gate": shape.shared_expert_gate,
         # Softmax over the chosen experts is softmax over all, scaled to sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": shape.router_scores,
+        "moe_router_enable_expert_bias": shape.router_bias,
+        "moe_router_bias_update_rate": own.moe_router_bias_update_rate,
+        "moe_router_topk_scaling_factor": shape.router_scale if shape.router_scale != 1 else None,
         "moe_router_dtype": "fp32" if config.router_dtype == "fp32" else None,
         "moe_router_load_balancing_type": own.moe_router_load_balancing_type,
-        "moe_router_num_groups": own.moe_router_num_groups,
-        "moe_router_group_topk": own.moe_router_group_topk,
+        "moe_router_num_groups": own.moe_router_num_groups or (shape.expert_groups if has_groups else None),
+        "moe_router_group_topk": own.moe_router_group_topk or (shape.groups_per_token if has_groups else None),
         "moe_router_force_load_balancing": own.moe_router_force_load_balancing,
         "moe_aux_loss_coeff": own.moe_aux_loss_coeff,
         "moe_z_loss_coeff": z_loss,

@@ -7,6 +7,7 @@ from typing import Any
 
 from fivefold.families.deepseek_v3 import DEEPSEEK_V3
 from fivefold.families.family import Family
+from fivefold.families.glm4_moe import GLM4_MOE
 from fivefold.families.llama import LLAMA
 from fivefold.families.mixtral import MIXTRAL
 from fivefold.families.qwen2 import QWEN2
@@ -15,7 +16,7 @@ from fivefold.families.qwen3 import QWEN3
 from fivefold.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V3)
 }
 
 

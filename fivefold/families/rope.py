@@ -16,8 +16,12 @@ _NEEDED = {
 """Fields that each supported type must state."""
 
 
-def read_rope(config: HFConfig) -> tuple[float, RopeScaling | None]:
+def read_rope(config: HFConfig, *, is_partial: bool = False) -> tuple[float, RopeScaling | None]:
     """Return theta and the scaling; None where the frequencies are not scaled.
+
+    Args:
+        config: the model's config.json.
+        is_partial: whether the family turns a part of the channels only (`rotary_part`).
 
     Raises:
         ValueError: a type or feature that is not supported, or a field that is missing or not a number.
@@ -26,13 +30,34 @@ def read_rope(config: HFConfig) -> tuple[float, RopeScaling | None]:
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise config.error(f"rotary positions that differ by layer type ({', '.join(rope)}) are not supported")
     stated = rope.get("rope_theta", config.get("rope_theta"))
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
+    partial = _partial_factor(config, rope)
+    if partial not in (None, 1) and not is_partial:
         raise config.error(f"partial_rotary_factor={partial} is not supported; it must be 1")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in _NEEDED:
         raise config.error(f"rope type {rope_type!r} is not supported; use one of {', '.join(_NEEDED)}")
     return config.as_number("rope_theta", stated), _scaling(config, rope_type, rope)
+
+
+def rotary_part(config: HFConfig, head_dim: int) -> int:
+    """Return how many channels of a head rotary positions turn: a share that the file gives.
+
+    Raises:
+        ValueError: a share that is no number, or an odd number of channels.
+    """
+    rope = config.fields("rope_scaling") or config.fields("rope_parameters")
+    share = config.as_number("partial_rotary_factor", _partial_factor(config, rope))
+    channels = int(head_dim * share)
+    if not 0 < channels <= head_dim or channels % 2:
+        raise config.error(
+            f"partial_rotary_factor={share:g} turns {channels} of a head's {head_dim} channels; they must be an even "
+            "number"
+        )
+    return channels
+
+
+def _partial_factor(config: HFConfig, rope: Mapping[str, Any]) -> Any:
+    return rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
 
 
 def _scaling(config: HFConfig, rope_type: str, rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -9,6 +9,7 @@ MLPs, some of them mixtures of experts) and differ in the fields below.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,17 @@ class ModelShape:
     shared_expert_gate: bool = False
     """Whether a sigmoid gate scales the shared expert; else it is added as it is."""
     router_bias: bool = False
-    """Whether the router has an offset for each expert, which balances their load."""
+    """Whether the router has an offset for each expert, which balances their load. It counts for the choice alone."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's logits into scores; `sigmoid` scores of the chosen experts are scaled to sum to 1."""
+    router_scale: float = 1.0
+    """Factor of the chosen experts' weights, after that."""
+    expert_groups: int = 1
+    """Equal groups into which the experts are divided."""
+    groups_per_token: int = 1
+    """Groups of experts that a token may visit: those whose two best experts have the largest scores."""
+    rotary_dim: int | None = None
+    """Channels of a head that rotary positions turn, the first ones; None: all."""
     latent: LatentAttention | None = None
     """Sizes of multi-head latent attention; None for grouped-query attention."""
     value_head: bool = False

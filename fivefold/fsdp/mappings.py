@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.bridge.decoder import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT
-from fivefold.bridge.mapping import Column, ExpertGatedMLP, ExpertRow, Replicated, Row, VocabParallel, WeightMapping
+from fivefold.bridge.mapping import (
+    Column,
+    ExpertBias,
+    ExpertGatedMLP,
+    ExpertRow,
+    Replicated,
+    Row,
+    VocabParallel,
+    WeightMapping,
+)
 from fivefold.families.family import MLPNames, MoENames
 from fivefold.families.registry import trained_family
 from fivefold.families.shape import ModelShape
@@ -79,6 +88,8 @@ def _moe(shape: ModelShape, names: MoENames, layer: str) -> Iterator[WeightMappi
     """Yield the router, the experts and the shared expert of a layer."""
     n, ffn, hidden = shape.n_experts, shape.expert_ffn_hidden, shape.hidden
     yield Replicated(f"{layer}.mlp.gate.weight", f"{layer}.{names.router}", (n, hidden))
+    if names.bias is not None:
+        yield ExpertBias(f"{layer}.mlp.gate.e_score_correction_bias", f"{layer}.{names.bias}", (n,))
     gate, up = f"{layer}.{names.expert.gate}", f"{layer}.{names.expert.up}"
     yield ExpertGatedMLP(f"{layer}.mlp.experts.gate_up_proj", gate, up, n, (ffn, hidden))
     yield ExpertRow(f"{layer}.mlp.experts.down_proj", f"{layer}.{names.expert.down}", n, (hidden, ffn))

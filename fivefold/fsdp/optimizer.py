@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
-from fivefold.engine.optimizer_state import AdamStep, OptimizerState, StateFormat, StateKind, StateSlice
+from fivefold.engine.optimizer_state import AdamStep, FixedSlice, OptimizerState, StateFormat, StateKind, StateSlice
 from fivefold.engine.optimizer_state import Shard as StateShard
 from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.fsdp.groups import Groups
@@ -47,6 +47,7 @@ class Optimizer:
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
         self._shards = list(shards)
+        self._fixed = [FixedSlice(each.mapping.megatron, each.values_E, each.is_stored) for each in shards.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
         self._parts = [self._part(shard) for shard in self._shards]
         self.state = OptimizerState(self._parts, form)
@@ -75,9 +76,10 @@ class Optimizer:
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
 
-    def slices(self) -> Iterator[StateSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state."""
-        return self.state.slices()
+    def slices(self) -> Iterator[StateSlice | FixedSlice]:
+        """Yield this rank's slice of every parameter with optimizer state, and what no gradient changes."""
+        yield from self.state.slices()
+        yield from self._fixed
 
     def finish_loading(self) -> None:
         """Do nothing: every rank has set its own weights, and they are gathered when they are used."""

@@ -63,13 +63,24 @@ def local_elements(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach().view(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class Offsets:
+    """The offsets of a router's scores, which every rank has whole and FSDP does not know of."""
+
+    mapping: WeightMapping
+    values_E: Tensor
+    """float32."""
+    is_stored: bool
+    """Whether this rank stores them; of replicas, the first one does."""
+
+
 class Shards:
     """All shards of this rank, in the model's order. All ranks of the model call each method together."""
 
     def __init__(
         self, model: nn.Module, shape: ModelShape, mappings: Mapping[str, WeightMapping], groups: Groups
     ) -> None:
-        """Take the parameters of a model that is sharded.
+        """Take the parameters of a model that is sharded, and the offsets of its routers.
 
         Raises:
             WeightMismatchError: the model's parameters are not those of the mappings.
@@ -78,8 +89,15 @@ class Shards:
         self._groups = groups
         parameters = dict(model.named_parameters())
         shapes: dict[str, Shape] = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        check_model(mappings, [shapes], groups.weights)
-        self._shards = {name: self._shard(mapping, parameters[name]) for name, mapping in mappings.items()}
+        trained = {name: mapping for name, mapping in mappings.items() if not mapping.keeps_float32}
+        check_model(trained, [shapes], groups.weights)
+        self._shards = {name: self._shard(mapping, parameters[name]) for name, mapping in trained.items()}
+        buffers = dict(model.named_buffers())
+        is_first = groups.shard.rank() == 0
+        self.offsets = [
+            Offsets(mapping, buffers[name], is_first) for name, mapping in mappings.items() if mapping.keeps_float32
+        ]
+        """Those of all layers."""
 
     def _shard(self, mapping: WeightMapping, parameter: nn.Parameter) -> Shard:
         rows = -(-parameter.shape[0] // self._groups.shard.size())
@@ -108,6 +126,10 @@ class Shards:
                 cut.view(values_N, shard.begin).copy_(source.read(cut.name, *cut.index))
             if values_N.numel() > 0 and not is_finite(values_N):
                 suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
+        for offsets in self.offsets:
+            offsets.mapping.fill(offsets.values_E, source, self._groups.weights)
+            if not is_finite(offsets.values_E):
+                suspects |= dict.fromkeys(offsets.mapping.sources(), offsets.values_E.dtype)
         if suspects:
             raise not_finite_weights(suspects, source)
 
@@ -117,12 +139,16 @@ class Shards:
             for cut in shard.cuts(shard.mapping.stored_pieces(self._groups.weights)):
                 for block in blocks(cut, dtype.itemsize):
                     yield block, block.view(shard.values_N, shard.begin).to(dtype)
+        for offsets in self.offsets:
+            if offsets.is_stored:
+                for piece in offsets.mapping.stored_pieces(self._groups.weights):
+                    yield piece, piece.view(offsets.values_E)
 
     def export(self, dtype: torch.dtype, readers: frozenset[int] | None) -> Iterator[tuple[str, Tensor]]:
         """Yield every Hugging Face tensor, whole, on the ranks that read them; on the others, outlines on `meta`.
 
         Args:
-            dtype: what the tensors are converted to before they are sent.
+            dtype: what the tensors are converted to before they are sent; offsets stay float32.
             readers: the ranks that read the tensors; None: all.
         """
         reads = readers is None or dist.get_rank() in readers
@@ -134,6 +160,9 @@ class Shards:
                 else:
                     for name, shape in shard.mapping.hf_shapes().items():
                         yield name, torch.empty(shape, dtype=dtype, device="meta")
+        for offsets in self.offsets:
+            for name, values_E in offsets.mapping.merge(offsets.values_E.unsqueeze(0)):
+                yield name, values_E if reads else values_E.to("meta")
 
     def _buckets(self, dtype: torch.dtype) -> Iterator[list[Shard]]:
         """Yield runs of shards whose wholes have at most `GATHER_BYTES` together; a larger one travels alone."""

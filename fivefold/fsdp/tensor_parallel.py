@@ -82,7 +82,8 @@ def _split_mlps(mlp: Any) -> list[Any]:
     """Return the parts of a layer's MLP that are split: all of a dense one; the experts of an MoE, shared ones too."""
     if not hasattr(mlp, "experts"):
         return [mlp]
-    return [mlp.experts, *([mlp.shared_expert] if hasattr(mlp, "shared_expert") else [])]
+    shared = [getattr(mlp, name) for name in ("shared_expert", "shared_experts") if hasattr(mlp, name)]
+    return [mlp.experts, *shared]
 
 
 def is_head_norm(name: str) -> bool:

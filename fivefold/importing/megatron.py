@@ -107,6 +107,13 @@ def _handed_on(key: str) -> Rule:
     return rule
 
 
+def _offsets_rate(draft: Draft, source: str) -> None:
+    """Map the step of the routers' offsets, which only routers that have them read."""
+    if draft.get(source.rpartition(".")[0] + ".moe_router_enable_expert_bias"):
+        draft.mapped(source, "actor.megatron.transformer.moe_router_bias_update_rate", number(draft.get(source)))
+    draft.implied(source, "only routers with offsets read this (moe_router_enable_expert_bias)")
+
+
 def _balance(draft: Draft, source: str) -> None:
     """Map the kind of the load-balancing loss; without a loss, its weight stays 0."""
     if (kind := _balancing(draft.get(source))) in ("aux_loss", "none"):
@@ -127,6 +134,8 @@ TRANSFORMER: Mapping[str, Rule] = {
     "moe_router_load_balancing_type": _balance,
     "moe_router_num_groups": _handed_on("actor.megatron.transformer.moe_router_num_groups"),
     "moe_router_group_topk": _handed_on("actor.megatron.transformer.moe_router_group_topk"),
+    "moe_router_enable_expert_bias": implied("the model's config.json says whether its routers have offsets"),
+    "moe_router_bias_update_rate": _offsets_rate,
     "moe_grouped_gemm": only(True, holds=GROUPED_EXPERTS),
     "moe_permute_fusion": implied(reasons.KERNELS),
     "moe_shared_expert_overlap": off("shared experts are not computed during the exchange of tokens"),

@@ -24,9 +24,9 @@ class PackedSequences(PackedSeqParams):
 
     attention: PackedAttention
     cos_T1D: torch.Tensor
-    """[T, 1, D], in the model's dtype: cosines of the rotation at each token's position."""
+    """[T, 1, rotated channels], in the model's dtype: cosines of the rotation at each token's position."""
     sin_T1D: torch.Tensor
-    """[T, 1, D]: sines of the same rotation."""
+    """[T, 1, rotated channels]: sines of the same rotation."""
 
 
 class PackedSelfAttention(SelfAttention):
@@ -52,6 +52,7 @@ class PackedSelfAttention(SelfAttention):
             packed.sin_T1D,
             self.num_query_groups_per_partition,
             self.config.layernorm_epsilon,
+            self.hidden_size_per_attention_head,
         )
         return self.core_attention(query, key, value, packed.attention).flatten(1).unsqueeze(1)
 

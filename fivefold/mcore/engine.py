@@ -35,7 +35,7 @@ from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
-from fivefold.engine.optimizer_state import StateFormat
+from fivefold.engine.optimizer_state import FixedSlice, StateFormat
 from fivefold.engine.passes import (
     LossStep,
     apply_loss,
@@ -59,7 +59,7 @@ from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.dispatcher import check_deepep
 from fivefold.mcore.generators import MegatronGenerators
-from fivefold.mcore.model import Decoder, build_chunks, named_parameters
+from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_parameters
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
@@ -123,6 +123,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._routers = routers_of(self._decoders)
         self._chunks: list[Any] = list(self._decoders)
         self.parameters = dict(named_parameters(self._decoders))
+        offsets = dict(named_offsets(self._decoders))
         if optimizer is not None:
             ddp = settings.ddp_config(config.megatron, layout)
             _free_weights(self.parameters.values())
@@ -130,8 +131,12 @@ class MegatronEngine(SharedVerbs[Optimizer]):
                 DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(self._decoders)
             ]
+        self.weights: dict[str, torch.Tensor] = {**self.parameters, **offsets}
+        """Everything that the model's files hold of this rank: parameters, and offsets of routers."""
         self._load(seed, shape)
         self._has_gradients = False
+        self._load_LE: torch.Tensor | None = None
+        """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
         self._effective = {"TransformerConfig": settings.effective_values(self._megatron_config)}
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
@@ -142,8 +147,15 @@ class MegatronEngine(SharedVerbs[Optimizer]):
                 "OptimizerConfig": settings.effective_values(megatron_optimizer),
             }
             form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-            self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
-            mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.parameters)}
+            position = rank_grid(layout)[dist.get_rank()]
+            fixed = [
+                FixedSlice(name, offset_E, is_stored=position.dp == position.cp == 0)
+                for name, offset_E in offsets.items()
+            ]
+            self.optimizer = Optimizer(
+                optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps, fixed
+            )
+            mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.weights)}
             self._state = TrainingState(
                 self.optimizer, mappings, self._bridge.expected_names(), self._shards, layout, MegatronGenerators()
             )
@@ -169,11 +181,11 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
         if self.config.init_from_scratch:
             drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device)
-            self._bridge.load(self.parameters, drawn, self._shards)
+            self._bridge.load(self.weights, drawn, self._shards)
             return
         checkpoint = self.config.megatron.dist_checkpointing_path
         with HFWeights(self._folder) if checkpoint is None else MegatronWeights(checkpoint, stored) as weights:
-            self._bridge.load(self.parameters, weights, self._shards)
+            self._bridge.load(self.weights, weights, self._shards)
 
     def effective_config(self) -> dict[str, Any]:
         """Return the values of all fields of Megatron-Core's configuration, by class."""
@@ -205,12 +217,18 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         if self.shape.is_moe:
             load_LE = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
+            self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         return metrics
 
     def optim_step(self) -> StepResult:
         """Make an optimizer step; see `SharedVerbs.optim_step`."""
         self._has_gradients = False
-        return super().optim_step()
+        result = super().optim_step()
+        if self._load_LE is not None and self.shape.router_bias and not result.skipped:
+            for router in self._routers:
+                router.balance(self._load_LE[router.layer_number - 1])
+        self._load_LE = None
+        return result
 
     @torch.no_grad()
     def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
@@ -230,23 +248,23 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
         """
         self._require("params")
-        return self._bridge.export(self.parameters, self._shards, readers=readers)
+        return self._bridge.export(self.weights, self._shards, readers=readers)
 
     def moving_weights(self, decay: float) -> MovingWeights:
         """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
         position, held = rank_grid(self.layout)[dist.get_rank()], self.held_weights()
         weights = {}
-        for mapping, _ in self._bridge.mapped(self.parameters):
+        for mapping, _ in self._bridge.mapped(self.weights):
             is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
             weights[mapping.megatron] = HeldWeight(mapping, held[mapping.megatron], is_stored=is_first)
         return MovingWeights(weights, self._bridge.expected_names(), self._shards, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        return {name: parameter.detach().view(-1) for name, parameter in self.parameters.items()}
+        return {name: weight.detach().view(-1) for name, weight in self.weights.items()}
 
     def _blocks(self) -> Iterator[Block]:
-        return shared_blocks(self._bridge.mapped(self.parameters), self._shards)
+        return shared_blocks(self._bridge.mapped(self.weights), self._shards)
 
     def load(self, folder: Path) -> None:
         """Load the training state; see `SharedVerbs.load`."""

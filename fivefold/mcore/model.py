@@ -93,9 +93,20 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
 def named_parameters(chunks: list[Decoder]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield this rank's parameters under Megatron-Core's names, with each layer's index in the whole model."""
     for chunk in chunks:
-        offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(int(parts[2]) + offset)
-            yield ".".join(parts), parameter
+            yield _global_name(chunk, name), parameter
+
+
+def named_offsets(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the offsets of this rank's routers, float32 [E], under the same names. No gradient changes them."""
+    for chunk in chunks:
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".expert_bias"):
+                yield _global_name(chunk, name), buffer
+
+
+def _global_name(chunk: Decoder, name: str) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(int(parts[2]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage))
+    return ".".join(parts)

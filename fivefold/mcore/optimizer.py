@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, g
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.engine.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat, StateSlice
+from fivefold.engine.optimizer_state import AdamStep, FixedSlice, OptimizerState, Shard, StateFormat, StateSlice
 from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.types import StepResult
 
@@ -31,6 +31,7 @@ class Optimizer:
         chunks: list[DistributedDataParallel],
         parameters: Mapping[str, torch.nn.Parameter],
         total_steps: int,
+        fixed: Sequence[FixedSlice] = (),
     ) -> None:
         """Build the state of the parameters' present values.
 
@@ -41,7 +42,9 @@ class Optimizer:
             chunks: the model's chunks.
             parameters: this rank's parameters by name.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            fixed: tensors that checkpoints hold and no gradient changes.
         """
+        self._fixed = fixed
         self._config = config
         self._decoupled = megatron_config.decoupled_weight_decay
         self.chunks = chunks
@@ -90,12 +93,13 @@ class Optimizer:
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
 
-    def slices(self) -> Iterator[StateSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state.
+    def slices(self) -> Iterator[StateSlice | FixedSlice]:
+        """Yield this rank's slice of every parameter of which it holds optimizer state, and what no gradient changes.
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
-        return self.state.slices()
+        yield from self.state.slices()
+        yield from self._fixed
 
     def finish_loading(self) -> None:
         """Bring the weights of all ranks in line with the slices that were set. All ranks call it together."""

@@ -37,6 +37,14 @@ class Router(TopKRouter):
         self.load_E.zero_()
         self._seen_E.zero_()
 
+    def _apply_expert_bias(self, *_: object, **_unused: object) -> None:
+        """Count nothing for Megatron-Core's own update of the offsets, which comes even if a step is skipped."""
+
+    @torch.no_grad()
+    def balance(self, load_E: torch.Tensor) -> None:
+        """Move the offset of each expert against its load, the tokens of all ranks that it got."""
+        self.expert_bias += self.config.moe_router_bias_update_rate * torch.sign(load_E.mean() - load_E)
+
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fivefold.algorithms.finite import is_finite
@@ -24,6 +24,8 @@ _EXPERTS = ".mlp.experts."
 """What stands between a layer and the name of its fused experts, in memory."""
 _ROUTER = ".mlp.gate.weight"
 """How the name of a router's weight ends, in memory."""
+_OFFSETS = ".mlp.gate.e_score_correction_bias"
+"""How the name of the offsets of a router's scores ends, which transformers keeps as a buffer."""
 _N_NAMED = 8
 """Names spelled out in an error before it counts the rest."""
 
@@ -32,7 +34,7 @@ _N_NAMED = 8
 class FileTensor:
     """Where the tensor of a file lies in memory."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     index: tuple[int | slice, ...] = ()
 
     def view(self) -> Tensor:
@@ -49,7 +51,7 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
     model_type = model.config.model_type
     moe = FAMILIES[model_type].moe if model_type in FAMILIES else None
     tensors: dict[str, FileTensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _weights(model):
         layer, is_expert, matrix = name.partition(_EXPERTS)
         if is_expert and moe is None:
             known = ", ".join(family.model_type for family in FAMILIES.values() if family.moe is not None)
@@ -75,7 +77,7 @@ def not_finite(model: PreTrainedModel) -> list[str]:
     Raises:
         ValueError: as `file_tensors` does, if there are such values.
     """
-    suspects = {id(parameter) for parameter in model.parameters() if not is_finite(parameter)}
+    suspects = {id(parameter) for _, parameter in _weights(model) if not is_finite(parameter)}
     if not suspects:
         return []
     return [
@@ -85,9 +87,13 @@ def not_finite(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _split_experts(
-    parameter: nn.Parameter, layer: str, matrix: str, names: MLPNames
-) -> Iterator[tuple[str, FileTensor]]:
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and the offsets of the routers' scores, by name in memory."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_OFFSETS))
+
+
+def _split_experts(parameter: Tensor, layer: str, matrix: str, names: MLPNames) -> Iterator[tuple[str, FileTensor]]:
     """Yield the matrices of every expert in a fused parameter, which is called `matrix` in memory."""
     half = parameter.shape[1] // 2
     slices: dict[str, tuple[slice, ...]]

@@ -94,7 +94,8 @@ def test_split_heads_equals_the_plain_function(
 
     references = [reference(x) for x in inputs]
     weights = references[1:] or [None, None]
-    expected = kernels.split_heads(references[0], *weights, reference(cos), reference(sin), n_groups, 1e-6)
+    turn = reference(cos), reference(sin)
+    expected = kernels.split_heads(references[0], *weights, *turn, n_groups, 1e-6, head_dim)
     torch.autograd.backward(expected, [reference(grad) for grad in grads])
     assert_close(results, expected, dtype)
     assert_close([x.grad for x in inputs], [x.grad for x in references], dtype)

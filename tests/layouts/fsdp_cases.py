@@ -54,7 +54,8 @@ class OpenFSDPEngine(FSDPEngine):
         weights = [shard.values_N.clone() for shard in shards]
         for shard in shards:
             shard.values_N.copy_(self.optimizer._gradient(shard))
-        yield from self.shards.export(torch.float32, None)
+        exported = self.shards.export(torch.float32, None)
+        yield from ((name, grad) for name, grad in exported if not name.endswith("e_score_correction_bias"))
         for shard, values_N in zip(shards, weights, strict=True):
             shard.values_N.copy_(values_N)
 

@@ -100,7 +100,8 @@ def train(
 def gradients_as_in_files(model: Any, scratch: Path) -> Tensors:
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return _as_in_files(model, scratch)
+    # What files hold besides parameters, the offsets of routers, has no gradient.
+    return {name: grad for name, grad in _as_in_files(model, scratch).items() if not name.endswith("correction_bias")}
 
 
 def _as_in_files(model: Any, scratch: Path) -> Tensors:

@@ -82,8 +82,10 @@ class OpenEngine(MegatronEngine):
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the accumulated gradient under Hugging Face names."""
-        main_grads = {name: parameter.main_grad for name, parameter in self.parameters.items()}
-        return self._bridge.export(main_grads, self._shards)
+        # Offsets of routers have no gradient, and the bridge exports whole models only.
+        main_grads = {name: getattr(weight, "main_grad", weight) for name, weight in self.weights.items()}
+        exported = self._bridge.export(main_grads, self._shards)
+        return ((name, tensor) for name, tensor in exported if not name.endswith("e_score_correction_bias"))
 
     def spoil_gradient(self) -> None:
         """Make a gradient that is not finite."""

@@ -75,6 +75,7 @@ CASES = [
     ("fsdp:d2t2", "qwen3"),
     ("fsdp:d2c2", "qwen3_moe_sparse_step"),
     ("fsdp:t2c2", "qwen3_moe"),
+    ("fsdp:d2t2", "glm4_moe"),
 ]
 
 

@@ -49,6 +49,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2MoeConfig",
         {**_BASE, **_MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            **_BASE,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_mtp_layers": 0,
+        },
+    ),
 }
 """Configuration class and arguments of each model. All have 4 layers, 8 heads over 4 key heads and 0 or 8 experts."""
 
@@ -66,8 +85,14 @@ def save_models(folder: Path) -> None:
         generator = torch.Generator().manual_seed(len(name))
         for key, parameter in model.named_parameters():
             _randomize(key, parameter.data, generator)
+        offsets = {key: value for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")}
+        for offset_E in offsets.values():
+            offset_E.normal_(std=0.2, generator=generator)
         model.save_pretrained(folder / name)
-        model.to(torch.bfloat16).save_pretrained(folder / f"{name}-bf16")
+        model.to(torch.bfloat16)
+        for key, offset_E in offsets.items():
+            model.get_buffer(key).data = offset_E  # float32, as in files of every dtype
+        model.save_pretrained(folder / f"{name}-bf16")
 
 
 def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:

@@ -75,6 +75,10 @@ class MegatronTransformerFields(MegatronFields):
     groups. An engine that generates has groups only if the model's config.json has them."""
     moe_router_group_topk: Positive | None = None
     """Groups of experts that a token may visit."""
+    moe_router_bias_update_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Balance experts without a loss (Wang et al. 2024): after each update, the offset of an expert that got more
+    tokens than the mean falls by this, that of one that got fewer rises by it. At 0, offsets stay as the model's files
+    have them. Only models whose routers have such offsets can have it."""
     moe_router_force_load_balancing: bool = False
     """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
     moe_deepep_num_sms: Positive = 20

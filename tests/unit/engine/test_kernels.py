@@ -42,7 +42,7 @@ def test_split_heads_rotates_each_pair_by_its_angle(
     weights = (random(head_dim, seed=4), random(head_dim, seed=5)) if has_norm else (None, None)
     angles = random(n_tokens, half, seed=6)
     cos, sin = (torch.cat((f(angles), f(angles)), dim=-1).unsqueeze(1) for f in (torch.cos, torch.sin))
-    query, key, value = kernels.split_heads(qkv, *weights, cos, sin, n_groups, eps)
+    query, key, value = kernels.split_heads(qkv, *weights, cos, sin, n_groups, eps, head_dim)
 
     turn = torch.polar(torch.ones_like(angles), angles)
     for token in range(n_tokens):

@@ -31,6 +31,16 @@ KEYS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 2,
+    },
 }
 TRAINED = [name for name, family in FAMILIES.items() if family.is_trainable]
 LATENT: dict[str, Any] = {
@@ -57,6 +67,11 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": family, **SIZES, **KEYS[family], **changes}
 
 
+def n_offsets(model: torch.nn.Module) -> int:
+    """Return the number of offsets of experts' scores, which transformers keeps as buffers."""
+    return sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", TRAINED)
 def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool) -> None:
@@ -65,11 +80,12 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     shape = read_shape(config)
-    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + n_offsets(model)
     assert shape.tied_embeddings == tied
     names = dict(model.named_parameters())
     assert shape.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
     assert shape.qk_norm == any(name.endswith("q_norm.weight") for name in names)
+    assert (shape.rotary_dim or shape.head_dim) == 2 * len(model.model.rotary_emb.inv_freq)
     routed = [any(name.startswith(f"model.layers.{i}.mlp.gate.") for name in names) for i in range(4)]
     assert list(shape.moe_layers) == routed
     unused = shape.n_moe_layers * (shape.n_experts - shape.top_k) * shape.expert_parameters
@@ -101,9 +117,7 @@ def test_latent_attention_has_the_parameters_of_the_transformers_model() -> None
     shape = read_shape(LATENT)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LATENT))
-    # The offsets of the experts' scores are parameters of Megatron-Core's router, and buffers of transformers'.
-    offsets = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
-    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + offsets
+    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + n_offsets(model)
     assert shape.moe_layers == (False, True, True, True)
     # The latent and the positional key that all heads share, for each of four layers.
     assert shape.kv_cache_elements == 4 * (12 + 8)
@@ -186,6 +200,9 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("qwen2", num_key_value_heads=4), "not a multiple of num_key_value_heads=4"),
         (raw("qwen2", hidden_size=50), "hidden_size=50"),
         (raw("llama", head_dim=7), "must be even"),
+        (raw("glm4_moe", norm_topk_prob=False), "norm_topk_prob=false is not supported"),
+        (raw("glm4_moe", n_group=3, topk_group=2), "topk_group=2 be half of the 2 experts"),
+        (raw("glm4_moe", partial_rotary_factor=0.1), "turns 1 of a head's 16 channels"),
         (raw("qwen3_moe", num_experts_per_tok=7), "exceeds the 6 experts"),
         (raw("qwen3_moe", num_local_experts=8), "num_experts=6 and num_local_experts=8"),
         (raw("llama", num_hidden_layers="4"), "num_hidden_layers='4'"),

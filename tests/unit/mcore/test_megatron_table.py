@@ -85,6 +85,7 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe_router_num_groups": (8, {}),
     "moe_router_group_topk": (2, {}),
     "moe_z_loss_coeff": (0.25, {}),
+    "moe_router_bias_update_rate": (0.25, {}),
     "decoupled_lr": (0.25, {}),
     "decoupled_min_lr": (0.25, {}),
 }

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -73,6 +74,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         shared_expert_intermediate_size=40,
     ),
     "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **COMMON,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        use_qk_norm=True,
+        num_mtp_layers=0,
+    ),
 }
 
 
@@ -105,6 +115,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which hide a mix-up
                     parameter.data += 0.3 * torch.randn_like(parameter)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(std=0.2)
             model.save_pretrained(path)
             byte_tokenizer().save_pretrained(path)
             made[family, seed] = path

@@ -26,7 +26,7 @@ from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 
-FAMILIES = ["llama", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"]
 VOCABULARY = 67
 END = 2
 
