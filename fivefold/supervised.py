@@ -259,6 +259,8 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
                     saver.done()
                 if step == setup.total_steps:
                     state = replace(state, evaluation_last=_held_out(setup, models, run, "after training"))
+                    if state.evaluation_last is not None:
+                        metrics |= {f"eval/{name}": state.evaluation_last[name] for name in method.measured}
                 state = keeper.after_step(state, metrics)
             finally:
                 seconds |= timers.take()

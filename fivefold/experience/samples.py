@@ -168,5 +168,6 @@ def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
         **{f"reward/{name}": value for name, value in sample.rewards.items() if name in sample.weights},
         "finish_reason": sample.finish_reason,
         "n_tokens": sample.n_sampled,
+        "oldest_weight_version": sample.versions[0],
         "weight_version": sample.versions[1],
     }

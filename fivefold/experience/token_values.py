@@ -61,6 +61,7 @@ def token_values(batch: RemoteBatch, n: int, texts: TokenTexts) -> list[TokenVal
                 rollout_logprobs=columns["rollout_logprobs"][mask],
                 trainer_logprobs=_masked(columns.get(TRAINER), mask),
                 advantages=_masked(advantages, mask),
+                versions=columns["versions"][mask],
             )
         )
     return found

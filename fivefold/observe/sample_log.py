@@ -47,6 +47,8 @@ class TokenValues:
     """[n]: log-probs that the trainer computed before the update; None where it computed none."""
     advantages: npt.NDArray[np.float32] | None
     """[n]: advantages; None where they are not known before the update."""
+    versions: npt.NDArray[np.int32]
+    """[n]: versions of the weights that sampled the tokens."""
 
 
 class SampleLog:
@@ -136,10 +138,12 @@ def cut_back_parts(folder: Path, step: int) -> None:
 
 
 def read_part(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a part, with some of its columns or with all."""
+    """Return the rows of a part, with those of `columns` that it has, or with all."""
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+    known = pyarrow.parquet.read_schema(path).names
+    chosen = known if columns is None else [name for name in columns if name in known]
+    rows = pyarrow.parquet.read_table(path, columns=chosen).to_pylist()
     for row in rows:
         if "rewards" in row:
             row["rewards"] = {reward["name"]: reward["value"] for reward in row["rewards"]}
@@ -176,11 +180,13 @@ def _schema() -> pyarrow.Schema:
             "rewards": pa.list_(pa.struct({"name": pa.string(), "value": pa.float32()})),
             "finish_reason": pa.string(),
             "n_tokens": pa.int32(),
+            "oldest_weight_version": pa.int32(),
             "weight_version": pa.int32(),
             "tokens": pa.list_(pa.string()),
             "rollout_logprobs": floats,
             "trainer_logprobs": floats,
             "advantages": floats,
+            "versions": pa.list_(pa.int32()),
         }
     )
 

@@ -121,8 +121,8 @@ def state(run: Run) -> dict[str, Any]:
         "rows": len(run.series),
         "timeline": has_timeline(run),
         "duration": duration(run.seconds),
-        "before": run.summary.get("accuracy_before"),
-        "after": run.summary.get("accuracy_after"),
+        "held_out": None if run.held_out is None else vars(run.held_out),
+        "before": run.before,
         "best": None if best is None else dict(zip(("name", "value", "step"), best, strict=True)),
     }
 

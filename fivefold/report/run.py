@@ -16,6 +16,17 @@ from fivefold.observe.run_dir import STATUS, RunDir, State
 from fivefold.report.series import MetricsFile, Series
 
 ACCURACY = "eval/accuracy"
+MEASURED = (("accuracy", "held-out accuracy"), ("nll", "held-out loss"))
+"""Measures of held-out data in a summary, and what they are called: the first that a run has is in its headline."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A measure of the held-out data before and after training."""
+
+    label: str
+    before: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,21 @@ class Run:
                 return name, float(column[row]), int(self.series.columns["step"][row])
         return None
 
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The measure of the held-out data that the headline tells; None until the run has finished."""
+        for name, label in MEASURED:
+            before, after = self.summary.get(f"{name}_before"), self.summary.get(f"{name}_after")
+            if before is not None and after is not None:
+                return HeldOut(label, before, after)
+        return None
+
+    @property
+    def before(self) -> dict[str, float]:
+        """Metrics of the evaluation before training, which no step has; empty until the run has finished."""
+        found = {name: value for name, value in self.summary.items() if name.endswith("_before") and value is not None}
+        return {f"eval/{name.removesuffix('_before')}": value for name, value in found.items()}
+
     def headline(self) -> str:
         """Return how the run ended or stands, and with what, in one line."""
         if self.state == "finished":
@@ -99,9 +125,8 @@ class Run:
             outcome = f"{self.state} after step {self.step:,}" + (
                 f" of {self.total_steps:,}" if self.total_steps else ""
             )
-        before, after = self.summary.get("accuracy_before"), self.summary.get("accuracy_after")
-        if before is not None and after is not None:
-            return f"{outcome}: held-out accuracy {before:.3f} → {after:.3f}"
+        if (held_out := self.held_out) is not None:
+            return f"{outcome}: {held_out.label} {held_out.before:.3f} → {held_out.after:.3f}"
         if (best := self.best) is not None:
             return f"{outcome}: best {best[0]} {best[1]:.3f} at step {best[2]:,}"
         return outcome

@@ -31,6 +31,7 @@ NUMBERS = (
     "rewards",
     "finish_reason",
     "n_tokens",
+    "oldest_weight_version",
     "weight_version",
     "prompt",
     "response",
@@ -99,13 +100,14 @@ class Samples:
             "counts_tokens": length is not None,
             "length": len(row["response"]) if length is None else length,
             "version": row.get("weight_version"),
+            "age": _age(row),
             "cut": float(row.get("finish_reason") == "length"),
             **{f"{REWARD}{name}": value for name, value in (row.get("rewards") or {}).items()},
         }
 
     def index(self, chosen: Sequence[int]) -> bytes:
         """Return the numbers of the chosen samples as a table block."""
-        names = dict.fromkeys(("step", "prompt", "reward", "length", "version", "cut"))
+        names = dict.fromkeys(("step", "prompt", "reward", "length", "version", "age", "cut"))
         names |= dict.fromkeys(name for row in self.rows for name in row if name.startswith(REWARD))
         return table_block({name: self._column(name, chosen) for name in names})
 
@@ -208,7 +210,15 @@ def _shown(record: dict[str, Any], *, with_tokens: bool) -> dict[str, Any]:
     shown = {name: record.get(name) for name in ("prompt", "response", "ground_truth", "data_source", "finish_reason")}
     if with_tokens and record.get("tokens") is not None:
         shown |= {name: _rounded(record.get(name)) for name in TOKEN_COLUMNS}
+        versions = record.get("versions") or []
+        shown["versions"] = versions if len(set(versions)) > 1 else None
     return {name: value for name, value in shown.items() if value is not None}
+
+
+def _age(row: dict[str, Any]) -> int | None:
+    """Return how many versions older than the weights that were trained on it a sample's oldest token is, if known."""
+    oldest = row.get("oldest_weight_version")
+    return None if oldest is None else row["step"] - 1 - oldest
 
 
 def _rounded(values: list[Any] | None) -> list[Any] | None:

@@ -78,8 +78,9 @@ class MetricsFile:
         if not isinstance(record, dict) or not isinstance(record.get(STEP), int):
             return
         n = len(self._columns[STEP])
-        for name in record.keys() - self._columns.keys():
-            self._columns[name] = [NAN] * n
+        for name in record:
+            if name not in self._columns:
+                self._columns[name] = [NAN] * n
         for name, values in self._columns.items():
             value = record.get(name)
             values.append(float(value) if isinstance(value, (int, float)) else NAN)

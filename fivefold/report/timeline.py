@@ -86,7 +86,7 @@ class Timeline:
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the time line in Chrome's trace format: microseconds, a process for each rank, a thread for each track.
 
-    No two threads have one number, and none is 0, because Perfetto takes thread 0 for the one with the process's number.
+    No two threads have one number, and none is 0: Perfetto takes thread 0 for the one with the number of its process.
     """
     origin = timeline.events[0].start if timeline.events else 0.0
     threads = {track: number for number, track in enumerate(timeline.tracks(), start=1)}

@@ -107,6 +107,16 @@ def test_the_browser_of_samples_filters_and_shows_what_was_logged(page: Page, re
         "return [...document.querySelectorAll('.detail > [data-part=response] span')].map((s) => s.title)"
     )
     assert all("log-prob -" in title and "trainer -" in title and "advantage " in title for title in titles)
+    page.run("document.querySelector('[data-filter=text]').value = ''")
+    page.fill("select[aria-label=order]", "-age")
+    page.wait("document.querySelector('.row').textContent.includes('step 3')")
+    page.run("document.querySelector('.row').click()")
+    page.wait("document.querySelector('.detail .facts').textContent.includes('weights of version 0 to 2, 2 steps old')")
+    page.fill("select[aria-label='colour of tokens']", "age")
+    colours = "[...document.querySelectorAll('.detail > [data-part=response] span')].map((s) => s.style.background)"
+    page.wait(f"{colours}.length === 12")
+    assert len(set(page.run(f"return {colours}.slice(0, 6)"))) == len(set(page.run(f"return {colours}.slice(6)"))) == 1
+    assert page.run(f"return {colours}[0] !== {colours}[6]")
     page.run("document.querySelector('.detail button').click()")
     page.wait("new Set([...document.querySelectorAll('.row')].map((row) => row.textContent)).size > 0")
     assert page.errors() == []

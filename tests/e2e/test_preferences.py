@@ -82,6 +82,7 @@ def test_a_run_starts_undecided_and_is_evaluated_at_its_end(runs: Runs, name: st
     assert (first["accuracy"], first["loss"]) == (0.5, pytest.approx(chance, abs=1e-6))
     assert summary["loss_after"] < summary["loss_before"]
     assert len(rows(run)) == N_STEPS
+    assert [row.get("eval/loss") for row in rows(run)] == [*[None] * (N_STEPS - 1), summary["loss_after"]]
 
 
 def test_a_reference_in_processes_of_its_own_gives_the_same_bits(runs: Runs) -> None:

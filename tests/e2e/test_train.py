@@ -69,7 +69,10 @@ def test_every_step_says_what_it_did(metrics: list[dict[str, Any]]) -> None:
 
 def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any]]) -> None:
     elsewhere = {
-        "nll",  # fivefold sft
+        "nll",
+        "eval/nll",
+        "eval/loss",
+        "eval/margin",  # fivefold sft, dpo and rm
         "seconds/hand-over",  # a rollout on the actor's devices
         "offload/freed_gb",  # the same
         "offload/restored_gb",

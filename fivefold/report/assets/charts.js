@@ -11,6 +11,9 @@ const CURVES = [
   ["curve", "Held-out accuracy", ["eval/accuracy"], "share", { marks: true }],
   ["curve", "Accuracy", ["accuracy"], "share"],
   ["curve", "Held-out reward", ["eval/reward"], "reward", { marks: true }],
+  ["curve", "Held-out loss", ["eval/nll", "eval/loss"], "", { marks: true }],
+  ["curve", "Held-out margin", ["eval/margin"], "reward", { marks: true }],
+  ["curve", "Divergence from the teacher", ["teacher_kl"], "nats"],
   ["curve", "Rewards by name", [/^reward\/(?!mean$|std$|min$|max$|penalty$).+/], "reward"],
   ["curve", "Range of the reward", ["reward/min", "reward/max", "reward/std", "reward/penalty"], "reward"],
   ["curve", "KL", ["kl_ref", "ppo_kl_k3", "kl"], "nats", { canLog: true }],
@@ -20,7 +23,7 @@ const CURVES = [
   ["curve", "Clipped tokens", [/^clip_fraction/], "share"],
   ["curve", "Gradient norm", ["grad_norm", "critic/grad_norm"], "", { canLog: true }],
   ["curve", "Loss", ["loss", "policy_loss", "nll", "critic/loss", "critic/value_loss"], ""],
-  ["curve", "Learning rate", ["lr", "critic/lr"], ""],
+  ["curve", "Learning rate", ["lr", "critic/lr"], "", { exact: true }],
   ["curve", "Groups that teach nothing", ["zero_variance_groups"], "share"],
   ["curve", "Advantage", [/^advantage\//], ""],
   ["curve", "Margin", ["margin"], "reward"],
@@ -30,7 +33,7 @@ const CURVES = [
   ["mismatch", "Ratio of trainer and rollout", ["rollout_ratio", "rollout_ratio/max"], "ratio"],
   ["mismatch", "Effective sample size", ["rollout_ess", "correction/ess"], "share"],
   ["mismatch", "Correction", [/^correction\/(?!ess)/], ""],
-  ["mismatch", "Staleness", ["staleness/mean", "staleness/max"], "steps"],
+  ["mismatch", "Staleness", ["staleness/mean", "staleness/max"], "steps", { exact: true }],
   ["mismatch", "Samples of several versions", ["staleness/mixed"], "share"],
   ["mismatch", "Wait for a step", [/^staleness\/wait_seconds/], "s"],
   ["expert", "Imbalance of the experts", [/^(critic\/)?experts\/imbalance(\/max)?$/], "largest / mean"],
@@ -98,14 +101,14 @@ function rowsToDraw(x, values, from, to) {
 }
 
 function matching(names, wanted) {
-  return names.filter((name) => wanted.some((each) => (each instanceof RegExp ? each.test(name) : each === name)));
+  return [...new Set(wanted.flatMap((each) => names.filter((name) => (each instanceof RegExp ? each.test(name) : each === name))))];
 }
 
 function hasValues(run, name) { const column = run.table.columns[name]; return column && column.some((value) => !Number.isNaN(value)); }
 
 /* Return how many points the longest line of a chart has. */
 function pointsOf(run, names) {
-  return Math.max(0, ...names.map((name) => (run.table.columns[name] || []).filter((value) => !Number.isNaN(value)).length + (name === "eval/accuracy" && run.before != null ? 1 : 0)));
+  return Math.max(0, ...names.map((name) => (run.table.columns[name] || []).filter((value) => !Number.isNaN(value)).length + (run.before[name] == null ? 0 : 1)));
 }
 
 /* A card with a plot that is drawn by `draw(plot, chart)` when it can be seen, and again when settings or data change. */
@@ -137,20 +140,20 @@ function redraw(chart) {
 function redrawAll() { for (const chart of CHARTS) { if (chart.visible) redraw(chart); else chart.stale = true; } }
 
 /* Draw lines of metrics of all runs; smoothing draws the values themselves faintly behind. */
-function drawLines(chart, names, unit, marks) {
+function drawLines(chart, names, unit, { marks, exact } = {}) {
   const traces = [], labels = [], several = PAGE.runs.length > 1, log = chart.log || SETTINGS.log;
   const [from, to] = chart.range || [-Infinity, Infinity];
   PAGE.runs.forEach((run, r) => names.forEach((name, k) => {
     if (!hasValues(run, name) || run.hidden) return;
     let values = run.table.columns[name], x = xOf(run);
-    if (name === "eval/accuracy" && run.before != null) { values = [run.before, ...values]; x = [0, ...x]; }
+    if (run.before[name] != null) { values = [run.before[name], ...values]; x = [0, ...x]; }
     const colour = COLOURS[(several ? r : k) % COLOURS.length], dash = several ? ["solid", "dash", "dot", "dashdot"][k % 4] : "solid";
     const label = several ? (names.length > 1 ? `${run.name} ${name}` : run.name) : name;
     const add = (series, options, width, opacity) => {
       const rows = rowsToDraw(x, series, from, to);
       traces.push({ type: "scatter", mode: marks || rows.length === 1 ? "lines+markers" : "lines", x: rows.map((i) => x[i]), y: rows.map((i) => series[i]), name: label, line: { color: colour, width, dash }, marker: { size: 5, color: colour }, opacity, ...options });
     };
-    if (SETTINGS.smoothing > 0 && !marks && run.table.n > 2) {
+    if (SETTINGS.smoothing > 0 && !marks && !exact && run.table.n > 2) {
       add(values, { hoverinfo: "skip" }, 1, 0.25);
       add(smoothed(values, SETTINGS.smoothing), { hovertemplate: `%{y:.4~g}` }, 2, 1);
     } else add(values, { hovertemplate: `%{y:.4~g}` }, 1.8, 1);
@@ -160,7 +163,8 @@ function drawLines(chart, names, unit, marks) {
   const layout = baseLayout();
   if (SETTINGS.axis === "time") layout.xaxis.title = { text: "hours", standoff: 4 };
   layout.yaxis.type = log ? "log" : "linear";
-  if (log) layout.yaxis.exponentformat = "power";
+  const most = Math.max(...traces.flatMap((trace) => trace.y).map(Math.abs).filter(Number.isFinite));
+  layout.yaxis.exponentformat = log ? "power" : most < 0.01 ? "e" : "B";
   Plotly.react(chart.plot, traces, layout, CONFIG);
   chart.swatches.replaceChildren(...labels.map(([colour, name]) => element("span", {}, colour ? element("i", { style: `background:${colour}` }) : null, name)));
   if (!chart.listening) {
@@ -219,7 +223,7 @@ function buildCharts() {
   const parents = { curve: byId("curve-charts"), mismatch: byId("mismatch-charts"), expert: byId("expert-charts"), speed: byId("speed-charts") };
   PAGE.runs.forEach((run) => {
     if (all.some((name) => name.startsWith("seconds/") && name !== "seconds/step")) {
-      addChart(parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", "seconds", (chart) => drawPhases(chart, run), { wide: true, canLog: false });
+      addChart(parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", hasValues(run, "seconds/generation") ? "seconds; generation goes on beside the others" : "seconds", (chart) => drawPhases(chart, run), { wide: true, canLog: false });
     }
     const groups = new Map();
     layered.filter((name) => hasValues(run, name)).forEach((name) => { const [, before, , after] = name.match(LAYERED); const key = `${before} ${(after || "").replace(EXPERT, "").replace(/[\/_-]$/, "")}`.trim() || "layers"; groups.set(key, [...(groups.get(key) || []), name]); });
@@ -230,9 +234,9 @@ function buildCharts() {
     const names = matching(all, wanted).filter((name) => !layered.includes(name));
     if (!names.length || PAGE.runs.every((run) => pointsOf(run, names) < 2)) continue;
     names.forEach((name) => used.add(name));
-    addChart(parents[section], title, names.length > 1 ? unit : [names[0] === title.toLowerCase() ? "" : names[0], unit].filter(Boolean).join(", "), (chart) => drawLines(chart, names, unit, options.marks), options);
+    addChart(parents[section], title, names.length > 1 ? unit : [names[0] === title.toLowerCase() ? "" : names[0], unit].filter(Boolean).join(", "), (chart) => drawLines(chart, names, unit, options), options);
   }
-  all.filter((name) => !used.has(name) && PAGE.runs.some((run) => pointsOf(run, [name]) > 1)).forEach((name) => addChart(byId("other-charts"), name, "", (chart) => drawLines(chart, [name], "", false)));
+  all.filter((name) => !used.has(name) && PAGE.runs.some((run) => pointsOf(run, [name]) > 1)).forEach((name) => addChart(byId("other-charts"), name, "", (chart) => drawLines(chart, [name], "")));
   for (const [section, holder] of [["curves", "curve-charts"], ["mismatch", "mismatch-charts"], ["experts", "expert-charts"], ["speed", "speed-charts"], ["others", "other-charts"]]) byId(section).hidden = !byId(holder).childElementCount;
 }
 

@@ -17,7 +17,7 @@ function showHead() {
     children.push(element("h1", { text: run.name }), element("p", { class: "lead" }, stateChip(run), ` ${run.headline}`));
     const speed = last(run, "tokens_per_second");
     children.push(element("div", { class: "tiles" },
-      tile("held-out accuracy", run.before != null && run.after != null ? `${run.before.toFixed(3)} → ${run.after.toFixed(3)}` : null),
+      run.held_out ? tile(run.held_out.label, `${run.held_out.before.toFixed(3)} → ${run.held_out.after.toFixed(3)}`) : null,
       run.best ? tile(`best ${run.best.name}, step ${run.best.step.toLocaleString("en")}`, shown(run.best.value)) : null,
       tile("last reward", last(run, "reward/mean") != null ? shown(last(run, "reward/mean")) : null),
       tile("steps", `${run.step.toLocaleString("en")}${run.total_steps ? ` / ${run.total_steps.toLocaleString("en")}` : ""}`),
@@ -30,7 +30,7 @@ function showHead() {
   } else {
     children.push(element("h1", { text: `${PAGE.runs.length} runs` }));
     const columns = [["run", (run, r) => element("label", {}, element("input", { type: "checkbox", checked: true, "aria-label": `show ${run.name}`, onchange: (event) => { run.hidden = !event.target.checked; redrawAll(); } }), " ", element("i", { class: "dot", style: `background:${COLOURS[r % COLOURS.length]}` }), run.name)], ["state", (run) => stateChip(run)],
-      ["steps", (run) => run.step.toLocaleString("en")], ["time", (run) => run.duration], ["held-out before", (run) => shown(run.before)], ["held-out after", (run) => shown(run.after)],
+      ["steps", (run) => run.step.toLocaleString("en")], ["time", (run) => run.duration], ["held-out before", (run) => shown(run.held_out?.before)], ["held-out after", (run) => shown(run.held_out?.after)],
       ["best", (run) => (run.best ? `${shown(run.best.value)} at ${run.best.step}` : "–")], ["last reward", (run) => shown(last(run, "reward/mean"))], ["tokens/s", (run) => shown(last(run, "tokens_per_second"))]];
     children.push(element("div", { class: "scroll" }, element("table", { id: "runs-table" }, element("thead", {}, element("tr", {}, ...columns.map(([name]) => element("th", { text: name })))), element("tbody", {}, ...PAGE.runs.map((run, r) => element("tr", {}, ...columns.map(([, cell]) => element("td", {}, cell(run, r)))))))));
     PAGE.runs.forEach((run) => { const text = [run.error, run.warnings].filter(Boolean).join("\n"); if (text) children.push(element("div", { class: "warnings", text: `${run.name}: ${text}` })); });
@@ -64,6 +64,9 @@ function showRecipe() {
   what.addEventListener("change", draw); find.addEventListener("input", draw);
   draw();
 }
+
+/* Show the links to the parts that the page has. */
+function showLinks() { document.querySelectorAll("nav a").forEach((link) => { link.hidden = byId(link.hash.slice(1)).hidden; }); }
 
 function factsCard(title, facts) {
   const rows = facts.filter(([, value]) => value != null && value !== "");
@@ -108,6 +111,7 @@ async function follow() {
         if (!known.size) buildCharts();
         redrawAll();
       }
+      showLinks();
     } catch (error) {
       failed += 1;
       badge.textContent = failed > 1 ? "the server has ended" : "waiting"; badge.classList.add("lost");
@@ -122,6 +126,7 @@ async function follow() {
   if (window.showTimelines) await window.showTimelines();
   if (window.showSamples) await window.showSamples();
   byId("others-details").addEventListener("toggle", redrawAll);
+  showLinks();
   performance.mark("readable");
   await runPlotly();
   redrawAll();

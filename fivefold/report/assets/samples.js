@@ -6,6 +6,7 @@ const COLOURINGS = [
   ["logprob", "log-prob of the rollout"],
   ["gap", "trainer − rollout"],
   ["advantage", "advantage"],
+  ["age", "age of the weights"],
 ];
 
 class SampleBrowser {
@@ -16,7 +17,14 @@ class SampleBrowser {
 
   async open() {
     this.table = await tableBlock(`${this.number}-samples-index`);
+    this.offerAges();
     this.filter();
+  }
+
+  /* Offer the ages of samples and tokens only in runs that have older ones than their step's weights. */
+  offerAges() {
+    const old = (this.table.columns.age || []).some((age) => age > 0);
+    this.root.querySelectorAll("option[value=age], option[value='-age']").forEach((option) => { option.hidden = option.disabled = !old; });
   }
 
   /* Return a sample's texts; the chunk that holds them is unpacked once. */
@@ -29,17 +37,20 @@ class SampleBrowser {
       promise.then((list) => { if (list.length < CHUNK && PAGE.live) this.chunks.delete(k); }, () => this.chunks.delete(k));
       if (this.chunks.size > 2000) this.chunks.delete(this.chunks.keys().next().value);
     }
-    return (await this.chunks.get(k))[id % CHUNK];
+    const sample = (await this.chunks.get(k))[id % CHUNK];
+    sample.id = id;
+    return sample;
   }
 
   value(name, id) { const column = this.table.columns[name]; return column ? column[id] : NaN; }
   rewardNames() { return this.table.names.filter((name) => name.startsWith("reward/")); }
 
   build(parent) {
+    this.root = parent;
     const input = (key, attributes) => { const made = element("input", { ...attributes, "data-filter": key, oninput: () => { clearTimeout(this.timer); this.timer = setTimeout(() => this.filter(), key === "text" ? 250 : 60); } }); this.inputs[key] = made; return made; };
     const pair = (label, name) => element("label", {}, label, input(`${name}-from`, { type: "number", placeholder: "from", step: "any", "aria-label": `${label} from` }), input(`${name}-to`, { type: "number", placeholder: "to", step: "any", "aria-label": `${label} to` }));
     this.inputs = {};
-    this.sort = element("select", { "aria-label": "order", onchange: () => this.filter() }, ...[["step", "first step first"], ["-step", "last step first"], ["-reward", "highest reward first"], ["reward", "lowest reward first"], ["-length", "longest first"], ["length", "shortest first"]].map(([value, text]) => element("option", { value, text })));
+    this.sort = element("select", { "aria-label": "order", onchange: () => this.filter() }, ...[["step", "first step first"], ["-step", "last step first"], ["-reward", "highest reward first"], ["reward", "lowest reward first"], ["-length", "longest first"], ["length", "shortest first"], ["-age", "oldest weights first"]].map(([value, text]) => element("option", { value, text })));
     this.colouring = element("select", { "aria-label": "colour of tokens", onchange: () => this.show() }, ...COLOURINGS.map(([value, text]) => element("option", { value, text })));
     this.colouring.value = "logprob";
     this.count = element("span", { class: "note", role: "status", "data-count": "" });
@@ -137,7 +148,7 @@ class SampleBrowser {
     for (let i = 0; i < this.table.n; i++) if (prompt[i] === prompt[id]) (step[i] === step[id] ? group : others).push(i);
     const sample = await this.text(id), texts = await Promise.all(group.map((each) => this.text(each)));
     if (id !== this.chosen) return;
-    const scale = this.scale(texts), facts = [["reward", shown(this.value("reward", id))], ...this.rewardNames().map((name) => [name.slice(7), shown(this.value(name, id))]), ["step", this.value("step", id)], ["length", `${this.value("length", id)} ${this.run.samples.unit}`], ["weights of version", shown(this.value("version", id))], ["ended", sample.finish_reason === "length" ? "at the limit" : sample.finish_reason || "–"], ["source", sample.data_source]];
+    const scale = this.scale(texts), facts = [["reward", shown(this.value("reward", id))], ...this.rewardNames().map((name) => [name.slice(7), shown(this.value(name, id))]), ["step", this.value("step", id)], ["length", `${this.value("length", id)} ${this.run.samples.unit}`], ["weights of version", this.versions(id)], ["ended", sample.finish_reason === "length" ? "at the limit" : sample.finish_reason || "–"], ["source", sample.data_source]];
     const children = [
       element("h3", { text: "Prompt" }), element("pre", { class: "text", "data-part": "prompt", text: sample.prompt || "" }),
       element("h3", { text: "Completion" }), element("div", { class: "facts" }, ...facts.filter(([, value]) => value != null && value !== "–").map(([name, value]) => element("span", { text: `${name} ${value}` }))), this.completion(sample, scale), this.legend(sample, scale),
@@ -152,10 +163,26 @@ class SampleBrowser {
     this.detail.replaceChildren(...children);
   }
 
+  /* Return the versions of the weights that wrote a sample, and how old they were when it was trained. */
+  versions(id) {
+    const newest = this.value("version", id), age = this.value("age", id), oldest = this.value("step", id) - 1 - age;
+    if (Number.isNaN(newest)) return null;
+    return `${oldest < newest ? `${oldest} to ` : ""}${newest}${age > 0 ? `, ${age} ${age === 1 ? "step" : "steps"} old` : ""}`;
+  }
+
+  /* Return the age of each token's weights; tokens of a sample that has none of their own are as old as the sample. */
+  ages(sample) {
+    if (sample.id === undefined || !sample.tokens) return undefined;
+    const age = this.value("age", sample.id), trained = this.value("step", sample.id) - 1;
+    if (Number.isNaN(age)) return undefined;
+    return sample.versions ? sample.versions.map((version) => trained - version) : sample.tokens.map(() => age);
+  }
+
   values(sample) {
     const { rollout_logprobs: rollout, trainer_logprobs: trainer, advantages } = sample;
     if (this.colouring.value === "logprob") return rollout;
     if (this.colouring.value === "gap") return rollout && trainer ? rollout.map((each, i) => (each == null || trainer[i] == null ? null : trainer[i] - each)) : undefined;
+    if (this.colouring.value === "age") return this.ages(sample);
     return this.colouring.value === "advantage" ? advantages : undefined;
   }
 
@@ -163,13 +190,13 @@ class SampleBrowser {
   scale(samples) {
     if (this.colouring.value === "logprob") return 4;
     const all = samples.flatMap((each) => this.values(each) || []).map(Math.abs);
-    return Math.max(this.colouring.value === "gap" ? 0.01 : 1e-6, ...all);
+    return Math.max({ gap: 0.01, age: 1 }[this.colouring.value] || 1e-6, ...all);
   }
 
   colour(value, scale) {
     if (value == null) return "transparent";
     const strength = Math.min(1, Math.abs(value) / scale), dark = isDark();
-    const hue = this.colouring.value === "logprob" ? (dark ? "220,120,60" : "230,110,40") : value > 0 ? (dark ? "60,160,90" : "40,160,80") : (dark ? "215,75,85" : "225,60,70");
+    const hue = this.colouring.value === "age" ? (dark ? "150,110,220" : "130,90,210") : this.colouring.value === "logprob" ? (dark ? "220,120,60" : "230,110,40") : value > 0 ? (dark ? "60,160,90" : "40,160,80") : (dark ? "215,75,85" : "225,60,70");
     return `rgba(${hue},${(0.75 * strength).toFixed(3)})`;
   }
 
@@ -177,7 +204,7 @@ class SampleBrowser {
     const values = this.values(sample), text = element("pre", { class: "text", "data-part": "response" });
     if (!sample.tokens || !values) { text.textContent = sample.response || ""; return text; }
     sample.tokens.forEach((token, i) => {
-      const facts = [["log-prob", sample.rollout_logprobs], ["trainer", sample.trainer_logprobs], ["advantage", sample.advantages]].filter(([, list]) => list && list[i] != null).map(([name, list]) => `${name} ${list[i]}`);
+      const facts = [["log-prob", sample.rollout_logprobs], ["trainer", sample.trainer_logprobs], ["advantage", sample.advantages], ["version", sample.versions]].filter(([, list]) => list && list[i] != null).map(([name, list]) => `${name} ${list[i]}`);
       text.append(element("span", { text: token, title: [JSON.stringify(token), ...facts].join("\n"), style: `background:${this.colour(values[i], scale)}` }));
     });
     return text;
@@ -188,8 +215,9 @@ class SampleBrowser {
     if (kind === "none") return null;
     if (!sample.tokens) return element("p", { class: "note", text: "The values of this sample's tokens are not in the log or not in this page." });
     if (!this.values(sample)) return element("p", { class: "note", text: kind === "gap" ? "The trainer's log-probs of this sample were not computed before the update (actor.recompute_logprob)." : "This value was not logged." });
-    const from = kind === "logprob" ? 0 : -scale, to = kind === "logprob" ? -scale : scale;
-    return element("p", { class: "note" }, `${shown(from)} `, element("i", { class: "scale", style: `background:linear-gradient(90deg, ${this.colour(from, scale)}, transparent ${kind === "logprob" ? "0%" : "50%"}, ${this.colour(to, scale)})` }), ` ${shown(to)}${kind === "advantage" ? "" : " nats"}`);
+    const oneSided = kind === "logprob" || kind === "age", from = oneSided ? 0 : -scale, to = kind === "logprob" ? -scale : scale;
+    const unit = { advantage: "", age: " steps", logprob: " nats", gap: " nats" }[kind];
+    return element("p", { class: "note" }, `${shown(from)} `, element("i", { class: "scale", style: `background:linear-gradient(90deg, ${this.colour(from, scale)}, transparent ${oneSided ? "0%" : "50%"}, ${this.colour(to, scale)})` }), ` ${shown(to)}${unit}`);
   }
 }
 
@@ -210,5 +238,6 @@ window.followSamples = async function (run, r, state) {
   if (state.samples.n === before) return;
   if (!run.browser) { if (byId("samples").hidden) await window.showSamples(); return; }
   run.browser.table = await tableBlock(`${r}-samples-index`);
+  run.browser.offerAges();
   await run.browser.filter();
 };

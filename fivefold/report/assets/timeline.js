@@ -91,14 +91,19 @@ class TimelineView {
       this.boxes.push([x, y, Math.max(2, wide), i]);
     }
     pen.fillStyle = css("--ink");
-    tracks.forEach((title, k) => { pen.save(); pen.beginPath(); pen.rect(0, k * LINE, this.left - 6, LINE); pen.clip(); pen.fillText(`${title}  ${Math.round((100 * busy[k]) / (to - from))}%`, 2, k * LINE + LINE / 2); pen.restore(); });
+    tracks.forEach((title, k) => {
+      const share = `${Math.round((100 * busy[k]) / (to - from))}%`, begin = this.left - 6 - pen.measureText(share).width;
+      pen.fillText(share, begin, k * LINE + LINE / 2);
+      pen.save(); pen.beginPath(); pen.rect(0, k * LINE, begin - 4, LINE); pen.clip(); pen.fillText(title, 2, k * LINE + LINE / 2); pen.restore();
+    });
     pen.strokeStyle = css("--faint"); pen.fillStyle = css("--faint"); pen.setLineDash([3, 3]);
     let free = -Infinity;
     for (const [step, at] of steps) {
       const x = this.left + (at - from) * scale;
       if (x < this.left || x > this.width) continue;
       pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, tracks.length * LINE); pen.stroke();
-      if (x > free && x < this.width - 20) { pen.fillText(`step ${step}`, x - 40 < this.left ? this.left : x - 40, tracks.length * LINE + 12); free = x + 60; }
+      const label = `step ${step}`, begin = Math.max(this.left, x - 40);
+      if (begin > free && x < this.width - 20) { pen.fillText(label, begin, tracks.length * LINE + 12); free = begin + pen.measureText(label).width + 8; }
     }
     this.legend.replaceChildren(...labels.map((label, k) => element("span", {}, element("i", { style: `background:${colourOf(k)}` }), label)), element("span", { text: `${shown(to - from)} s in view; percentages: busy in it; Ctrl and wheel zoom, drag moves` }));
   }

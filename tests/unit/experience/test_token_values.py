@@ -43,6 +43,7 @@ def test_the_values_of_the_first_samples_come_from_all_pieces(monkeypatch: pytes
         return Piece(what, np.array(order))  # type: ignore[arg-type]
 
     rollout = [[0, -1, -2], [0, -3], [0, -4, -5, -6]]
+    versions = [[-1, 3, 4], [-1, 4], [-1, 4, 4, 4]]
     trainer = [[9, -1.5, -2.5], [9, -3.5], [9, -4.5, -5.5, -6.5]]
     pieces = []
     for order in ([2, 0], [1]):
@@ -50,6 +51,7 @@ def test_the_values_of_the_first_samples_come_from_all_pieces(monkeypatch: pytes
         integers = {
             "tokens": np.concatenate([tokens[i] for i in order]),
             "mask": np.concatenate([masks[i] for i in order]) > 0,
+            "versions": np.concatenate([versions[i] for i in order]),
         }
         pieces.append(piece(order, Columns(laid.lengths_N, {**laid.values, **integers})))
     pieces += [piece([0], columns([0], old_logprobs=trainer)), piece([1, 2], columns([1, 2], old_logprobs=trainer))]
@@ -63,3 +65,4 @@ def test_the_values_of_the_first_samples_come_from_all_pieces(monkeypatch: pytes
         [-3.5],
     ]
     assert [each.advantages.tolist() for each in found if each.advantages is not None] == [[0.5, 0.5], [-0.5]]
+    assert [each.versions.tolist() for each in found] == [[3, 4], [4]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from fivefold.observe import sample_log
@@ -26,7 +27,7 @@ def record(step: int, response: str = "5", **more: object) -> dict[str, object]:
 
 def values(*logprobs: float) -> TokenValues:
     array = np.array(logprobs, np.float32)
-    return TokenValues(["t"] * len(logprobs), array, None, -array)
+    return TokenValues(["t"] * len(logprobs), array, None, -array, np.full(len(logprobs), 7, np.int32))
 
 
 def steps(folder: Path) -> list[int]:
@@ -49,8 +50,16 @@ def test_samples_are_lines_before_the_update_and_columns_behind_it(tmp_path: Pat
     assert first[1]["rewards"] == {"right": 1.0}
     assert first[1]["response"] == "half \\ud83d a pair"
     assert first[1]["advantages"] == [1.0]
+    assert first[0]["versions"] == [7, 7]
     # The update of step 2 failed, and its samples are there nevertheless.
     assert (second[0]["step"], second[0]["tokens"]) == (2, None)
+
+
+def test_a_part_without_a_column_is_read_without_it(tmp_path: Path) -> None:
+    part = tmp_path / "steps-000001-000001.parquet"
+    sample_log.write_part(part, [{**record(1), "ground_truth": "5", "rewards": {}}])
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(part).drop_columns(["versions"]), part)
+    assert read_part(part, ("step", "versions")) == [{"step": 1}]
 
 
 def test_many_samples_make_a_part_before_a_checkpoint_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.sample_log import SampleLog, TokenValues
 
 WORDS = ("so", "the", "sum", "of", "both", "is", "then", "what", "we", "get", "if", "this", "one", "goes", "first")
+
+OLDEST = {1: 2}
+"""By how many versions the older half of a sample is older than its step's weights, by the sample's place in it."""
 
 
 def make_run(
@@ -50,7 +54,9 @@ def make_run(
             for step in range(1, n_steps + 1):
                 metrics.write({"step": step, **_metrics(step, n_steps, draw)})
                 samples.write([_sample(step, place, length, draw) for place in range(n_samples)])
-                samples.complete(draw.choices(pool, k=n_samples))
+                samples.complete(
+                    [_aged(values, step, place) for place, values in enumerate(draw.choices(pool, k=n_samples))]
+                )
         folder.write_summary(
             {"accuracy_before": 0.1, "accuracy_after": 0.9, "held_out_prompts": 64, "steps": n_steps, "seconds": 90.0}
         )
@@ -96,6 +102,7 @@ def _sample(step: int, place: int, length: int, draw: random.Random) -> dict[str
         "reward/brief": -0.5,
         "finish_reason": "length" if place == 3 else "stop",
         "n_tokens": length,
+        "oldest_weight_version": max(step - 1 - OLDEST.get(place, 0), 0),
         "weight_version": step - 1,
     }
 
@@ -104,7 +111,15 @@ def _tokens(length: int, draw: random.Random) -> TokenValues:
     rollout = np.array([-draw.expovariate(1.0) for _ in range(length)], np.float32)
     gaps = np.array([draw.gauss(0, 0.01) for _ in range(length)], np.float32)
     tokens = [f"{word} " for word in draw.choices(WORDS, k=length)]
-    return TokenValues(tokens, rollout, rollout + gaps, np.full(length, draw.gauss(0, 1), np.float32))
+    advantages = np.full(length, draw.gauss(0, 1), np.float32)
+    return TokenValues(tokens, rollout, rollout + gaps, advantages, np.zeros(length, np.int32))
+
+
+def _aged(values: TokenValues, step: int, place: int) -> TokenValues:
+    """Return the values with the versions of the sample at a place of a step: older weights may begin it."""
+    versions = np.full(len(values.tokens), step - 1, np.int32)
+    versions[: len(versions) // 2] = max(step - 1 - OLDEST.get(place, 0), 0)
+    return replace(values, versions=versions)
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:

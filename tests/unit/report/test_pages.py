@@ -73,6 +73,11 @@ def test_a_report_holds_every_logged_sample_with_its_tokens(run: Path, content: 
         assert len(sample["tokens"]) == len(sample["trainer_logprobs"]) == len(sample["advantages"]) == 12
     assert index["reward"].tolist() == [record["reward"] for record in records]
     assert index["reward/brief"].tolist() == [-0.5] * 96
+    assert index["age"].tolist() == [record["step"] - 1 - record["oldest_weight_version"] for record in records]
+    # Only samples that several versions have written have versions by token.
+    mixed = {place: sample["versions"] for place, sample in enumerate(shown) if "versions" in sample}
+    assert set(mixed) == {place for place, age in enumerate(index["age"]) if age > 0} != set()
+    assert mixed[8 * 11 + 1] == [9] * 6 + [11] * 6
     assert index["prompt"].tolist() == [record["prompt_index"] for record in records]
     assert facts_of(content)["runs"][0]["samples"] == {"n": 96, "unit": "tokens", "note": ""}
 

@@ -77,7 +77,8 @@ def test_the_trace_is_one_that_perfetto_opens(run: Path, tmp_path: Path) -> None
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(names.values()) == ["actor-0", "actor-10", "driver"]
     # Perfetto takes thread 0 for the thread with the number of its process: two threads must not become one.
-    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    named = [event for event in events if event["name"] == "thread_name"]
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
     assert sorted(threads.values()) == ["actor-0", "actor-10", "driver", "driver, thread 1"]
     assert all(tid for _, tid in threads)
     assert {(event["pid"], event["tid"]) for event in events} == threads.keys()
