@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from statistics import mean
 
 import pytest
 
-from fivefold.experience.samples import sample_metrics
+from fivefold.experience.samples import sample_metrics, staleness_metrics
 from fivefold.types import Prompt, Sample
 
 
@@ -38,3 +39,15 @@ def test_percentiles_of_lengths_are_interpolated() -> None:
     metrics = sample_metrics([sample(i, 0.0, length) for i, length in enumerate([40, 10, 20, 30, 50])])
     assert (metrics["response_length/p10"], metrics["response_length/p50"]) == (14.0, 30.0)
     assert metrics["response_length/p90"] == pytest.approx(46.0)
+
+
+def test_samples_of_each_age_are_told_apart() -> None:
+    ages = [(2, 1.0, 30), (0, 0.0, 10), (2, 0.0, 50), (1, 1.0, 20)]
+    samples = [replace(sample(0, reward, length), versions=(7 - age, 7)) for age, reward, length in ages]
+    metrics = staleness_metrics(samples, version=7)
+    assert {name: value for name, value in metrics.items() if name[-1].isdigit()} == {
+        "staleness/share/0": 0.25, "staleness/share/1": 0.25, "staleness/share/2": 0.5,
+        "staleness/reward/0": 0.0, "staleness/reward/1": 1.0, "staleness/reward/2": 0.5,
+        "staleness/response_length/0": 10.0, "staleness/response_length/1": 20.0, "staleness/response_length/2": 40.0,
+    }  # fmt: skip
+    assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed"]) == (1.25, 2.0, 0.75)
