@@ -261,9 +261,8 @@ class StreamSource:
         requests = turn.requests[row * self._size : (row + 1) * self._size]
         if begun := self._so_far.get(number):
             requests = [replace(request, begun=each) for request, each in zip(requests, begun, strict=True)]
-        return Job(
-            range(number * self._size, (number + 1) * self._size), [turn.prompts[row]] * self._size, requests
-        )  # fmt: skip
+        indices = range(number * self._size, (number + 1) * self._size)
+        return Job(indices, [turn.prompts[row]] * self._size, requests)
 
     def _generate(self) -> None:
         """Keep the replicas at work until the source is closed."""
