@@ -87,12 +87,12 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *("seconds/generation", "idle/trainer", "idle/rollout"),  # asynchronous training: test_asynchronous_runs.py
         *(name for name in listed_metrics() if name.startswith("staleness/")),
         *("kl", "margin", "seconds/scores"),  # preferences: test_preferences.py
-        *("teacher_kl", "seconds/teacher"),  # distillation: test_frozen_roles.py
+        *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),
         *(name for name in listed_metrics() if "<" in name),  # several rewards or data sources
         *(f"correction/{name}" for name in ("weight", "truncated", "masked", "ess")),
     }
-    of_critic = {name for name in listed_metrics() if name.startswith("critic/")}  # test_critic.py
+    of_critic = {name for name in listed_metrics() if name.startswith("critic/")}  # test_all_roles.py
     written = {as_listed(name) for name in set().union(*metrics)}
     assert {"experts/imbalance/layer_<n>", "pass_at/<n>", "entropy_quarter/<n>", "response_length/p<n>"} <= written
     assert {name for name in written if "<" not in name} - {"step"} == listed_metrics().keys() - elsewhere - of_critic

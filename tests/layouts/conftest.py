@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
+import hf_reference
 import pytest
+import ragged
+from hf_reference import Reference
+from ragged import uneven_batch
 from tiny_models import save_models
 from worker_pool import WorkerPool, Workers
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.types import Batch
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +44,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pool.run(save_models, folder)
     pool.stop()
     return folder
+
+
+@pytest.fixture(scope="module")
+def reference(workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Returns what Hugging Face's model makes of `uneven_batch`, by the model's name."""
+    scratch = tmp_path_factory.mktemp("gradients")
+
+    @cache
+    def of(model: str) -> Reference:
+        batch, loss = uneven_batch(), SFTLoss()
+        ((logprobs, entropies),) = workers(1).run(
+            hf_reference.logprobs_and_entropies, models / model, batch, loss.temperature
+        )
+        ((value, gradients),) = workers(1).run(hf_reference.gradients, models / model, batch, loss, scratch / model)
+        return logprobs, entropies, value, gradients
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def batch_for(workers: Workers, models: Path) -> Callable[[str], Batch]:
+    """Returns a batch for a policy loss, by the model's name."""
+    return cache(lambda model: workers(1).run(ragged.policy_batch, models / model)[0])

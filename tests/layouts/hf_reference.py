@@ -19,6 +19,8 @@ from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.types import Batch
 
 Tensors = dict[str, torch.Tensor]
+Reference = tuple[torch.Tensor, torch.Tensor, float, Tensors]
+"""Log-probs, entropies, loss and gradient."""
 
 
 @dataclass(frozen=True)

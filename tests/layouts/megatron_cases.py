@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from hf_reference import Step, Tensors
 from megatron.core import parallel_state
+from open_engine import EngineCase, WholeBatches
 from worker_pool import rejoin
 
 from fivefold.algorithms.loss import Loss
-from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.sharing import Share
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.layout.stages import stage_split
@@ -41,7 +41,7 @@ def lay_out(text: str) -> ParallelLayout:
     return layout
 
 
-class OpenEngine(MegatronEngine):
+class OpenEngine(WholeBatches, MegatronEngine):
     """An engine that shows its gradients and modules.
 
     It leaves the whole gradient on every rank, though the distributed optimizer needs only the rank's part.
@@ -49,36 +49,6 @@ class OpenEngine(MegatronEngine):
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         super()._finalize_gradients(chunks, num_tokens, **{**options, "force_all_reduce": True})
-
-    def forward_backward_of(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """Call `forward_backward` on this replica's share of a whole mini-batch."""
-        return self.forward_backward(self.share(batch), loss)
-
-    def logprobs_of(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call `compute_logprobs`; return the whole mini-batch's results, assembled from the shares of all replicas."""
-        own = torch.stack(self.compute_logprobs(self.share(batch), temperature=temperature))
-        logprobs, entropies = self._assembled(batch, own)
-        return logprobs, entropies
-
-    def values_of(self, batch: Batch) -> torch.Tensor:
-        """Call `compute_values`; return the whole mini-batch's values."""
-        return self._assembled(batch, self.compute_values(self.share(batch))[None])[0]
-
-    def _assembled(self, batch: Batch, own: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the whole mini-batch, of which `own` has this replica's part."""
-        plan = self.planner.plan(batch.lengths)
-        whole = torch.zeros(len(own), batch.n_tokens)
-        starts, place = batch.offsets(), 0
-        for index in plan.sequences(self.groups.dp.rank()):
-            length = batch.lengths[index]
-            whole[:, starts[index] : starts[index + 1]] = own[:, place : place + length]
-            place += length
-        torch.distributed.all_reduce(whole, group=self.groups.dp)
-        return whole
-
-    def share(self, batch: Batch) -> Share:
-        """Return this replica's share of a whole mini-batch."""
-        return self.planner.plan(batch.lengths).share(batch, self.groups.dp.rank())
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the accumulated gradient under Hugging Face names."""
@@ -97,49 +67,14 @@ class OpenEngine(MegatronEngine):
 
 
 @dataclass(frozen=True)
-class Case:
-    """An engine's layout and options."""
+class Case(EngineCase[OpenEngine]):
+    """A layout of Megatron-Core, and its options."""
 
-    layout: str
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    micro_batches: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=50))
-    dtype: str = "float32"
-    init_from_scratch: bool = False
-    timeout_s: float = 120.0
 
-    @property
-    def world_size(self) -> int:
-        return parse_backend(self.layout).world_size
-
-    def engine(
-        self,
-        folder: Path,
-        optimizer: OptimizerConfig | None = None,
-        total_steps: int = 10,
-        seed: int = 1,
-        *,
-        value_head: bool = False,
-        value_bias: bool = True,
-    ) -> OpenEngine:
-        config = EngineConfig(
-            path=str(folder),
-            backend=self.layout,
-            dtype=self.dtype,
-            init_from_scratch=self.init_from_scratch,
-            mb_spec=self.micro_batches,
-            megatron=self.megatron,
-        )
+    def _build(self, config: dict[str, Any], options: dict[str, Any]) -> OpenEngine:
         layout = replace(lay_out(self.layout), split=stage_split(self.megatron))
-        return OpenEngine(
-            config,
-            layout,
-            seed=seed,
-            optimizer=optimizer,
-            total_steps=total_steps,
-            timeout_s=self.timeout_s,
-            value_head=value_head,
-            value_bias=value_bias,
-        )
+        return OpenEngine(EngineConfig(**config, megatron=self.megatron), layout, **options)
 
 
 def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:

@@ -21,7 +21,7 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 
 LAYOUTS = {
-    DENSE: ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "megatron:p4t2", "fsdp:d3", "fsdp:d2t2"),
+    DENSE: ("megatron:d1", "megatron:t2", "megatron:p2v2", "megatron:d2t2", "fsdp:d3", "fsdp:d2t2"),
     MOE: (
         "megatron:d1",
         "megatron:p2v2",
@@ -29,18 +29,22 @@ LAYOUTS = {
         "megatron:(attn:d2t2|ffn:t2e2)",
         "megatron:(attn:t2p2v2|ffn:e2)",
         "megatron:(attn:c4|ffn:e4)",
-        "megatron:(attn:p2t2c2|ffn:e4)",
-        "megatron:(attn:d2t4|ffn:t2e2)",
         "fsdp:d3",
         "fsdp:t2c2",
     ),
 }
 FILES = {"float32": "", "bfloat16": "-bf16"}
-CASES = [(layout, names, "float32") for names in LAYOUTS for layout in LAYOUTS[names]] + [
-    ("megatron:p4t2", DENSE, "bfloat16"),
-    ("megatron:(attn:t2p2v2|ffn:e2)", MOE, "bfloat16"),
-    ("megatron:(attn:d2t4|ffn:t2e2)", MOE, "bfloat16"),
-    ("fsdp:d2t2", MOE, "bfloat16"),
+EIGHT_RANKS = {
+    "megatron:p4t2": ("qwen2",),
+    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen3_moe_mixed", "qwen2_moe"),
+    "megatron:(attn:d2t4|ffn:t2e2)": ("mixtral", "qwen3_moe_sparse_step"),
+}
+CASES = [
+    *((layout, names, "float32") for names, layouts in LAYOUTS.items() for layout in layouts),
+    *((layout, names, "float32") for layout, names in EIGHT_RANKS.items()),
+    ("megatron:p2v2", DENSE, "bfloat16"),
+    ("megatron:(attn:t2p2v2|ffn:e2)", ("qwen2_moe",), "bfloat16"),
+    ("fsdp:d2t2", ("mixtral",), "bfloat16"),
 ]
 """Layout, models and dtype. The dtype of a tensor has no say in how it is split."""
 OPTIMIZER = OptimizerConfig()
@@ -100,8 +104,16 @@ def test_tensors_of_another_dtype_are_converted_once(workers: Workers, models: P
     assert workers(4).run(names_that_differ, case, models / f"qwen2_moe{files}") == [[]] * 4
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)", "fsdp:t2"])
-@pytest.mark.parametrize("model", ["qwen3_moe_mixed", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *(("megatron:d1", model) for model in ("qwen3_moe_mixed", "mixtral", "qwen2_moe")),
+        ("megatron:p2v2", "qwen2_moe"),
+        ("megatron:(attn:d2t2|ffn:t2e2)", "qwen3_moe_mixed"),
+        ("megatron:(attn:d2t2|ffn:t2e2)", "mixtral"),
+        ("fsdp:t2", "mixtral"),
+    ],
+)
 def test_transformers_loads_the_trained_model_from_a_saved_folder(
     workers: Workers, models: Path, tmp_path: Path, layout: str, model: str
 ) -> None:

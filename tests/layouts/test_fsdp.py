@@ -12,11 +12,10 @@ from pathlib import Path
 import hf_reference
 import megatron_cases
 import pytest
-import ragged
 import torch
 from compare import assert_close, difference
 from fsdp_cases import FSDPCase
-from hf_reference import Tensors
+from hf_reference import Reference, Tensors
 from megatron_cases import Case, Run
 from ragged import uneven_batch
 from safetensors.torch import load_file
@@ -39,26 +38,6 @@ LOSS = PolicyLoss(
     kl_coeff=0.1,
     kl_estimator="k3",
 )
-
-Reference = tuple[torch.Tensor, torch.Tensor, float, Tensors]
-"""Log-probs, entropies, loss and gradient."""
-
-
-@pytest.fixture(scope="module")
-def reference(workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    scratch = tmp_path_factory.mktemp("gradients")
-
-    @cache
-    def of(model: str) -> Reference:
-        batch, loss = uneven_batch(), SFTLoss()
-        ((logprobs, entropies),) = workers(1).run(
-            hf_reference.logprobs_and_entropies, models / model, batch, loss.temperature
-        )
-        ((value, gradients),) = workers(1).run(hf_reference.gradients, models / model, batch, loss, scratch / model)
-        return logprobs, entropies, value, gradients
-
-    return of
-
 
 # The vocabulary is a prime number, and none of the dimensions of a tiny model is a multiple of 3, so that d3 and t2 cut
 # unevenly. Each family has something of its own: scaled rotations, biases and a tied output layer, norms of heads, and
@@ -91,11 +70,6 @@ def test_predictions_and_gradients_are_those_of_hugging_face(
         torch.testing.assert_close(result.entropy_T, want_entropies * batch.mask_T, rtol=TOLERANCE, atol=TOLERANCE)
         assert result.loss == pytest.approx(want_loss, rel=TOLERANCE)
     assert_close(results[0].gradients, want_gradients, TOLERANCE)
-
-
-@pytest.fixture(scope="module")
-def batch_for(workers: Workers, models: Path) -> Callable[[str], Batch]:
-    return cache(lambda model: workers(1).run(ragged.policy_batch, models / model)[0])
 
 
 @pytest.fixture(scope="module")

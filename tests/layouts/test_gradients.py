@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
-import hf_reference
 import megatron_cases
 import pytest
 import torch
 from compare import assert_close
-from hf_reference import Tensors
+from hf_reference import Reference
 from megatron_cases import Case
 from ragged import uneven_batch
 from tiny_models import DENSE, MOE
@@ -21,46 +19,23 @@ from fivefold.algorithms.loss import SFTLoss
 
 TOLERANCE = 1e-4
 
-DENSE_LAYOUTS = (
-    "megatron:d1",
-    "megatron:t2",
-    "megatron:c2",
-    "megatron:p2v2",
-    "megatron:t4",
-    "megatron:c2d2",
-    "megatron:p2t2c2",
-)
-MOE_LAYOUTS = (
-    "megatron:d1",
-    "megatron:p2v2",
-    "megatron:(attn:t2|ffn:e2)",
-    "megatron:(attn:c2|ffn:t2)",
-    "megatron:(attn:t2p2|ffn:t2)",
-    "megatron:(attn:c2d2|ffn:t2e2)",
-    "megatron:(attn:p2t2c2|ffn:e4)",
-)
-CASES = [(layout, model) for layout in DENSE_LAYOUTS for model in DENSE] + [
-    (layout, model) for layout in MOE_LAYOUTS for model in MOE
+SMALL_LAYOUTS = {
+    DENSE: ("megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2v2"),
+    MOE: ("megatron:d1", "megatron:p2v2", "megatron:(attn:t2|ffn:e2)", "megatron:(attn:c2|ffn:t2)"),
+}
+LARGE_LAYOUTS = {
+    "megatron:t4": ("qwen3",),
+    "megatron:c2d2": ("llama",),
+    "megatron:p2t2c2": ("qwen2",),
+    "megatron:(attn:t2p2|ffn:t2)": ("mixtral", "qwen3_moe_mixed"),
+    "megatron:(attn:c2d2|ffn:t2e2)": ("qwen2_moe", "qwen3_moe_sparse_step"),
+    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen3_moe", "qwen2_moe"),
+}
+CASES = [
+    *((layout, model) for models, layouts in SMALL_LAYOUTS.items() for layout in layouts for model in models),
+    *((layout, model) for layout, models in LARGE_LAYOUTS.items() for model in models),
 ]
-
-Reference = tuple[torch.Tensor, torch.Tensor, float, Tensors]
-"""Log-probs, entropies, loss and gradient."""
-
-
-@pytest.fixture(scope="module")
-def reference(workers: Workers, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    scratch = tmp_path_factory.mktemp("gradients")
-
-    @cache
-    def of(model: str) -> Reference:
-        batch, loss = uneven_batch(), SFTLoss()
-        ((logprobs, entropies),) = workers(1).run(
-            hf_reference.logprobs_and_entropies, models / model, batch, loss.temperature
-        )
-        ((value, gradients),) = workers(1).run(hf_reference.gradients, models / model, batch, loss, scratch / model)
-        return logprobs, entropies, value, gradients
-
-    return of
+"""Every way to split a model alone with every family, and ways together with some."""
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)

@@ -161,7 +161,7 @@ def new_critic(case: AnyCase, folder: Path) -> tuple[torch.Tensor, Tensors]:
     return values_T, whole(engine.export_weights())
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:p2t2c2|ffn:e4)", "fsdp:d2"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "fsdp:d2"])
 def test_a_language_model_becomes_a_critic_whose_values_begin_at_zero(
     workers: Workers, models: Path, layout: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_language_model_becomes_a_critic_whose_values_begin_at_zero(
     assert "lm_head.weight" not in results[0][1]
 
 
-PAIRED = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:p2t2c2|ffn:e4)", "fsdp:c2t2")
+PAIRED = ("megatron:d1", "megatron:(attn:c2d2|ffn:t2e2)", "megatron:(attn:t2p2|ffn:e2)", "fsdp:c2t2")
 ANSWERS = (7, 12, 22, 5, 31, 9, 17, 3)
 """Tokens of the sequences of four pairs."""
 BETA, CENTER = 0.3, 0.05

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from compare import assert_close
 from hf_reference import Tensors
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron_cases import Case, whole
+from megatron_cases import Case, Gradients, whole
 from ragged import uneven_batch
 from safetensors.torch import load_file
 from worker_pool import Workers
@@ -31,10 +33,7 @@ PROJECTION = "model.layers.0.mlp.up_proj.weight"
 ONE_SEQUENCE = uneven_batch(lengths=(29,))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{"bucket_size": 10_000}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "bucket_size": 10_000}],
-)
+@pytest.mark.parametrize("overrides", [{"bucket_size": 10_000}, {"overlap_grad_reduce": True, "bucket_size": 10_000}])
 def test_gradients_are_the_same_in_small_and_overlapping_buckets(
     workers: Workers, models: Path, overrides: dict[str, Any]
 ) -> None:
@@ -63,7 +62,7 @@ SCHEDULES = {
 def test_fields_that_change_only_the_way_keep_the_gradients(workers: Workers, models: Path, name: str) -> None:
     layout, model, fields = SCHEDULES[name]
     batch = uneven_batch()
-    changed = Case(layout, MegatronConfig(transformer=fields), MicroBatchConfig(max_tokens_per_mb=20))
+    changed = Case(layout, MegatronConfig(transformer=fields), micro_batches=MicroBatchConfig(max_tokens_per_mb=20))
     got, wanted = (
         workers(case.world_size).run(megatron_cases.gradients, case, models / model, batch, SFTLoss())[0]
         for case in (changed, Case("megatron:d1"))
@@ -88,14 +87,24 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def gradients_of(workers: Workers, models: Path) -> Callable[[str, str | None], Gradients]:
+    """Returns what a layout computes, with what it recomputes."""
+
+    def compute(layout: str, name: str | None) -> Gradients:
+        case = Case(layout, MegatronConfig(**({} if name is None else RECOMPUTED[name])))
+        run = workers(case.world_size).run
+        return run(megatron_cases.gradients, case, models / "qwen2_moe", uneven_batch(), SFTLoss())[0]
+
+    return cache(compute)
+
+
 @pytest.mark.parametrize("layout", ["megatron:p2", "megatron:(attn:t2|ffn:e2)"])
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_gradients_are_the_same_whatever_is_recomputed(workers: Workers, models: Path, name: str, layout: str) -> None:
-    batch, folder = uneven_batch(), models / "qwen2_moe"
-    got, wanted = (
-        workers(case.world_size).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
-        for case in (Case(layout, MegatronConfig(**RECOMPUTED[name])), Case(layout))
-    )
+def test_gradients_are_the_same_whatever_is_recomputed(
+    gradients_of: Callable[[str, str | None], Gradients], name: str, layout: str
+) -> None:
+    got, wanted = gradients_of(layout, name), gradients_of(layout, None)
     torch.testing.assert_close(got.logprobs_T, wanted.logprobs_T, rtol=0, atol=0)
     assert_close(got.gradients, wanted.gradients, 1e-5)
 
@@ -205,10 +214,24 @@ AUXILIARY: dict[str, dict[str, Any]] = {
 """Fields of each auxiliary loss. Over one sequence, all load-balancing losses are the same."""
 
 
-@pytest.mark.parametrize(
-    "layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:p2v2", "megatron:d2", "megatron:(attn:t2|ffn:e2)"]
+AUXILIARY_LAYOUTS = (
+    "megatron:d1",
+    "megatron:t2",
+    "megatron:c2",
+    "megatron:p2v2",
+    "megatron:d2",
+    "megatron:(attn:t2|ffn:e2)",
 )
-@pytest.mark.parametrize("name", AUXILIARY)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, name) for layout in AUXILIARY_LAYOUTS for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")),
+        *((layout, "seq_aux_loss") for layout in ("megatron:c2", "megatron:(attn:t2|ffn:e2)")),
+        *((layout, "global_aux_loss") for layout in ("megatron:c2", "megatron:d2")),
+    ],
+)
 def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     workers: Workers, models: Path, tmp_path: Path, layout: str, name: str
 ) -> None:

@@ -68,7 +68,8 @@ def weights_after(case: Case, folder: Path, n_steps: int, bucket_size: int) -> t
 @pytest.mark.parametrize(
     ("layout", "dtype", "fields"),
     [
-        *((layout, "bfloat16", fields) for layout in LAYOUTS for fields in ({}, SMALL)),
+        *((layout, "bfloat16", SMALL) for layout in LAYOUTS),
+        ("megatron:d1", "bfloat16", {}),
         ("megatron:d2e2", "float32", {}),
         ("megatron:d2e2", "bfloat16", {"exp_avg_dtype": "bfloat16"}),
         ("megatron:d2e2", "bfloat16", {"store_param_remainders": True, "decoupled_weight_decay": False}),
@@ -78,8 +79,8 @@ def test_state_on_the_host_in_many_buckets_is_updated_as_on_the_device(
     workers: Workers, models: Path, layout: str, dtype: str, fields: dict[str, Any]
 ) -> None:
     run, model = workers(Case(layout).world_size), models / "qwen3_moe"
-    wanted = run.run(weights_after, case_of(layout, dtype, **fields), model, 3, 2**25)
-    got = run.run(weights_after, case_of(layout, dtype, **fields, state_on="host"), model, 3, 1024)
+    wanted = run.run(weights_after, case_of(layout, dtype, **fields), model, 2, 2**25)
+    got = run.run(weights_after, case_of(layout, dtype, **fields, state_on="host"), model, 2, 1024)
     for (weights, state, n_buckets), (host_weights, host_state, n_host_buckets) in zip(wanted, got, strict=True):
         assert n_buckets == 1
         assert n_host_buckets > 5
@@ -113,8 +114,9 @@ def compare_with_torch(case: Case, folder: Path, config: OptimizerConfig) -> lis
     return equal
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("megatron:p2v2", "float32"), *((layout, "bfloat16") for layout in LAYOUTS)]
+)
 def test_the_default_is_torchs_adamw_bit_for_bit(workers: Workers, models: Path, layout: str, dtype: str) -> None:
     case = case_of(layout, dtype)
     for equal in workers(case.world_size).run(compare_with_torch, case, models / "qwen3_moe", OPTIMIZER):
@@ -128,7 +130,7 @@ def masters_after_a_step(case: Case, folder: Path) -> list[torch.Tensor]:
     return masters(engine)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)"])
 def test_master_weights_from_remainders_are_the_float32_ones(workers: Workers, models: Path, layout: str) -> None:
     """After one step, because a weight that is rounded otherwise at a tie changes the gradients of the next."""
     model, run = models / "qwen3_moe", workers(Case(layout).world_size)
@@ -210,8 +212,8 @@ def test_moments_on_fsdp_are_stored_and_streamed_as_the_recipe_says(workers: Wor
     small = on_fsdp("fsdp:d2", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
     assert run.run(stored_dtypes, small, model)[0] == {(kind, torch.bfloat16) for kind in ("exp_avg", "exp_avg_sq")}
     for case in (on_fsdp("fsdp:d2"), small):
-        wanted = run.run(weights_after, case, model, 3, 2**25)
-        streamed = run.run(weights_after_streaming, case, model, 3, 1024)
+        wanted = run.run(weights_after, case, model, 2, 2**25)
+        streamed = run.run(weights_after_streaming, case, model, 2, 1024)
         for (weights, state, _), (host_weights, host_state, n_buckets) in zip(wanted, streamed, strict=True):
             assert n_buckets > 5
             assert all(torch.equal(weights[name], host_weights[name]) for name in weights)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 from fivefold.rollout.replica import ReplicaSpec
+from tests.unit.rollout.fake_server import write_python
+from tests.unit.rollout.served import Served, start
 
 VOCABULARY = 67
 BATCH_SIZE = 6
@@ -147,3 +150,15 @@ def spec_of(backend: str, model: Path, **changes: Any) -> ReplicaSpec:
         "arguments": (),
     }
     return ReplicaSpec(**{**values, **changes})
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def server(
+    request: pytest.FixtureRequest, model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server of each kind for all tests of a file. Every test leaves it awake."""
+    folder, model = tmp_path_factory.mktemp(request.param), model_folder("qwen3_moe")
+    spec = spec_of(request.param, model, python=write_python(folder))
+    engine = start(spec)
+    yield Served(spec, engine, folder, load_file(model / "model.safetensors"))
+    engine.close()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,18 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fivefold
-from fivefold.bridge.hf_writer import save_hf
-from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers import engine as engine_module
 from fivefold.rollout.servers.command import check_command, server_command
-from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import Log, answer_to, write_python
+from tests.unit.rollout.served import GENERATE, Served, requests_of, sampling, start
 
 END, POSITIONS = 2, 128
 DEAD = f"the server ended with status {fake_server.STATUS_IN_REQUEST}"
@@ -50,7 +44,6 @@ DUMMY_SLEEPER = {
     "vllm": "--load-format dummy --enable-sleep-mode --gpu-memory-utilization 0.4",
     "sglang": "--load-format dummy --enable-memory-saver --mem-fraction-static 0.4",
 }
-GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
 LOAD = {
     "vllm": ["/collective_rpc", "/collective_rpc", "/reset_prefix_cache"],
     "sglang": ["/update_weights_from_disk"],
@@ -67,72 +60,12 @@ ONE_SERVER = pytest.mark.parametrize("server", ["sglang"], indirect=True)
 """Marks tests of behaviour that does not depend on the kind of server."""
 
 
-def start(spec: ReplicaSpec) -> ServerEngine:
-    save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
-    return ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save)
-
-
-@dataclass(frozen=True)
-class Served:
-    """An engine, its server's log and folder, and the weights that it is given."""
-
-    spec: ReplicaSpec
-    engine: ServerEngine
-    folder: Path
-    weights: dict[str, Tensor]
-
-    @property
-    def backend(self) -> str:
-        return self.spec.backend
-
-    @property
-    def log(self) -> Log:
-        return Log(self.folder)
-
-    def update(self, version: int = 0) -> None:
-        self.engine.update_weights(self.weights.items(), version)
-
-    def bodies(self) -> list[Any]:
-        """Bodies of all requests to generate so far."""
-        path = GENERATE[self.backend]
-        return [row["body"] for row in self.log.rows("request") if row["path"] == path]
-
-    def posts_during(self, action: Callable[[], object]) -> list[str]:
-        before = len(self.log.posts())
-        action()
-        return self.log.posts()[before:]
-
-    def left_behind(self) -> list[Path]:
-        """Folders of its updates that still exist."""
-        return list(SHARED_MEMORY.glob(f"{PREFIX}{self.spec.run}*"))
-
-
-@pytest.fixture(scope="module", params=list(COMMANDS))
-def server(
-    request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """One server of each kind for all tests. Every test leaves it awake."""
-    folder, model = tmp_path_factory.mktemp(request.param), model_folder("qwen3_moe")
-    spec = spec_of(request.param, model, python=write_python(folder))
-    engine = start(spec)
-    yield Served(spec, engine, folder, load_file(model / "model.safetensors"))
-    engine.close()
-
-
 @pytest.fixture
 def served(server: Served) -> Served:
     """The server with weights of version 7."""
     server.engine.wake()
     server.update(7)
     return server
-
-
-def sampling(**options: Any) -> SamplingParams:
-    return SamplingParams.from_config(GenerationConfig(**{"max_new_tokens": 12} | options))
-
-
-def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
-    return [GenerationRequest((first_token, *range(10, 11 + i % 5), 3 + i % 40), 1000 * i + i % 11) for i in range(n)]
 
 
 def assert_answered(served: Served, requests: Sequence[GenerationRequest], version: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,22 +18,11 @@ from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
-from tests.unit.rollout.test_server_engine import COMMANDS, Served, requests_of, sampling, start
+from tests.unit.rollout.served import Served, requests_of, sampling, start
 
 Folder = Callable[..., Path]
 
 PAUSES = {"vllm": ("/pause?mode=abort", "/resume"), "sglang": ("/pause_generation", "/continue_generation")}
-
-
-@pytest.fixture(scope="module", params=list(COMMANDS))
-def server(
-    request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    folder, model = tmp_path_factory.mktemp(request.param), model_folder("qwen3_moe")
-    spec = spec_of(request.param, model, python=write_python(folder))
-    engine = start(spec)
-    yield Served(spec, engine, folder, load_file(model / "model.safetensors"))
-    engine.close()
 
 
 def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:

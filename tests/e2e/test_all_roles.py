@@ -1,0 +1,168 @@
+"""PPO with every role at once: actor, critic, rollout, reward model, teacher, and a reference that follows the actor.
+
+The roles take turns on devices that they share, what can be offloaded is, training waits while checkpoints are written,
+and the run goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.documents import as_listed, listed_metrics
+
+TINY = ROOT / "fivefold" / "models" / "tiny-moe"
+N_STEPS = 3
+TRAIN = (
+    "train", str(ROOT / "recipes" / "quickstart-ppo.yaml"), f"total_train_steps={N_STEPS}", "experiment_name=roles",
+    "train_dataset.batch_size=8", "valid_dataset=null", "actor.ppo_n_minibatches=1", "actor.gae_lambda=0.95",
+    "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}", "recover.snapshot=blocking", "stats.n_logged_samples=8",
+    "rollout.colocate=true", "actor.offload={params: true, optimizer: true}",
+    "critic.offload={params: true, grads: true, optimizer: true}", "critic.warmup_steps=1",
+    "actor.kl_ctl=0.05", "ref={backend: megatron:d1, offload: true, ema_decay: 0.5}",
+    "teacher={path: package:tiny-moe-trained, backend: megatron:d1, dtype: float32}",
+    "actor.distill={coeff: 0.1, over: top_k, top_k: 4}",
+)  # fmt: skip
+
+
+def reward_model(folder: Path) -> Path:
+    """Write a model for sequence classification with random scores, and return its folder."""
+    model = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1, dtype=torch.float32)
+    model.score.weight.data.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
+    model.config.pad_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def command(root: Path) -> tuple[str, ...]:
+    scores = {"fn": "model", "weight": 0.1}
+    right = {"fn": "exact_match", "kwargs": {"pattern": r"(?:^|=)(\d+)$"}}
+    model = {"path": str(reward_model(root / "model")), "backend": "megatron:d1", "dtype": "float32"}
+    reward = {"rewards": {"right": right, "liked": scores}, "model": {**model, "offload": True}}
+    return (*TRAIN, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}")
+
+
+@pytest.fixture(scope="module")
+def run(fivefold: Fivefold, root: Path, command: tuple[str, ...]) -> Path:
+    result = fivefold(*command)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return root / "roles" / "trial-0"
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def state(run: Path, step: int, role: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a role in a checkpoint, as torch.distributed.checkpoint loads them in one process."""
+    file = run.with_name(f"{run.name}-{step}-{role}.pt")
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:06}" / role, file)
+    return dict(torch.load(file))
+
+
+def parameters(run: Path, step: int, role: str) -> dict[str, torch.Tensor]:
+    """Return a role's parameters in a checkpoint, by their names in the model."""
+    return {
+        name.removeprefix("param/"): tensor
+        for name, tensor in state(run, step, role).items()
+        if name.startswith("param/")
+    }
+
+
+def differing(mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    assert mine.keys() == others.keys()
+    return [name for name, tensor in others.items() if not torch.equal(mine[name], tensor)]
+
+
+def test_only_the_critic_is_trained_while_it_warms_up(run: Path) -> None:
+    first, *others = rows(run / "metrics.jsonl")
+    of_actor = {"grad_norm", "policy_loss", "train/tflops_per_device"}
+    assert of_actor.isdisjoint(first)
+    assert all(of_actor <= row.keys() for row in others)
+    assert first["critic/values"] == 0, "a new head begins at 0"
+    assert all(row["critic/grad_norm"] > 0 for row in [first, *others])
+    before = load_file(TINY / "model.safetensors")
+    actor, critic = (parameters(run, 1, role) for role in ("trainer", "critic"))
+    assert all(torch.equal(actor[name], tensor) for name, tensor in before.items())
+    assert not any(torch.equal(critic[name], before[name]) for name in before if name != "lm_head.weight")
+
+
+def test_the_page_of_metrics_lists_those_of_a_critic(run: Path) -> None:
+    written = rows(run / "metrics.jsonl")
+    names = {as_listed(name) for row in written for name in row if name.startswith("critic/")}
+    listed = {name for name in listed_metrics() if name.startswith("critic/")}
+    assert names == listed - {"critic/peak_memory_gb/max"}
+    assert {"seconds/values", "seconds/advantages", "seconds/critic train"} <= written[0].keys()
+
+
+def test_the_critic_is_saved_as_a_model_for_token_classification(run: Path) -> None:
+    critic = AutoModelForTokenClassification.from_pretrained(run / "critic", dtype=torch.float32)
+    assert critic.config.num_labels == 1
+    assert critic.score.weight.any()
+    tensors = parameters(run, N_STEPS, "critic")
+    torch.testing.assert_close(critic.score.weight.detach(), tensors["score.weight"])
+
+
+@torch.no_grad()
+def test_scores_are_those_of_hugging_faces_model(run: Path, root: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(root / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    samples = rows(run / "samples.jsonl")
+    assert len(samples) == 8 * N_STEPS
+    for sample in samples:
+        ids = tokenizer(sample["prompt"] + sample["response"])["input_ids"]
+        expected = model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits[0, 0]
+        assert sample["reward/liked"] == pytest.approx(float(expected), abs=2e-5)
+        assert sample["reward"] == pytest.approx(sample["reward/right"] + 0.1 * sample["reward/liked"])
+
+
+def test_the_reference_is_a_moving_average_of_the_actor(run: Path) -> None:
+    average = load_file(TINY / "model.safetensors")
+    for step in range(1, N_STEPS + 1):
+        actor = parameters(run, step, "trainer")
+        average = {name: 0.5 * average[name] + 0.5 * tensor for name, tensor in actor.items()}
+        for name, tensor in parameters(run, step, "reference").items():
+            torch.testing.assert_close(tensor, average[name], rtol=1e-6, atol=1e-7)
+    # The reference is the actor itself until the actor is trained, in the second step.
+    _, second, last = rows(run / "metrics.jsonl")
+    assert second["kl_ref"] == pytest.approx(0, abs=1e-6)
+    assert last["kl_ref"] > 1e-6
+
+
+def test_scores_and_the_divergence_from_the_teacher_have_curves(run: Path) -> None:
+    for row in rows(run / "metrics.jsonl"):
+        assert row["seconds/teacher"] > 0
+        assert row["reward/liked/min"] <= row["reward/liked/mean"] <= row["reward/liked/max"]
+        assert row["offload/freed_gb"] > 0
+        if row["step"] > 1:
+            assert row["teacher_kl"] > 0
+
+
+def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, command: tuple[str, ...]) -> None:
+    whole = Path(shutil.copytree(run, run.parents[1] / "copy" / "trial-0"))
+    (run / "summary.json").unlink()
+    for step in range(2, N_STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    result = fivefold(*command)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "goes on" in result.stdout
+    for mine, other in zip(rows(run / "metrics.jsonl"), rows(whole / "metrics.jsonl"), strict=True):
+        names = [name for name in other if not any(word in name for word in ("seconds", "per_second", "flops", "busy"))]
+        assert {name: mine[name] for name in names} == {name: other[name] for name in names}
+    for role in ("trainer", "critic", "reference"):
+        assert differing(state(run, N_STEPS, role), state(whole, N_STEPS, role)) == []

@@ -1,0 +1,70 @@
+"""An engine over a server that answers by a formula: what the tests of server engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.rollout.engines import DIALECTS
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
+from tests.unit.rollout.fake_server import Log
+
+GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
+
+
+def start(spec: ReplicaSpec) -> ServerEngine:
+    save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
+    return ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save)
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine, its server's log and folder, and the weights that it is given."""
+
+    spec: ReplicaSpec
+    engine: ServerEngine
+    folder: Path
+    weights: dict[str, Tensor]
+
+    @property
+    def backend(self) -> str:
+        return self.spec.backend
+
+    @property
+    def log(self) -> Log:
+        return Log(self.folder)
+
+    def update(self, version: int = 0) -> None:
+        self.engine.update_weights(self.weights.items(), version)
+
+    def bodies(self) -> list[Any]:
+        """Bodies of all requests to generate so far."""
+        path = GENERATE[self.backend]
+        return [row["body"] for row in self.log.rows("request") if row["path"] == path]
+
+    def posts_during(self, action: Callable[[], object]) -> list[str]:
+        before = len(self.log.posts())
+        action()
+        return self.log.posts()[before:]
+
+    def left_behind(self) -> list[Path]:
+        """Folders of its updates that still exist."""
+        return list(SHARED_MEMORY.glob(f"{PREFIX}{self.spec.run}*"))
+
+
+def sampling(**options: Any) -> SamplingParams:
+    return SamplingParams.from_config(GenerationConfig(**{"max_new_tokens": 12} | options))
+
+
+def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
+    return [GenerationRequest((first_token, *range(10, 11 + i % 5), 3 + i % 40), 1000 * i + i % 11) for i in range(n)]
