@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.observe.table import Column, StepTable, number
+from fivefold.observe.time_left import time_left
 from fivefold.observe.timers import SETUP
 
 FILE_WIDTH = 160
@@ -41,6 +42,8 @@ LONG_PHASE_SECONDS = 2.0
 SPINNER_WIDTH = 2
 SAMPLE_INDENT = "    "
 CUT = " ... "
+EVALUATION = "evaluation"
+"""The phase of an evaluation."""
 BEST_OF = ("eval/accuracy", "accuracy", "reward/mean")
 """Metrics by which the best step is chosen: the first that the run has, where larger is better."""
 
@@ -181,8 +184,10 @@ class _Status:
         self._phase_began = time.monotonic()
         self._began: float | None = None
         self._n_steps = 0
-        self._done_before = 0
         self._done = 0
+        self._step_began = 0.0
+        self._steps: list[float] = []
+        """Seconds of each step of this start."""
         self._took: dict[str, float] = {}
         """Seconds that each phase took the last time."""
         self.best = ""
@@ -190,16 +195,20 @@ class _Status:
 
     def begin(self, n_steps: int, done: int) -> None:
         self._n_steps = n_steps
-        self._done_before = self._done = done
-        self._began = time.monotonic()
+        self._done = done
+        self._began = self._step_began = time.monotonic()
 
     def enter(self, phase: str) -> None:
         now = time.monotonic()
         self._took[self._phase] = now - self._phase_began
+        if self._phase == EVALUATION and not self._steps:  # the one before training is no part of the first step
+            self._step_began = now
         self._phase, self._phase_began = phase, now
 
     def finish_step(self, step: int) -> None:
-        self._done = step
+        now = time.monotonic()
+        self._steps.append(now - self._step_began)
+        self._done, self._step_began = step, now
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now = time.monotonic()
@@ -212,9 +221,8 @@ class _Status:
         if self._began is not None:
             elapsed = now - self._began
             words.append(f"elapsed {clock(elapsed)}")
-            if self._done_before < self._done < self._n_steps:
-                seconds = elapsed / (self._done - self._done_before)
-                words.append(f"about {clock(seconds * (self._n_steps - self._done))} left")
+            if (left := time_left(self._steps, self._n_steps - self._done)) is not None and left.seconds:
+                words.append(f"about {clock(max(left.seconds - (now - self._step_began), 0.0))} left{left.doubt}")
         words += [self.best] if self.best else []
         while len(words) > 1 and len("   ".join(words)) > options.max_width - SPINNER_WIDTH:
             words.pop()

@@ -110,7 +110,7 @@ def facts(run: Run) -> dict[str, Any]:
 
 def state(run: Run) -> dict[str, Any]:
     """Return the facts about a run that change while it goes on."""
-    best = run.best
+    best, left = run.best, run.time_left
     return {
         "state": run.state,
         "headline": run.headline(),
@@ -121,6 +121,7 @@ def state(run: Run) -> dict[str, Any]:
         "rows": len(run.series),
         "timeline": has_timeline(run),
         "duration": duration(run.seconds),
+        "left": None if left is None else {"time": duration(left.seconds), "doubt": left.doubt},
         "held_out": None if run.held_out is None else vars(run.held_out),
         "before": run.before,
         "best": None if best is None else dict(zip(("name", "value", "step"), best, strict=True)),

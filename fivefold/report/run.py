@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.source import read_mapping
-from fivefold.observe.run_dir import STATUS, RunDir, State
+from fivefold.observe.run_dir import GOING_ON, STATUS, RunDir, State
+from fivefold.observe.time_left import TimeLeft, time_left
 from fivefold.report.series import MetricsFile, Series
 
 ACCURACY = "eval/accuracy"
 MEASURED = (("accuracy", "held-out accuracy"), ("nll", "held-out loss"))
 """Measures of held-out data in a summary, and what they are called: the first that a run has is in its headline."""
+
+BEHIND = ("save", "evaluation", "checkpoint")
+"""Phases that come behind what `seconds/step` measures."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,23 @@ class Run:
         """Seconds of the run, with those of earlier starts if it has finished; else the sum of its steps."""
         if "seconds" in self.summary:
             return float(self.summary["seconds"])
-        return float(self.series.known("seconds/step").sum())
+        return sum(self._step_seconds)
+
+    @property
+    def time_left(self) -> TimeLeft | None:
+        """An estimate for a run that goes on; None for others, and before the first step."""
+        if self.state not in GOING_ON or self.total_steps is None:
+            return None
+        return time_left(self._step_seconds, self.total_steps - self.step)
+
+    @property
+    def _step_seconds(self) -> list[float]:
+        """Seconds of each step: what it says itself and what comes behind it, or else all of its phases."""
+        columns = self.series.columns
+        names = [name for name in columns if name.startswith("seconds/")]
+        if "seconds/step" in columns:
+            names = [name for name in ("seconds/step", *(f"seconds/{phase}" for phase in BEHIND)) if name in columns]
+        return np.nansum([columns[name] for name in names], axis=0).tolist() if names else []
 
     @property
     def best(self) -> tuple[str, float, int] | None:

@@ -63,6 +63,15 @@ def test_a_report_shows_the_run_without_an_error(
         page.run("document.getElementById(arguments[0]).scrollIntoView()", section)
         page.wait(f"!document.querySelector('#{section} .plot') || document.querySelector('#{section} .plot').data")
     assert page.run("return document.querySelectorAll('#expert-charts .plot')[0].data[0].z.length") == 4
+    # On paper, every chart fits into its card.
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    widths = page.run(
+        "return [...document.querySelectorAll('section:not([hidden]) .plot')].map((plot) =>"
+        " [plot.clientWidth, plot.querySelector('.main-svg').clientWidth])"
+    )
+    assert len(widths) > 10
+    assert all(0 < drawn <= room < 700 for room, drawn in widths)
+    page.run("dispatchEvent(new Event('afterprint'))")
     assert page.errors() == []
 
 

@@ -49,7 +49,7 @@ const CURVES = [
 ];
 const LAYERED = /^(.*?)[\/_-]?layers?[\/_-]?(\d+)(?:[\/_-](.*))?$/i, EXPERT = /experts?[\/_-]?(\d+)$/i;
 
-function baseLayout() {
+function baseLayout(chart) {
   const grid = css("--grid"), faint = css("--faint");
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { color: faint, size: 11 }, automargin: true };
   return {
@@ -57,6 +57,8 @@ function baseLayout() {
     margin: { l: 46, r: 8, t: 8, b: 30 }, showlegend: false, hovermode: "x unified", uirevision: SETTINGS.axis, modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--line"), activecolor: css("--accent") }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 11 } },
     xaxis: { ...axis }, yaxis: { ...axis },
+    // A chart follows its card when the window changes, but not when the page is laid out for paper.
+    ...(document.documentElement.classList.contains("printing") ? { width: chart.plot.clientWidth } : {}),
   };
 }
 
@@ -160,7 +162,7 @@ function drawLines(chart, names, unit, { marks, exact } = {}) {
     if (!several && names.length > 1) labels.push([colour, name]);
     else if (several && names.length > 1 && r === 0) labels.push([null, `${["—", "– –", "···", "–·"][k % 4]} ${name}`]);
   }));
-  const layout = baseLayout();
+  const layout = baseLayout(chart);
   if (SETTINGS.axis === "time") layout.xaxis.title = { text: "hours", standoff: 4 };
   layout.yaxis.type = log ? "log" : "linear";
   const most = Math.max(...traces.flatMap((trace) => trace.y).map(Math.abs).filter(Number.isFinite));
@@ -187,7 +189,7 @@ function drawPhases(chart, run) {
     for (let i = 0; i < n; i += size) { let sum = 0; const end = Math.min(n, i + size); for (let j = i; j < end; j++) sum += column[j] || 0; y.push(sum / (end - i)); }
     return { type: "bar", x, y, name: name.slice(8), marker: { color: COLOURS[k % COLOURS.length], line: { width: 0 } }, hovertemplate: "%{y:.3~g} s" };
   });
-  const layout = baseLayout();
+  const layout = baseLayout(chart);
   Object.assign(layout, { barmode: "stack", bargap: n > 60 ? 0 : 0.15 });
   layout.yaxis.title = { text: "s" };
   layout.yaxis.type = chart.log ? "log" : "linear";
@@ -209,7 +211,7 @@ function drawHeat(chart, run, names) {
     for (let i = 0; i < run.table.n; i += size) x.push(run.table.columns.step[i]);
     z = layers.map((layer) => { const column = run.table.columns[cells.find((cell) => cell.layer === layer).name], row = []; for (let i = 0; i < run.table.n; i += size) { let sum = 0, count = 0; for (let j = i; j < Math.min(run.table.n, i + size); j++) if (!Number.isNaN(column[j])) { sum += column[j]; count++; } row.push(count ? sum / count : null); } return row; });
   }
-  const layout = baseLayout();
+  const layout = baseLayout(chart);
   layout.hovermode = "closest";
   layout.xaxis.title = { text: label, standoff: 4 }; layout.yaxis.title = { text: "layer" };
   Plotly.react(chart.plot, [{ type: "heatmap", x, y: layers, z, colorscale: isDark() ? "Viridis" : "YlGnBu", reversescale: !isDark(), colorbar: { thickness: 10, tickfont: { color: css("--faint") } }, hovertemplate: `${label} %{x}, layer %{y}: %{z:.4~g}<extra></extra>` }], layout, CONFIG);
@@ -247,6 +249,6 @@ function setUpControls() {
   byId("axis").addEventListener("change", (event) => { SETTINGS.axis = event.target.value; CHARTS.forEach((chart) => { chart.range = null; }); redrawAll(); });
   byId("log").addEventListener("click", (event) => { SETTINGS.log = !SETTINGS.log; event.target.setAttribute("aria-pressed", String(SETTINGS.log)); redrawAll(); });
   THEME.listeners.push(redrawAll);
-  addEventListener("beforeprint", () => CHARTS.forEach((chart) => { if (chart.stale) redraw(chart); }));
+  addEventListener("beforeprint", () => CHARTS.forEach(redraw));
   show();
 }

@@ -97,7 +97,7 @@ const THEME = { listeners: [] };
     try { localStorage.setItem("fivefold-theme", stored); } catch (error) { /* it holds until the page is closed */ }
     apply(stored === "dark");
   });
-  const printing = (on) => { if (on) document.documentElement.dataset.theme = "light"; else apply(stored ? stored === "dark" : system.matches); THEME.listeners.forEach((f) => f()); };
+  const printing = (on) => { document.documentElement.classList.toggle("printing", on); if (on) document.documentElement.dataset.theme = "light"; else apply(stored ? stored === "dark" : system.matches); THEME.listeners.forEach((f) => f()); };
   addEventListener("beforeprint", () => printing(true));
   addEventListener("afterprint", () => printing(false));
 })();

@@ -21,7 +21,7 @@ function showHead() {
       run.best ? tile(`best ${run.best.name}, step ${run.best.step.toLocaleString("en")}`, shown(run.best.value)) : null,
       tile("last reward", last(run, "reward/mean") != null ? shown(last(run, "reward/mean")) : null),
       tile("steps", `${run.step.toLocaleString("en")}${run.total_steps ? ` / ${run.total_steps.toLocaleString("en")}` : ""}`),
-      tile("time", run.duration), tile("tokens/s, last step", speed != null ? shown(speed) : null),
+      tile("time", run.duration), run.left ? tile(`left${run.left.doubt}`, `about ${run.left.time}`) : null, tile("tokens/s, last step", speed != null ? shown(speed) : null),
       tile("peak memory", last(run, "peak_memory_gb/max") != null ? `${shown(last(run, "peak_memory_gb/max"))} GB` : null),
       tile("model TFLOP/s per device", last(run, "train/tflops_per_device") != null ? shown(last(run, "train/tflops_per_device")) : null),
       tile("MFU of the update", last(run, "mfu/train") != null ? `${(100 * last(run, "mfu/train")).toFixed(1)}%` : null)));

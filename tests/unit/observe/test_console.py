@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fivefold.config.schema.run import StatsConfig
 from fivefold.experience.samples import extremes
+from fivefold.observe import console as console_module
 from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole, clock
 from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS, StepTable, number
 from fivefold.types import Prompt, Sample
@@ -154,7 +155,36 @@ def test_a_terminal_has_a_status_line_with_step_phase_and_times() -> None:
         assert console._live is not None
         console._live.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert re.search(r"step 2/4   rollout   0\.\d s   elapsed 0:00   about 0:00 left", text)
+    assert re.search(r"step 2/4   rollout   0\.\d s   elapsed 0:00   about 0:00 left, by the first step", text)
+
+
+def test_the_time_left_is_told_from_the_first_step_on_and_by_later_steps_as_soon_as_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    console, out = screen(160, terminal=True)
+
+    def shown(seconds: float) -> str:
+        clock[0] += seconds
+        assert console._live is not None
+        out.truncate(0)
+        console._live.refresh()
+        return re.sub(r".*elapsed", "elapsed", out.getvalue().replace("\n", " "))
+
+    with console:
+        console.start(n_steps=10, done=4)
+        console.phase("evaluation")
+        assert "left" not in shown(100)
+        console.phase("rollout")
+        clock[0] += 60
+        console.step(5, METRICS, SECONDS)
+        assert "about 5:00 left, by the first step" in shown(0)
+        clock[0] += 20
+        console.step(6, METRICS, SECONDS)
+        assert re.search(r"about 1:20 left(?!, by)", shown(0))
+        assert "about 1:15 left" in shown(5)
+        assert "about 0:00 left" in shown(500)
 
 
 def test_a_step_before_start_is_a_runtime_error() -> None:

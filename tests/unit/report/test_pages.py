@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.observe.sample_log import parts_of, read_part
+from fivefold.observe.time_left import TimeLeft
 from fivefold.report import page as page_module
 from fivefold.report.listing import find_runs
-from fivefold.report.page import page
+from fivefold.report.page import page, state
 from fivefold.report.recipe_table import NO_DEFAULT, with_defaults
 from fivefold.report.run import Run, duration
+from fivefold.report.series import Series
 from tests.e2e.documents import DOCS, blocks
 from tests.unit.report.made_runs import lines_of, make_run, set_state
 
@@ -168,3 +171,30 @@ def test_the_snippet_of_the_page_reads_the_columns(
 @pytest.fixture(autouse=True)
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_a_run_that_goes_on_tells_the_time_left_from_its_first_step_on(run: Path) -> None:
+    read = Run.read(run)
+    assert read.time_left is None
+
+    def after(n: int, *names: str) -> Run:
+        columns = {name: read.series.columns[name][:n] for name in ("step", *names)}
+        return replace(read, state="running", summary={}, series=Series(columns))
+
+    assert after(1, "seconds/step").time_left == TimeLeft(6.0 * 11, by_first_step=True)
+    assert after(4, "seconds/step", "seconds/train").time_left == TimeLeft(6.0 * 8, by_first_step=False)
+    assert after(0, "seconds/step").time_left is None
+    # Runs of other kinds have phases alone.
+    phases = after(4, "seconds/rollout", "seconds/train")
+    spent = read.series.columns["seconds/rollout"][:4] + read.series.columns["seconds/train"][:4]
+    assert phases.time_left == TimeLeft(pytest.approx(spent[1:].mean() * 8, rel=1e-5), by_first_step=False)
+    assert phases.seconds == pytest.approx(spent.sum(), rel=1e-5)
+    assert state(after(1, "seconds/step"))["left"] == {"time": "1 min 6 s", "doubt": ", by the first step"}
+
+
+def test_before_training_is_where_a_curve_of_held_out_data_begins(run: Path) -> None:
+    read = Run.read(run)
+    assert state(read)["held_out"] == {"label": "held-out accuracy", "before": 0.1, "after": 0.9}
+    tuned = replace(read, summary={"nll_before": 5.0, "nll_after": 2.0, "steps": 12, "seconds": 90.0})
+    assert tuned.headline() == "finished 12 steps in 1 min 30 s: held-out loss 5.000 → 2.000"
+    assert tuned.before == {"eval/nll": 5.0}
