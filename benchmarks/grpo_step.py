@@ -82,7 +82,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--limit", type=float, default=600, help="seconds after which the steps are given up")
     parser.add_argument("--keep", type=Path, help="folder for the metrics and the logs of the run")
-    args, args.overrides = parser.parse_known_args()
+    args, overrides = parser.parse_known_args()
+    args.overrides = overrides
     return args
 
 
@@ -160,19 +161,20 @@ def logged(metrics: Path) -> list[dict[str, Any]]:
 def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe) -> float:
     """Return the seconds of the slowest replica for its share of the first step's prompts."""
     layout = parse_backend(recipe.rollout.backend)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(layout.world_size)))).split(",")
     python = recipe.rollout.server_python or sys.executable
     prompts = folder / "engine.jsonl"
     prompts.write_text("".join((folder / "prompts.jsonl").read_text().splitlines(keepends=True)[: args.prompts]))
     replicas = []
     for replica in range(layout.dp):
-        devices = range(replica * layout.tp, (replica + 1) * layout.tp)
+        devices = visible[replica * layout.tp : (replica + 1) * layout.tp]
         command = [
             *(python, str(HERE / "bare_vllm.py"), "--model", str(folder / "model"), "--prompts", str(prompts)),
             *("--share", f"{replica}/{layout.dp}", "--samples", str(recipe.gconfig.n_samples)),
             *("--new-tokens", str(args.new_tokens), "--batch", str(recipe.rollout.max_batch_size)),
             *("--tensor-parallel", str(layout.tp)),
         ]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         replicas.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     lines = [replica.communicate()[0].splitlines() for replica in replicas]
     # vLLM writes to the same stream.

@@ -14,17 +14,24 @@ class RandomWeights:
     """Stands in for a folder of safetensors. Each tensor is drawn from a generator seeded by the seed and its name.
 
     Matrices are normal with the config's `initializer_range`, norms are 1 and biases 0, as transformers initialises
-    these families.
+    these families. All numbers are exact in `dtype`, which is the model's, so that master weights of a higher precision
+    are the same in every engine, whether it takes them from here or from the model.
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], folder: str | Path, seed: int, device: torch.device
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        folder: str | Path,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
         self._std = float(config.get("initializer_range", 0.02))
         self._shapes = dict(shapes)
         self._seed = seed
         self._device = device
+        self._dtype = dtype
         self._folder = Path(folder)
 
     @property
@@ -57,4 +64,5 @@ class RandomWeights:
             return torch.ones(shape)
         # The CPU's generator uses 32 bits of a seed, so the seed and the name are hashed into them.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        return torch.randn(shape, generator=generator, device=self._device) * self._std
+        drawn = torch.randn(shape, generator=generator, device=self._device) * self._std
+        return drawn.to(self._dtype).float()

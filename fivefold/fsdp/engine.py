@@ -126,7 +126,8 @@ class FSDPEngine(SharedVerbs[Optimizer]):
     def _load(self, seed: int, stored: ModelShape) -> None:
         """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
         if self.config.init_from_scratch:
-            self.shards.load(RandomWeights(expected_tensors(stored), self._folder, seed, self._device))
+            drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device, self._dtype)
+            self.shards.load(drawn)
             return
         with HFWeights(self._folder) as weights:
             self.shards.load(weights)

@@ -180,7 +180,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
     def _load(self, seed: int, stored: ModelShape) -> None:
         """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
         if self.config.init_from_scratch:
-            drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device)
+            dtype = self._megatron_config.params_dtype
+            drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device, dtype)
             self._bridge.load(self.weights, drawn, self._shards)
             return
         checkpoint = self.config.megatron.dist_checkpointing_path
