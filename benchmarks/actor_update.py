@@ -106,15 +106,27 @@ def described(args: argparse.Namespace, folder: str) -> tuple[EngineConfig, Opti
     if args.recipe:
         actor = load_recipe(args.recipe, [], TrainRecipe).actor
         return engine_config(actor, actor.path), actor.optimizer
-    keys = {"path": folder, "backend": args.backend, "init_from_scratch": True}
-    section = {"logprob_chunk_size": args.chunk, "recompute": args.recompute}
+    config = engine_section(folder, args.backend, args.recompute, args.micro_tokens, args.chunk, args.set)
+    return config, OptimizerConfig(lr=1e-5)
+
+
+def engine_section(
+    folder: str, backend: str, recompute: str, micro_tokens: int, chunk: int, overrides: list[str]
+) -> EngineConfig:
+    """Return the engine's section of a run with these options."""
     values, problems = apply_overrides(
-        keys | {"mb_spec": {"max_tokens_per_mb": args.micro_tokens}, parse_backend(args.backend).backend: section},
-        args.set,
+        {
+            "path": folder,
+            "backend": backend,
+            "init_from_scratch": True,
+            "mb_spec": {"max_tokens_per_mb": micro_tokens},
+            parse_backend(backend).backend: {"logprob_chunk_size": chunk, "recompute": recompute},
+        },
+        overrides,
     )
     if problems:
         raise SystemExit("\n".join(problems))
-    return EngineConfig.model_validate(values), OptimizerConfig(lr=1e-5)
+    return EngineConfig.model_validate(values)
 
 
 def make_batch(args: argparse.Namespace, vocab: int) -> Batch:

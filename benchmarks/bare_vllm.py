@@ -2,18 +2,25 @@
 
     python benchmarks/bare_vllm.py --model FOLDER --prompts prompts.jsonl --share 0/2 --samples 8 --new-tokens 1024
 
-The model has random weights. Prompts are texts, one `{"prompt": ...}` a line. After a short warm-up, two runs are
-measured, and one line of JSON has the seconds of both.
+The model has random weights of the distribution that the trainer's have, because the routing of tokens decides how many
+experts a step reads. Prompts are texts, one `{"prompt": ...}` a line. After a short warm-up, two runs are measured, and
+one line of JSON has the seconds of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # before vLLM reads it: `draw_weights` travels as a pickle
+
+import torch
 from vllm import LLM, SamplingParams
+
+INITIALIZER_RANGE = 0.02
 
 
 def main() -> None:
@@ -25,6 +32,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--logprobs", action="store_true", help="ask for the log-prob of every sampled token")
     parser.add_argument("--memory-fraction", type=float, default=0.85)
     args = parser.parse_args()
     number, of = map(int, args.share.split("/"))
@@ -39,7 +47,15 @@ def main() -> None:
         disable_log_stats=True,
         enable_prefix_caching=False,
     )
-    sampling = SamplingParams(n=args.samples, max_tokens=args.new_tokens, temperature=1.0, detokenize=False)
+    engine.apply_model(draw_weights)
+    sampling = SamplingParams(
+        n=args.samples,
+        max_tokens=args.new_tokens,
+        temperature=1.0,
+        detokenize=False,
+        logprobs=0 if args.logprobs else None,
+        flat_logprobs=args.logprobs,
+    )
     engine.generate(prompts[:2], SamplingParams(n=2, max_tokens=16, detokenize=False), use_tqdm=False)
     seconds, tokens = [], 0
     for _ in range(2):
@@ -47,7 +63,19 @@ def main() -> None:
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds.append(round(time.perf_counter() - began, 2))
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    print(json.dumps({"share": args.share, "seconds": seconds, "sampled_tokens": tokens}), flush=True)
+    print(
+        json.dumps({"share": args.share, "logprobs": args.logprobs, "seconds": seconds, "sampled_tokens": tokens}),
+        flush=True,
+    )
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    """Draw the weights anew: matrices normal, norms 1."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=INITIALIZER_RANGE)
+        else:
+            parameter.data.fill_(1.0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ Three programs run one after the other on the same machine:
 
     step      `fivefold train` with the recipe, on random prompts and with a random reward, until it has made `--steps`
               steps; the fastest one after the first counts
-    engine    vLLM's own `LLM.generate` with the same prompts and sampling, one process for each replica
+    engine    vLLM's own `LLM.generate` with the same prompts and sampling, one process for each replica; without the
+              log-probs of sampled tokens and with them
     update    `actor_update.py` with the recipe's actor and as many sequences of the same length
 
 The last lines of the output are JSON: the seconds of the step and of its phases, those of the engine and the update
@@ -58,6 +59,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         if "engine" in args.parts:
             row["engine_s"] = measure_engine(args, folder, recipe)
+            row["engine_with_logprobs_s"] = measure_engine(args, folder, recipe, "--logprobs")
         if "update" in args.parts:
             row["update"] = measure_update(args, folder, recipe)
         if args.parts == PARTS:
@@ -158,7 +160,7 @@ def logged(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe) -> float:
+def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe, *options: str) -> float:
     """Return the seconds of the slowest replica for its share of the first step's prompts."""
     layout = parse_backend(recipe.rollout.backend)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(layout.world_size)))).split(",")
@@ -172,13 +174,15 @@ def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe) 
             *(python, str(HERE / "bare_vllm.py"), "--model", str(folder / "model"), "--prompts", str(prompts)),
             *("--share", f"{replica}/{layout.dp}", "--samples", str(recipe.gconfig.n_samples)),
             *("--new-tokens", str(args.new_tokens), "--batch", str(recipe.rollout.max_batch_size)),
-            *("--tensor-parallel", str(layout.tp)),
+            *("--tensor-parallel", str(layout.tp), *options),
         ]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         replicas.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     lines = [replica.communicate()[0].splitlines() for replica in replicas]
     # vLLM writes to the same stream.
     results = [json.loads(line) for out in lines for line in out if line.startswith('{"share"')]
+    if len(results) < layout.dp:
+        raise SystemExit(f"{layout.dp - len(results)} of {layout.dp} bare engines failed: see the output above")
     print(json.dumps(results), flush=True)
     return float(max(min(result["seconds"]) for result in results))
 

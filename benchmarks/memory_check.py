@@ -6,8 +6,8 @@
     python benchmarks/memory_check.py benchmarks/results/actor-update-h200.jsonl
 
 Reads the lines of JSON that `actor_update.py` prints, ignores other lines, and prints a table. The measured memory is
-that of rank 0, hence of the first pipeline stage; the time is that of the fastest step after the first. The exit code
-is 1 if an estimate of the memory is off by more than `--tolerance`.
+that of the fullest rank, or of rank 0 where a line has no memory by rank; the time is that of the fastest step after
+the first. The exit code is 1 if an estimate of the memory is off by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from actor_update import engine_section
+
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_backend
+from fivefold.layout.stages import stage_split
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import training_memory
+from fivefold.planning.question_sources import engine_work
 from fivefold.planning.timing import step_time
-from fivefold.planning.workload import Workload
 
 COLUMNS = (
     *("GPUs", "model", "layers", "backend", "recompute", "micro-batch"),
@@ -47,7 +50,7 @@ def main() -> None:
         worst = max(worst, abs(expected_gb / measured_gb - 1))
         backend = row["backend"].replace("|", "\\|")
         print(
-            f"| {row['gpus']} | {row['model']} | {row['layers']} | `{backend}` | {row['recompute']} | "
+            f"| {row['gpus']} | {row['model']} | {row['layers']} | `{backend}` | {options(row)} | "
             f"{row['micro_tokens']} | {measured_gb:.1f} | {expected_gb:.1f} | {expected_gb / measured_gb - 1:+.1%} | "
             f"{seconds:.2f} | {expected_seconds:.2f} | {expected_seconds / seconds - 1:+.0%} |"
         )
@@ -73,20 +76,21 @@ def measured(files: list[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def options(row: dict[str, Any]) -> str:
+    """Return the recompute mode of a run and its other options, without the sections that they are in."""
+    return " ".join([row["recompute"], *(override.rpartition(".")[2] for override in row.get("set", []))])
+
+
 def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[float, float]:
-    """Return the estimated peak of rank 0's allocator in a run, in GB (1e9 bytes), and the seconds of a step."""
-    work = Workload(
-        sequence_length=sequence,
-        sequences=row["tokens_per_step"] // sequence,
-        micro_tokens=row["micro_tokens"],
-        recompute=row["recompute"],
-        logprob_chunk=chunk,
-        n_fields=1,
-    )
-    layout, model = parse_backend(row["backend"]), shape(row["model"], row["layers"])
-    memory = training_memory(layout, model, work)[0].allocated / 1e9
+    """Return the estimated peak of a rank's allocator in a run, in GB (1e9 bytes), and the seconds of a step."""
+    config = engine_section(".", row["backend"], row["recompute"], row["micro_tokens"], chunk, row.get("set", []))
+    parsed, model = parse_backend(row["backend"]), shape(row["model"], row["layers"])
+    layout = replace(parsed, split=stage_split(config.megatron))
+    work = replace(engine_work(config, parsed.backend, sequence, row["tokens_per_step"] // sequence), n_fields=1)
+    memory = [stage.allocated / 1e9 for stage in training_memory(layout, model, work)]
     together = ranks_together(from_node_start(layout, gpus_per_node=8), is_moe=model.is_moe)
-    return memory, step_time(layout, model, work, find_gpu(gpu), together).total
+    peak = max(memory) if "peak_memory_gb_by_rank" in row else memory[0]
+    return peak, step_time(layout, model, work, find_gpu(gpu), together).total
 
 
 def shape(model: str, n_layers: int) -> ModelShape:

@@ -291,6 +291,18 @@ def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
     config = role_section(recipe, role)
     assert isinstance(config, EngineConfig)
     backend = next(placed.backend for placed in recipe_allocation(recipe).roles if placed.role == role)
+    return engine_work(config, backend, length, sequences)
+
+
+def engine_work(config: EngineConfig, backend: str, length: int, sequences: int) -> Workload:
+    """Return the work of one optimizer step on `sequences` of `length` tokens.
+
+    Args:
+        config: the model's section.
+        backend: `megatron` or `fsdp`, of whose keys the work depends.
+        length: tokens of a sequence.
+        sequences: sequences of the step, over all ranks.
+    """
     element = ELEMENT_BYTES[config.dtype]
     optimizer = config.fsdp.optimizer if backend == "fsdp" else config.megatron.optimizer
     state = StateBytes(
