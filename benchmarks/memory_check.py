@@ -27,8 +27,8 @@ from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_backend
 from fivefold.layout.stages import stage_split
 from fivefold.planning.groups import from_node_start, ranks_together
-from fivefold.planning.memory import training_memory
 from fivefold.planning.question_sources import engine_work
+from fivefold.planning.role_plans import trainer_memory
 from fivefold.planning.timing import step_time
 
 COLUMNS = (
@@ -87,7 +87,7 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[
     parsed, model = parse_backend(row["backend"]), shape(row["model"], row["layers"])
     layout = replace(parsed, split=stage_split(config.megatron))
     work = replace(engine_work(config, parsed.backend, sequence, row["tokens_per_step"] // sequence), n_fields=1)
-    memory = [stage.allocated / 1e9 for stage in training_memory(layout, model, work)]
+    memory = [stage.allocated / 1e9 for stage in trainer_memory(layout, model, work)]
     together = ranks_together(from_node_start(layout, gpus_per_node=8), is_moe=model.is_moe)
     peak = max(memory) if "peak_memory_gb_by_rank" in row else memory[0]
     return peak, step_time(layout, model, work, find_gpu(gpu), together).total

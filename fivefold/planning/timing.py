@@ -43,6 +43,8 @@ HOST_LINK = 55e9
 """Bytes/s between pinned host memory and a GPU, in either direction, measured on an H200."""
 ACCUMULATION_BYTES = 12
 """Bytes read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
+PLAIN_LAYERS = 1.4
+"""Time of transformers' layers, whose norms, rotation and activation are kernels of their own, against fused ones."""
 LAUNCH_SECONDS = 0.003
 """Seconds of Python and CUDA launches of one layer and micro-batch, forward and backward."""
 EXCHANGE_SECONDS = 0.003
@@ -195,6 +197,8 @@ class _StageTime:
         forward = forward_parts(shape, sequences, work.sequence_length).scaled(1 / (layout.tp * layout.cp))
         fill = sequences * work.sequence_length / work.tokens_per_micro_batch
         layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)
+        if layout.backend == "fsdp":
+            layers, again = PLAIN_LAYERS * layers, PLAIN_LAYERS * again
         # The logits are computed twice, so that they need not be kept.
         head = 4 * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
         exposed = sum(item.seconds(gpu) / count for item in traffic if item.dimension in _COLLECTIVES_IN_THE_WAY)

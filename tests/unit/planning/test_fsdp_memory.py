@@ -36,8 +36,17 @@ def test_moments_are_smaller_in_bfloat16_and_may_be_in_host_memory() -> None:
     away = memory_of("fsdp:d8", state=StateBytes(on_host=True))
     assert (away.optimizer, away.host_optimizer) == (0, memory_of("fsdp:d8").optimizer)
     assert away.resident == pytest.approx(8 * parameters, rel=1e-6)
-    # Three buckets of two moments in float32 go through the GPU.
-    assert away.update == SLOTS * BUCKET_SIZE * 8
+
+
+def test_the_root_units_gradient_is_summed_when_the_activations_are_gone() -> None:
+    shape = QWEN3_8B
+    root = 2 * shape.vocab * shape.hidden + shape.hidden
+    memory = memory_of("fsdp:d8")
+    assert memory.update == root * (2 + 4)
+    assert memory.buffers >= root * 2
+    # Three buckets of two moments in float32 go through the GPU, at another time.
+    streamed = memory_of("fsdp:d8", "Qwen3-0.6B", state=StateBytes(on_host=True))
+    assert streamed.update == max(SLOTS * BUCKET_SIZE * 8, memory_of("fsdp:d8", "Qwen3-0.6B").update)
 
 
 def test_norms_alone_are_on_every_tensor_parallel_rank() -> None:
