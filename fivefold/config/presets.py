@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
-    "distill",
+    "gdpo", "distill",
 ]  # fmt: skip
 
 LOSSES = (
@@ -27,8 +27,8 @@ LOSSES = (
 """Values of `actor.loss` that name a file in `fivefold/algorithms/losses/`."""
 
 ADVANTAGES = (
-    "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k", "pass_at_k_best",
-    "asymre", "opmd", "gae", "none",
+    "grpo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k",
+    "pass_at_k_best", "asymre", "opmd", "gae", "none",
 )  # fmt: skip
 """Values of `actor.advantage` that name a file in `fivefold/algorithms/advantages/`, and `gae`."""
 
@@ -98,6 +98,8 @@ PRESETS: Mapping[str, Keys] = {
     "opo": {"actor.advantage": "opo", **_BANDIT},
     # Chen et al. 2025 (arXiv 2508.10751), section 2.4.
     "pass_at_k": {"actor.advantage": "pass_at_k"},
+    # Liu et al. 2026 (arXiv 2601.05242), section 3.1.
+    "gdpo": {"actor.advantage": "gdpo"},
     # Kimi team 2025 (arXiv 2501.12599), section 2.3.2.
     "kimi": {"actor.loss": "kimi", "actor.loss_aggregation": "sequence_sum", "actor.reward_norm.std_level": "none"},
     # Lu et al. 2025 (Thinking Machines Lab): the teacher's log-probs in place of rewards.

@@ -20,6 +20,7 @@ OTHER_ADVANTAGES = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "remax": "remax",
     "opo": "opo",
+    "gdpo": "gdpo",
     "gpg": "gpg",
     "grpo_passk": "pass_at_k_best",
     "asymre": "asymre",

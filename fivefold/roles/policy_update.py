@@ -175,10 +175,13 @@ class PolicyUpdate:
 
 
 def _outcomes(samples: Sequence[Sample]) -> Outcomes:
+    weights = samples[0].weights
     return Outcomes(
         [sample.reward for sample in samples],
         [sample.prompt.index for sample in samples],
         [sample.n_sampled for sample in samples],
+        [sample.rewards for sample in samples] if weights else (),
+        weights,
     )
 
 

@@ -8,13 +8,14 @@ reward R of each completion
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fivefold.algorithms.advantages.registry import check_result
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.scores import Each, Scores
 from fivefold.algorithms.reward_shaping import RewardShaping
 
 
@@ -28,6 +29,10 @@ class Outcomes:
     """An id of each one's prompt, in any order."""
     lengths: Sequence[int]
     """Sampled tokens of each."""
+    parts: Sequence[Mapping[str, float]] = ()
+    """The rewards of each by name, of which `rewards` are the weighted sums; empty: there is only one."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Factors of the rewards in the sum, by name."""
 
     def __post_init__(self) -> None:
         if not self.rewards or not len(self.rewards) == len(self.groups) == len(self.lengths):
@@ -70,7 +75,7 @@ def compute_advantages(
     lengths_N = torch.tensor(outcomes.lengths)
     numbers = {group: number for number, group in enumerate(dict.fromkeys(outcomes.groups))}
     groups_N = torch.tensor([numbers[group] for group in outcomes.groups])
-    scores = Scores(shaping(raw_N, lengths_N), groups_N, lengths_N)
+    scores = Scores(shaping(raw_N, lengths_N), groups_N, lengths_N, each=_each(outcomes, shaping, lengths_N))
     if greedy is not None:
         shaped_G = shaping(_finite(greedy.rewards), torch.tensor(greedy.lengths))
         baselines = dict(zip(greedy.groups, shaped_G.tolist(), strict=True))
@@ -93,6 +98,17 @@ def compute_advantages(
     if shaping.has_penalty:
         metrics["reward/penalty"] = shaping.penalty(lengths_N).mean().item()
     return Advantages(advantages_N.float(), metrics)
+
+
+def _each(outcomes: Outcomes, shaping: RewardShaping, lengths_N: torch.Tensor) -> Each | None:
+    if not outcomes.parts:
+        return None
+    rows = [[part.get(name, math.nan) for name in outcomes.weights] for part in outcomes.parts]
+    rewards_NK, weights = torch.tensor(rows, dtype=torch.float64), list(outcomes.weights.values())
+    if shaping.has_penalty:
+        rewards_NK = torch.cat([rewards_NK, -shaping.penalty(lengths_N).unsqueeze(1)], dim=1)
+        weights.append(1.0)
+    return Each(rewards_NK, torch.tensor(weights, dtype=torch.float64))
 
 
 def _finite(rewards: Sequence[float]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fivefold.algorithms.advantages.asymre import asymre
+from fivefold.algorithms.advantages.gdpo import gdpo
 from fivefold.algorithms.advantages.gpg import gpg
 from fivefold.algorithms.advantages.grpo import grpo
 from fivefold.algorithms.advantages.none import none
@@ -31,6 +32,7 @@ def shaped_rewards(scores: Scores) -> torch.Tensor:
 
 METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,

@@ -9,6 +9,16 @@ import torch
 
 
 @dataclass(frozen=True)
+class Each:
+    """K rewards of N completions, and penalties on length as one more."""
+
+    rewards_NK: torch.Tensor
+    """float64 [N, K]; NaN: the reward is not for the completion's prompt."""
+    weights_K: torch.Tensor
+    """float64 [K]: factor of each reward in the sum."""
+
+
+@dataclass(frozen=True)
 class Scores:
     """N completions of a step, in groups of one prompt each; the order is free."""
 
@@ -20,6 +30,18 @@ class Scores:
     """int64 [N]: sampled tokens of each completion."""
     baselines_N: torch.Tensor | None = None
     """float64 [N]: shaped reward of the greedy completion of the same prompt; None: there are none."""
+    each: Each | None = None
+    """The rewards one by one; None: there is only the shaped one."""
+
+    @property
+    def parts_NK(self) -> torch.Tensor:
+        """float64 [N, K]: K rewards of each completion, which are not shaped if there are several; NaN: it has none."""
+        return self.rewards_N.unsqueeze(1) if self.each is None else self.each.rewards_NK
+
+    @property
+    def weights_K(self) -> torch.Tensor:
+        """float64 [K]: factor of each reward in the sum."""
+        return self.rewards_N.new_ones(1) if self.each is None else self.each.weights_K
 
     @property
     def of_group(self) -> Sets:

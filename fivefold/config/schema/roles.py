@@ -137,9 +137,10 @@ class ActorConfig(EngineConfig):
     loss_kwargs: dict[str, Any] = {}
     """Options of the loss that have no key of their own, by name."""
     advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
-    """How rewards become advantages: `grpo` (as `reward_norm` says), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
-    `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`, `asymre`, `opmd`, `gae`, `none` (0: rewards are not trained
-    on), or your own as `module:function` or `file.py:function`."""
+    """How rewards become advantages: `grpo` (as `reward_norm` says), `gdpo` (each of several rewards normalised by
+    itself), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`,
+    `asymre`, `opmd`, `gae`, `none` (0: rewards are not trained on), or your own as `module:function` or
+    `file.py:function`."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
     discount: Fraction = 1.0
@@ -222,6 +223,12 @@ class ActorConfig(EngineConfig):
                 raise ValueError(
                     f"{key}={name} is none of {', '.join(known)}, and not of the form module:name or file.py:name"
                 )
+        shapes = (self.reward_bias, self.reward_scaling, self.reward_clip) != (0.0, 1.0, None)
+        if self.advantage == "gdpo" and shapes:
+            raise ValueError(
+                "advantage=gdpo normalises each reward by itself, so that reward_bias, reward_scaling and reward_clip "
+                "have no effect: drop them"
+            )
         return self
 
 

@@ -69,7 +69,7 @@ class TrainRecipe(RunConfig):
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
             )
-        if advantage in ("rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd"):
+        if advantage in ("gdpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd"):
             raise ValueError(
                 f"gconfig.n_samples is 1, but actor.advantage={advantage} compares the completions of a group, which "
                 "leaves no signal: raise gconfig.n_samples, or choose another advantage such as reinforce_pp"

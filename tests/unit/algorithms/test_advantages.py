@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -42,6 +43,27 @@ def test_a_group_without_variance_gets_exactly_zero_and_is_counted(mean: str, st
     assert result.metrics["groups"] == 3
 
 
+def test_gdpo_normalises_each_reward_of_a_group_by_itself() -> None:
+    """Two rewards are for the first prompt, one of them and a penalty on length for both."""
+    right, brief = [1.0, 0.0, 0.0, 1.0], [0.0, 10.0, 0.0, 10.0, 0.0, 20.0]
+    parts = [{"right": r, "brief": b} for r, b in zip(right, brief[:4], strict=True)]
+    parts += [{"brief": b} for b in brief[4:]]
+    weights, lengths, groups = {"right": 2.0, "brief": 0.5}, [10, 20, 30, 40, 50, 50], [0, 0, 0, 0, 1, 1]
+    actor = config(advantage="gdpo", length_penalty=1.0)
+    outcomes = Outcomes([0.0] * 6, groups, lengths, parts, weights)
+    shaping = RewardShaping.of(actor, GenerationConfig(max_new_tokens=100))
+    result = compute_advantages(outcomes, shaping, build_advantage(actor, 2)).advantages_N
+
+    def normal(values: list[float]) -> list[float]:
+        return [(v - statistics.mean(values)) / (statistics.stdev(values) + EPS) for v in values]
+
+    first = zip(normal(right), normal(brief[:4]), normal([-0.1, -0.2, -0.3, -0.4]), strict=True)
+    sums = [2.0 * r + 0.5 * b + penalty for r, b, penalty in first]
+    # The lengths of the second group are equal.
+    sums += [0.5 * b for b in normal(brief[4:])]
+    assert result.tolist() == pytest.approx(normal(sums), rel=1e-5)
+
+
 def test_a_batch_without_variance_gets_exactly_zero() -> None:
     for mean in ("batch", "none"):
         assert not computed([0.3] * 4, [0, 0, 1, 1], config(mean, "batch")).advantages_N.any()
@@ -50,7 +72,7 @@ def test_a_batch_without_variance_gets_exactly_zero() -> None:
     assert result.advantages_N.tolist() == pytest.approx([0.3] * 4)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline", "pass_at_k_best"])
+@pytest.mark.parametrize("advantage", ["grpo", "gdpo", "rloo", "opo", "gpg", "reinforce_pp_baseline", "pass_at_k_best"])
 def test_a_group_without_signal_has_advantages_of_exactly_zero(advantage: str) -> None:
     rewards = [0.1, 0.1, 0.1, 1.0, 0.2, 0.7]
     result = computed(rewards, [0, 0, 0, 1, 1, 2], config(advantage=advantage), [3, 5, 7, 1, 2, 4])

@@ -51,6 +51,15 @@ def grpo(mean: str, std: str) -> Oracle:
     return advantages
 
 
+def gdpo(group: list[Completion], groups: list[list[Completion]]) -> list[float]:
+    """GRPO's advantages, as there is one reward, normalised over the batch."""
+    over_group = grpo("group", "group")
+    every = [value for one in groups for value in over_group(one, groups)]
+    if is_constant(every):
+        return [0.0] * len(group)
+    return [(a - statistics.mean(every)) / (statistics.stdev(every) + EPS) for a in over_group(group, groups)]
+
+
 def rloo(group: list[Completion], _: list[list[Completion]]) -> list[float]:
     result = []
     for i, (reward, _length, _greedy) in enumerate(group):
@@ -122,6 +131,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
         for mean in LEVELS
         for std in LEVELS
     ),
+    ("gdpo", {"reward_norm": NormConfig(eps=EPS)}, gdpo),
     ("rloo", {}, rloo),
     ("reinforce_pp", {}, plain),
     ("reinforce_pp_baseline", {}, less_mean),

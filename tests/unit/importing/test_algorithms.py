@@ -126,6 +126,7 @@ def test_estimators_have_their_names_or_are_unsupported() -> None:
                 "rloo": "rloo",
                 "remax": "remax",
                 "opo": "opo",
+                "gdpo": "gdpo",
                 "gpg": "gpg",
                 "reinforce_plus_plus": "reinforce_pp",
                 "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
