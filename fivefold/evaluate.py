@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from fivefold.layout.allocation import Allocation
 from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
+from fivefold.observe.private_folder import PrivateFolder
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
@@ -39,6 +39,9 @@ from fivefold.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LOGS = "fivefold_evaluation-"
+"""Beginning of the names of folders with the logs of evaluations, in the temporary directory."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,9 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)
     timers = PhaseTimers()
-    # A failure leaves the folder, because its message names a log file in it.
-    logs = Path(tempfile.mkdtemp(prefix="fivefold-evaluation-"))
-    with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
+    # A failure leaves the folder, because its message names a log file in it, until the next evaluation.
+    private = PrivateFolder.create(Path(tempfile.gettempdir()), LOGS)
+    with private.until_it_fails() as logs, Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
         frozen = launch_frozen(session, recipe, placement)
         is_server = placement["rollout"].layout.is_server
         group = session.launch(rollout_role(placement, spec))["rollout"]
@@ -159,7 +162,6 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
         reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
         with timers.phase("evaluation"):
             result = _run(evaluator, rollout, reward_model)
-    shutil.rmtree(logs)
     return {
         "model": path,
         "accuracy": result.accuracy,

@@ -159,6 +159,6 @@ def _is_accepted(key: str, accepted: Sequence[str]) -> bool:
 def _difference(key: str, saved: Mapping[str, object], here: Mapping[str, object]) -> str:
     if key == "fingerprint":
         content, now = (str(state[key]).partition(" ")[0] for state in (saved, here))
-        return f"the {'tokens of its rows' if content != now else 'weights of its sources or its sampler'} differ"
+        return f"the {'contents of its rows' if content != now else 'weights of its sources or its sampler'} differ"
     words = {"n_items": "number of rows", "batch_size": "train_dataset.batch_size", "shuffle": "train_dataset.shuffle"}
     return f"{words.get(key, key)}: {saved[key]} -> {here[key]}"

@@ -79,6 +79,7 @@ class Checkpointer:
         schedule: Schedule,
         history: MetricHistory | None,
         note: Callable[[str], None],
+        is_ours: Callable[[], bool],
     ) -> None:
         """Write nothing yet.
 
@@ -90,6 +91,7 @@ class Checkpointer:
             schedule: the frequencies of `recover`.
             history: values of the metric `recover.keep_best` at the steps before; None if there are none.
             note: shows a line of text to the user.
+            is_ours: tells whether the run's folder is still that of this process; without it, nothing is committed.
         """
         self._recipe = recipe
         self._config = recipe.recover
@@ -102,6 +104,7 @@ class Checkpointer:
             history = None if best is None else MetricHistory(best, {})
         self._history = history
         self._note = note
+        self._is_ours = is_ours
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._begun: _Begun | None = None
         self._writing: Future[None] | None = None
@@ -181,10 +184,23 @@ class Checkpointer:
         with self._timers.phase("checkpoint write"):
             files = self._attempted(begun.state.step, lambda: self._files(begun))
             content = Manifest(begun.state.step, begun.saved, begun.state.fingerprints.config, files)
-            self._attempted(begun.state.step, lambda: self._store.commit(begun.folder, content))
+            self._attempted(begun.state.step, lambda: self._commit(begun.folder, content))
             best = None if self._history is None else self._history.best([each.step for each in self._store.all()])
             self._store.prune(self._config.max_to_keep, () if best is None else (best,))
         self.longest_write = max(self.longest_write, begun.seconds + time.monotonic() - began)
+
+    def _commit(self, folder: Path, content: Manifest) -> None:
+        """Make the checkpoint count.
+
+        Raises:
+            RunFailed: another process has the run's folder.
+        """
+        if not self._is_ours():
+            raise RunFailed(
+                f"the checkpoint of step {content.step} is not committed: another process has taken over the run's "
+                f"folder, {self._store.root.parent}, or has removed it. This process ends, so that there is one run"
+            )
+        self._store.commit(folder, content)
 
     def _files(self, begun: _Begun) -> dict[str, FileEntry]:
         """Write all files but the manifest. Returns their entries."""

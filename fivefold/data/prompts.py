@@ -12,6 +12,7 @@ and plain columns, which `prompt_key` and `answer_key` name:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,8 +83,13 @@ class PromptDataset:
         )
 
     def fingerprint(self) -> str:
-        """Return a hash of all prompt tokens in their order, by which a resumed run recognises the data set."""
-        return fingerprint(prompt.token_ids for prompt in self.prompts)
+        """Return a hash of all prompts and what rewards know of them, by which a resumed run recognises the data."""
+        return fingerprint((prompt.token_ids for prompt in self.prompts), map(_judged_by, self.prompts))
+
+
+def _judged_by(prompt: Prompt) -> str:
+    """Return what rewards know of a prompt besides its text, as a text."""
+    return json.dumps([prompt.ground_truth, prompt.data_source, prompt.extra_info], sort_keys=True, default=str)
 
 
 def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:

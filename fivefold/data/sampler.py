@@ -38,11 +38,14 @@ class Outcome:
     """Share of the completions that count as right."""
 
 
-def fingerprint(sequences: Iterable[Sequence[int]]) -> str:
-    """Return a hash of token sequences in their order, by which a resumed run recognises the data set."""
+def fingerprint(sequences: Iterable[Sequence[int]], texts: Iterable[str] = ()) -> str:
+    """Return a hash of token sequences and texts in their order, by which a resumed run recognises the data set."""
     digest = hashlib.sha256()
     for ids in sequences:
         digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
+    for text in texts:
+        content = text.encode(errors="surrogatepass")
+        digest.update(struct.pack("<q", len(content)) + content)
     return digest.hexdigest()[:16]
 
 

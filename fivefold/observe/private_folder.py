@@ -16,6 +16,8 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -33,11 +35,16 @@ class PrivateFolder:
     """File descriptor of the locked file. A process to which it is passed keeps the folder as well."""
 
     @classmethod
-    def create(cls, parent: Path) -> Self:
-        """Create a folder below `parent`, and remove the folders there that killed processes of this user have left."""
-        for abandoned in parent.glob(f"{PREFIX}*"):
+    def create(cls, parent: Path, prefix: str = PREFIX) -> Self:
+        """Create a folder below `parent`, and remove the folders there that killed processes of this user have left.
+
+        Args:
+            parent: the folder in which to create it.
+            prefix: beginning of its name; folders with names of other beginnings are not removed.
+        """
+        for abandoned in parent.glob(f"{prefix}*"):
             _remove_if_abandoned(abandoned)
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # The lock file gets its name once it is locked, so that no process takes the folder for an abandoned one.
         unlocked = path / f"{_LOCK}-soon"
         lock = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
@@ -50,6 +57,16 @@ class PrivateFolder:
     def contents(self) -> Path:
         """The folder to write to."""
         return self.path / "contents"
+
+    @contextmanager
+    def until_it_fails(self) -> Iterator[Path]:
+        """Yield the folder to write to, and remove it, unless the block fails: then the next process removes it."""
+        try:
+            yield self.contents
+        except BaseException:
+            os.close(self.lock)
+            raise
+        self.remove()
 
     def remove(self) -> None:
         """Remove the folder and its files."""

@@ -137,6 +137,7 @@ def keep(
         schedule=schedule,
         history=state.kept_metric,
         note=run.screen.note,
+        is_ours=folder.is_ours,
     )
     limit = TimeLimit(config.save_before if config.is_enabled else None, began=began)
     with (

@@ -83,7 +83,14 @@ def attempt(store: CheckpointStore, step: int) -> str | None:
     notes: list[str] = []
     try:
         with Checkpointer(
-            RECIPE, store, {TRAINER: Weights()}, PhaseTimers(), schedule=schedule, history=None, note=notes.append
+            RECIPE,
+            store,
+            {TRAINER: Weights()},
+            PhaseTimers(),
+            schedule=schedule,
+            history=None,
+            note=notes.append,
+            is_ours=lambda: True,
         ) as saving:
             saving.begin(run_state(step, kept_metric=None), {})
             saving.commit()

@@ -21,6 +21,8 @@ from tests.unit.checkpoints.examples import run_state
 from tests.unit.checkpoints.save_on_small_disk import Weights
 
 METRIC = "reward/mean"
+TAKEN_OVER = "taken-over"
+"""A file that says that another process has the folder."""
 
 
 class FailingWeights(Weights):
@@ -60,7 +62,16 @@ def checkpointer(folder: Path, *owners: Weights, notes: list[str] | None = None,
     note = ([] if notes is None else notes).append
     store = CheckpointStore(folder)
     by_folder = dict(zip((TRAINER, CRITIC), owners, strict=False))
-    return Checkpointer(recipe, store, by_folder, PhaseTimers(), schedule=schedule, history=None, note=note)
+    return Checkpointer(
+        recipe,
+        store,
+        by_folder,
+        PhaseTimers(),
+        schedule=schedule,
+        history=None,
+        note=note,
+        is_ours=lambda: not (folder / TAKEN_OVER).exists(),
+    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -85,6 +96,19 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     saved = RunState.read(CheckpointStore(tmp_path).path(4)).kept_metric
     assert saved is not None
     assert saved.values == {1: 0.1, 2: 0.5, 4: 0.2}
+
+
+def test_a_process_that_has_lost_the_folder_commits_nothing(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, Weights()) as saving:
+        saving.begin(run_state(1, kept_metric=None), {})
+        saving.commit()
+        saving.finish()
+        saving.begin(run_state(2, kept_metric=None), {})
+        (tmp_path / TAKEN_OVER).touch()
+        saving.commit()
+        with pytest.raises(RunFailed, match="step 2 is not committed: another process has taken over"):
+            saving.finish()
+    assert steps(tmp_path) == [1]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:

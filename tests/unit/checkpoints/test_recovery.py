@@ -267,8 +267,8 @@ def test_the_order_of_the_data_goes_on_or_begins_again_if_a_change_is_accepted(r
     assert start.restore_order(loaded, same) is None
     assert (same.epoch, same.position) == (1, 4)
     for changed, accepted, words in (
-        ({"fingerprint": "x"}, "train_dataset", "the tokens of its rows differ"),
-        ({"fingerprint": "x"}, "tokenizer_path", "the tokens of its rows differ"),
+        ({"fingerprint": "x"}, "train_dataset", "the contents of its rows differ"),
+        ({"fingerprint": "x"}, "tokenizer_path", "the contents of its rows differ"),
         ({"fingerprint": "d replay {}"}, "train_dataset.sampler", "weights of its sources or its sampler differ"),
         ({"items": range(41)}, "train_dataset.limit", "number of rows: 40 -> 41"),
         ({"batch_size": 4}, "train_dataset.batch_size", "train_dataset.batch_size: 2 -> 4"),

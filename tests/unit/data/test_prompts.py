@@ -229,3 +229,19 @@ def test_a_missing_file_is_not_taken_for_a_hub_name(path: str) -> None:
 def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no .jsonl or .parquet or .json or .csv file"):
         load_rows(DatasetConfig(path=str(tmp_path)))
+
+
+def test_a_data_set_is_another_one_if_its_answers_are(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    def fingerprint(**changed: Any) -> str:
+        return load_prompts(
+            DatasetConfig(path=write_jsonl([{**CHAT[0], **changed}, *CHAT[1:]])), tokenizer
+        ).fingerprint()
+
+    others = [
+        {"reward_model": {"style": "rule", "ground_truth": "7"}},
+        {"reward_model": {"style": "rule", "ground_truth": {"inputs": ["1"]}}},
+        {"data_source": "products"},
+        {"extra_info": {"index": 9}},
+    ]
+    assert fingerprint() == fingerprint()
+    assert len({fingerprint(), *(fingerprint(**other) for other in others)}) == 5

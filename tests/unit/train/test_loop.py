@@ -127,14 +127,22 @@ class NoSession:
         return {"rollout": None}
 
 
-def test_a_value_error_during_an_evaluation_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_fails_is_a_failed_run_and_leaves_its_logs_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def judge(*_: Any) -> None:
         raise ValueError("the reward is nan")
 
     monkeypatch.setattr(evaluate, "Session", NoSession)
     monkeypatch.setattr(evaluate.Evaluator, "run", judge)
-    with pytest.raises(RunFailed, match="the reward is nan"):
-        evaluate.evaluate(load_recipe(QUICKSTART, [], TrainRecipe))
+    monkeypatch.setattr(evaluate.tempfile, "tempdir", str(tmp_path))
+    left = []
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="the reward is nan"):
+            evaluate.evaluate(load_recipe(QUICKSTART, [], TrainRecipe))
+        left.append(list(tmp_path.iterdir()))
+    assert [len(each) for each in left] == [1, 1]
+    assert left[0] != left[1]
 
 
 class NotedTrainer(Trainer):
