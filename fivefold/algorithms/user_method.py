@@ -9,14 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
+from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.loss import Metrics
+from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
 from fivefold.algorithms.ragged import Sequences
 from fivefold.config.user_code import load_user_object, user_traceback
+from fivefold.types import Batch
+
+NO_FIELDS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def load(key: str, name: str, folder: Path | None = None) -> Callable[..., Any]:
@@ -47,24 +53,33 @@ class UserLoss:
         Raises:
             ValueError: the class does not do what `Surrogate` says.
         """
-        folder = str(Path.cwd())
-        # Another object than the one that is returned, which travels to the workers and must not hold the instance.
-        _try_out(name, UserLoss(name, folder, options))
-        return UserLoss(name, folder, options)
+        loss = UserLoss(name, str(Path.cwd()), options)
+        _try_out(name, loss)
+        return loss
 
     @cached_property
     def _loss(self) -> Surrogate:
         kind = load("actor.loss", self.name, Path(self.folder))
         return cast(Surrogate, kind(**self.options))
 
+    @property
+    def before(self) -> BatchStep | None:
+        """What the user's loss computes over a whole mini-batch first; None: nothing."""
+        return cast(BatchStep | None, getattr(self._loss, "before", None))
+
     def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
         return self._loss(tokens)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel without the instance, which need not be one that can be pickled."""
+        return UserLoss, (self.name, self.folder, self.options)
+
 
 def _try_out(name: str, loss: UserLoss) -> None:
-    both, alone = _tokens([2, 3]), _tokens([2])
     key = f"actor.loss={name!r}"
     try:
+        fields = _fields_before(loss)
+        both, alone = (_tokens(lengths, fields) for lengths in ([2, 3], [2]))
         cost_T, metrics = loss(both)
         alone_T, _ = loss(alone)
     except KeyboardInterrupt:
@@ -91,10 +106,23 @@ def _try_out(name: str, loss: UserLoss) -> None:
         )
 
 
-def _tokens(lengths: list[int]) -> PolicyTokens:
+def _fields_before(loss: UserLoss) -> Mapping[str, torch.Tensor]:
+    """Return the fields of the two sequences behind what the loss computes over a whole mini-batch."""
+    tokens = _tokens([2, 3])
+    fields = {
+        "old_logprobs": tokens.old_logprobs_T,
+        "advantages": tokens.advantages_T,
+        NUMBER: torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]),
+    }
+    batch = Batch((2, 3), torch.zeros(5, dtype=torch.int64), torch.ones(5), fields)
+    return NO_FIELDS if loss.before is None else loss.before(batch, lambda own: [own]).fields
+
+
+def _tokens(lengths: list[int], fields: Mapping[str, torch.Tensor] = NO_FIELDS) -> PolicyTokens:
     total = sum(lengths)
     logprobs_T = -torch.linspace(0.5, 2.5, 5)[:total]
     sequences = Sequences.of(torch.ones(total), lengths)
     advantages_T = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])[:total]
     old_T = logprobs_T - torch.tensor([0.1, -0.2, 0.3, -0.1, 0.0])[:total]
-    return PolicyTokens(logprobs_T.clone().requires_grad_(), old_T, advantages_T, sequences, {})
+    own = {name: values_T[:total] for name, values_T in fields.items()}
+    return PolicyTokens(logprobs_T.clone().requires_grad_(), old_T, advantages_T, sequences, own)

@@ -15,8 +15,11 @@ from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.sapo import SAPO
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.user_method import UserLoss, _tokens
 from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.types import Batch
 
 MODULE = """
 import torch
@@ -51,6 +54,19 @@ class Broken(Fine):
 class Infinite(Fine):
     def __call__(self, tokens):
         return tokens.logprobs_T / (tokens.logprobs_T - tokens.logprobs_T), {}
+
+class Centred(Fine):
+    # The mean of the old log-probs is over the whole mini-batch.
+
+    def before(self, batch, gather):
+        sums = torch.stack(gather(torch.stack([batch.fields["old_logprobs"].sum(), batch.mask_T.sum()]))).sum(0)
+        return batch.with_fields(mean=(sums[0] / sums[1]).expand(len(batch.mask_T)))
+
+    def __call__(self, tokens):
+        return (tokens.logprobs_T - tokens.fields["mean"]) * tokens.advantages_T, {}
+
+class Misnamed(Centred):
+    before = 3
 
 def needy(scores, k):
     return scores.rewards_N * k
@@ -88,9 +104,21 @@ def test_a_loss_of_ones_own_gets_keys_and_options_and_travels_to_other_processes
     torch.testing.assert_close(cost_T, -1.5 * tokens.advantages_T * tokens.logprobs_T)
 
 
+def test_a_loss_of_ones_own_may_compute_something_over_the_whole_mini_batch_first() -> None:
+    loss = pickle.loads(pickle.dumps(build_surrogate(actor(loss="own.py:Centred"))))
+    fields = {"old_logprobs": torch.tensor([-1.0, -3.0])}
+    batch = Batch((2,), torch.zeros(2, dtype=torch.int64), torch.ones(2), fields)
+    other = torch.tensor([-8.0, 4.0])  # the sum and the number of tokens of another replica
+    assert loss.before(batch, lambda own: [own, other]).fields["mean"].tolist() == [-2.0, -2.0]
+    policy = PolicyLoss.from_config(actor(loss="own.py:Centred"), GenerationConfig())
+    assert policy.before is not None
+    assert PolicyLoss.from_config(actor(loss="own.py:Fine"), GenerationConfig()).before is None
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"loss": "own.py:Misnamed"}, "failed on a batch of two sequences"),
         ({"loss": "own.py:Coupled"}, "depend on the sequences beside it"),
         ({"loss": "own.py:Detached"}, "without a gradient"),
         ({"loss": "own.py:Scalar"}, r"returned \(\) for 5 tokens"),
