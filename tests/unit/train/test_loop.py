@@ -28,7 +28,7 @@ from fivefold.roles.opening import OpenRun
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.resuming import state_at_start
-from fivefold.roles.rollout import Generated, Rollout
+from fivefold.roles.rollout import Finished, Generated, Group, Rollout, ignore
 from fivefold.roles.trainer import Trainer, UpdateResult
 from fivefold.roles.updates import SkipGuard
 from fivefold.sync.offer import WeightOffer
@@ -45,14 +45,20 @@ class FixedRollout(Rollout):
         self.device_share = None
         self._n_answers = n_answers
 
-    def generate(self, prompts: Sequence[Prompt], n_samples: int, *_: Any) -> Generated:
+    def generate(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: Any, key: Any, finished: Finished = ignore
+    ) -> Generated:
         if self._n_answers == 0:
             raise OSError("the rollout is out of answers")
         self._n_answers -= 1
         asked = [prompt for prompt in prompts for _ in range(n_samples)]
         samples = [Sample(p, "56", "length", len(p.token_ids) + 2, 2, (0, 0)) for p in asked]
         lengths = np.array([sample.n_tokens for sample in samples])
-        return Generated(samples, RemoteBatch(lengths, np.full(len(samples), 2), ()), {})
+        batch = RemoteBatch(lengths, np.full(len(samples), 2), ())
+        for start in range(0, len(samples), n_samples):
+            own = range(start, start + n_samples)
+            finished([Group(start, samples[start : start + n_samples], batch.select(own))])
+        return Generated(samples, batch, {})
 
     def take_weights(self, offer: WeightOffer) -> None: ...
 
