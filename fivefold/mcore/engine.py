@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
-from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
@@ -57,6 +56,7 @@ from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
+from fivefold.mcore.bridges import build_bridge
 from fivefold.mcore.dispatcher import check_deepep
 from fivefold.mcore.generators import MegatronGenerators
 from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_parameters
@@ -64,9 +64,6 @@ from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
 from fivefold.types import StepResult
-
-BRIDGES = {"fivefold": Bridge}
-"""The weight bridge of each `actor.megatron.bridge_type`."""
 
 
 class MegatronEngine(SharedVerbs[Optimizer]):
@@ -116,7 +113,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         check_deepep(config.megatron)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
-        self._bridge = BRIDGES[config.megatron.bridge_type](self.shape)
+        self._bridge = build_bridge(config, self.shape, self._folder)
         self._device = torch.device(torch.cuda.current_device())
         self._megatron_config = settings.transformer_config(config, layout, self.shape)
         self._decoders = build_chunks(self._megatron_config, layout, self.shape)

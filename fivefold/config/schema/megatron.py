@@ -186,8 +186,9 @@ class MegatronOptimizerFields(MegatronFields):
 class MegatronConfig(Section):
     """Settings that only the Megatron-Core engine reads."""
 
-    bridge_type: Literal["fivefold"] = "fivefold"
-    """The weight bridge between Hugging Face and Megatron-Core names."""
+    bridge_type: Literal["fivefold", "mbridge"] = "fivefold"
+    """What loads a Hugging Face folder into Megatron-Core's parameters, and turns them into Hugging Face's for the
+    rollout: Fivefold itself, or the package mbridge, which must be installed. The weights are the same bit for bit."""
     use_dist_checkpointing: bool = False
     """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
     config and a tokenizer."""
