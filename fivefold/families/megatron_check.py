@@ -27,6 +27,8 @@ def megatron_problems(
 ) -> Iterator[str]:
     """Yield a line for each key of a role's section `megatron` that its model or its pipeline cannot take."""
     prefix = f"{role}.megatron.transformer"
+    if role == "critic" and config.megatron.bridge_type == "mbridge":
+        yield "critic.megatron.bridge_type=mbridge has no value heads: set it to fivefold"
     yield from _router_problems(prefix, config, shape)
     yield from _recompute_problems(prefix, config, shape)
     yield from _recomputed_layers_problems(prefix, config, shape, layout)

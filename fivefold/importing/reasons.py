@@ -55,7 +55,7 @@ PLAN_OFFLOADS = "the plan offloads no more than generation needs"
 EACH_STATE = "each kind of the optimizer's state has a precision of its own"
 ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
 KERNELS = "Fivefold chooses its kernels itself"
-OWN_BRIDGE = "Fivefold's own bridge loads the same weights; actor.megatron.bridge_type=mbridge would load them with mbridge"
+OWN_BRIDGE = "Fivefold's own bridge loads the same weights; bridge_type=mbridge would load them with mbridge"
 WEIGHTS_IN_BUCKETS = "rollout.weight_transport decides how weights go from actor to rollout"
 
 # FSDP in the place of DeepSpeed, and Megatron-Core in the place of Archon
