@@ -76,8 +76,8 @@ class RolloutConfig(Section):
     """When weights change while completions are sampled, compute keys and values of their tokens so far anew; otherwise
     they go on with the old ones. null: servers do, the embedded engine does not."""
     max_server_restarts: NonNegative = 3
-    """Times that the server of a replica is started again if it dies while it answers prompts of the next steps, which
-    go to the others meanwhile; then the run ends."""
+    """Times that the server of a replica is started again if it dies or hangs while it answers prompts of the next
+    steps, which go to the others meanwhile; then the run ends."""
     colocate: bool | None = None
     """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
