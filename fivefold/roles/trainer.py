@@ -28,6 +28,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
 from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import PARAMS, Offloadable, Teaching, TrainingEngine
+from fivefold.engine.peak_memory import UPDATE, PeakMemory
 from fivefold.engine.profiling import Recording
 from fivefold.engine.scoring import N_APPENDED, for_scoring
 from fivefold.engine.sharing import BatchPlan, BatchPlanner, Share
@@ -52,6 +53,9 @@ BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""
 
 Result = TypeVar("Result")
+
+_PHASES = {"old_logprobs": "old log-probs", "ref_logprobs": "reference"}
+"""Phases of a step that compute columns of these names."""
 
 Model = Literal["own", "reference"]
 """A model in the trainer's processes: its own, or the reference beside it."""
@@ -234,6 +238,7 @@ class TrainerWorker:
             value_bias=spec.value_bias,
         )
         self._recording: Recording | None = None
+        self._peaks = PeakMemory()
         self._tokenizer = spec.tokenizer
         self._first_ranks = first_ranks(spec.layout)
         self._timeout_s = spec.timeout_s
@@ -274,7 +279,7 @@ class TrainerWorker:
             ValueError: `model` is the reference, which these processes do not hold.
         """
         share = assemble(order, columns)
-        with self._working(model) as engine:
+        with self._working(model) as engine, self._peaks.phase(_PHASES.get(column, column)):
             logprobs_T, _ = engine.compute_logprobs(share, temperature=temperature)
         return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
 
@@ -378,7 +383,8 @@ class TrainerWorker:
         Returns:
             No summary, and the columns.
         """
-        values_T = self._engine.compute_values(assemble(order, columns))
+        with self._peaks.phase("values"):
+            values_T = self._engine.compute_values(assemble(order, columns))
         return None, Columns(order.lengths.astype(np.int32), {"values": values_T.numpy()})
 
     def estimate_advantages(
@@ -424,12 +430,10 @@ class TrainerWorker:
         return [tensor for rank, tensor in enumerate(gathered) if tensor is not None and rank in self._first_ranks]
 
     def _update(self, share: Share, loss: Loss) -> UpdateResult:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        metrics = self._engine.forward_backward(share, loss)
-        step = self._engine.optim_step()
-        if torch.cuda.is_available():
-            metrics["peak_memory_gb/max"] = _largest_peak_gb()
+        with self._peaks.phase(UPDATE):
+            metrics = self._engine.forward_backward(share, loss)
+            step = self._engine.optim_step()
+        metrics |= {f"peak_memory_gb/{phase}": peak for phase, peak in self._peaks.take().items()}
         metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
         return UpdateResult(metrics, step.skipped, step.non_finite)
 
@@ -561,10 +565,3 @@ def _unless_failed(action: Callable[[], Result]) -> Result | WriteFailed:
 def _sums(batch: Batch, values_T: torch.Tensor) -> list[float]:
     """Return the sum of the values of each sequence, in float64."""
     return [float(values.double().sum()) for values in batch.split(values_T)]
-
-
-def _largest_peak_gb() -> float:
-    """Return the most device memory that any rank had in tensors, in GB (1e9 bytes)."""
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device="cuda")
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return float(peak)

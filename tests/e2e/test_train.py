@@ -77,7 +77,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "offload/freed_gb",  # the same
         "offload/restored_gb",
         "seconds/checkpoint write",  # of a checkpoint before the last one
-        "peak_memory_gb/max",  # GPUs
+        *(f"peak_memory_gb/{phase}" for phase in ("max", "old log-probs", "reference")),  # GPUs
         "reward/penalty",  # keys and losses that the recipe does not have
         "covariance_chosen",
         *(f"seconds/{phase}" for phase in ("values", "advantages", "critic train")),
