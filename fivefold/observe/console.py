@@ -221,7 +221,7 @@ class _Status:
         if self._began is not None:
             elapsed = now - self._began
             words.append(f"elapsed {clock(elapsed)}")
-            if (left := time_left(self._steps, self._n_steps - self._done)) is not None and left.seconds:
+            if (left := time_left(self._steps, self._n_steps - self._done)) is not None:
                 words.append(f"about {clock(max(left.seconds - (now - self._step_began), 0.0))} left{left.doubt}")
         words += [self.best] if self.best else []
         while len(words) > 1 and len("   ".join(words)) > options.max_width - SPINNER_WIDTH:

@@ -25,7 +25,7 @@ class TimeLeft:
 
 
 def time_left(steps: Sequence[float], n_left: int) -> TimeLeft | None:
-    """Estimate the time of the steps that are left; None before the first step.
+    """Estimate the time of the steps that are left; None before the first step and behind the last one.
 
     The first step counts only as long as it is the only one: it compiles kernels and allocates memory.
 
@@ -33,6 +33,6 @@ def time_left(steps: Sequence[float], n_left: int) -> TimeLeft | None:
         steps: seconds of each step until now.
         n_left: number of further steps.
     """
-    if not steps:
+    if not steps or not n_left:
         return None
     return TimeLeft(fmean(steps[1:][-RECENT:] or steps) * n_left, by_first_step=len(steps) == 1)

@@ -132,13 +132,20 @@ def test_the_browser_of_samples_filters_and_shows_what_was_logged(page: Page, re
 
 
 def test_a_live_page_follows_its_run(page: Page, tmp_path: Path) -> None:
-    run = make_run(tmp_path, n_steps=3)
+    run = make_run(tmp_path, n_steps=1)
     command = [sys.executable, "-m", "fivefold", "watch", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         page.open(server.stdout.readline().strip())
-        page.wait("document.querySelector('[data-chart=Reward] .plot').data?.[0].x.length === 3")
+        page.wait("document.querySelector('[data-chart=\"Phases of a step\"] .plot').data?.length")
         page.run("window.sameDocument = true")
+        # A point makes no curve. Metrics that come later get theirs.
+        assert page.run("return document.querySelector('[data-chart=Reward]')") is None
+        with JsonLines(run / "metrics.jsonl") as metrics:
+            metrics.write({"step": 2, "reward/mean": 0.25, "seconds/step": 1.0})
+            metrics.write({"step": 3, "reward/mean": 0.5, "seconds/step": 1.0, "eval/accuracy": 0.5})
+        page.wait("document.querySelector('[data-chart=Reward] .plot')?.data?.[0].x.length === 3")
+        page.wait("document.querySelector('[data-chart=\"Held-out accuracy\"] .plot')?.data?.[0].x.length === 2")
         with JsonLines(run / "metrics.jsonl") as metrics:
             metrics.write({"step": 4, "reward/mean": 0.75, "seconds/step": 1.0})
         with JsonLines(run / "samples.jsonl") as samples:
@@ -146,7 +153,7 @@ def test_a_live_page_follows_its_run(page: Page, tmp_path: Path) -> None:
                 {"step": 4, "prompt": "p", "prompt_index": 1, "response": "new", "reward": 1.0, "n_tokens": 1}
             )
         page.wait("document.querySelector('[data-chart=Reward] .plot').data[0].x.length === 4")
-        page.wait("document.querySelector('[data-count]').textContent === '25 of 25 samples'")
+        page.wait("document.querySelector('[data-count]').textContent === '9 of 9 samples'")
         assert page.run("return window.sameDocument")
         assert page.errors() == []
         server.terminate()

@@ -137,6 +137,7 @@ function addChart(parent, title, note, draw, options = {}) {
 const SIGHT = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     const chart = CHARTS.find((each) => each.card === entry.target);
+    if (!chart) continue;
     chart.visible = entry.isIntersecting;
     if (chart.visible && chart.stale) redraw(chart);
   }
@@ -224,7 +225,9 @@ function drawHeat(chart, run, names) {
   Plotly.react(chart.plot, [{ type: "heatmap", x, y: layers, z, colorscale: isDark() ? "Viridis" : "YlGnBu", reversescale: !isDark(), colorbar: { thickness: 10, tickfont: { color: css("--faint") } }, hovertemplate: `${label} %{x}, layer %{y}: %{z:.4~g}<extra></extra>` }], layout, CONFIG);
 }
 
+/* Make the charts of the metrics that the runs have. Those of a live page are made anew when a run has further metrics. */
 function buildCharts() {
+  const planned = [], plan = (names, ...chart) => planned.push({ names, chart });
   const all = [...new Set(PAGE.runs.flatMap((run) => run.table.names))].filter((name) => PAGE.runs.some((run) => hasValues(run, name)));
   const used = new Set(["step"]);
   const layered = all.filter((name) => LAYERED.test(name));
@@ -232,20 +235,29 @@ function buildCharts() {
   const parents = { curve: byId("curve-charts"), mismatch: byId("mismatch-charts"), expert: byId("expert-charts"), speed: byId("speed-charts") };
   PAGE.runs.forEach((run) => {
     if (all.some((name) => name.startsWith("seconds/") && name !== "seconds/step")) {
-      addChart(parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", hasValues(run, "seconds/generation") ? "seconds; generation goes on beside the others" : "seconds", (chart) => drawPhases(chart, run), { wide: true, canLog: false });
+      plan([], parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", hasValues(run, "seconds/generation") ? "seconds; generation goes on beside the others" : "seconds", (chart) => drawPhases(chart, run), { wide: true, canLog: false });
     }
     const groups = new Map();
     layered.filter((name) => hasValues(run, name)).forEach((name) => { const [, before, , after] = name.match(LAYERED); const key = `${before} ${(after || "").replace(EXPERT, "").replace(/[\/_-]$/, "")}`.trim() || "layers"; groups.set(key, [...(groups.get(key) || []), name]); });
-    groups.forEach((names, key) => addChart(byId("expert-charts"), PAGE.runs.length > 1 ? `${key} of ${run.name}` : key, "by layer", (chart) => drawHeat(chart, run, names), { canLog: false }));
+    groups.forEach((names, key) => plan(names, byId("expert-charts"), PAGE.runs.length > 1 ? `${key} of ${run.name}` : key, "by layer", (chart) => drawHeat(chart, run, names), { canLog: false }));
   });
   all.filter((name) => name.startsWith("seconds/")).forEach((name) => used.add(name));
   for (const [section, title, wanted, unit, options = {}] of CURVES) {
     const names = matching(all, wanted).filter((name) => !layered.includes(name));
     if (!names.length || PAGE.runs.every((run) => pointsOf(run, names) < 2)) continue;
     names.forEach((name) => used.add(name));
-    addChart(parents[section], title, names.length > 1 ? unit : [names[0] === title.toLowerCase() ? "" : names[0], unit].filter(Boolean).join(", "), (chart) => drawLines(chart, names, unit, options), options);
+    plan(names, parents[section], title, names.length > 1 ? unit : [names[0] === title.toLowerCase() ? "" : names[0], unit].filter(Boolean).join(", "), (chart) => drawLines(chart, names, unit, options), options);
   }
-  all.filter((name) => !used.has(name) && PAGE.runs.some((run) => pointsOf(run, [name]) > 1)).forEach((name) => addChart(byId("other-charts"), name, "", (chart) => drawLines(chart, [name], "")));
+  all.filter((name) => !used.has(name) && PAGE.runs.some((run) => pointsOf(run, [name]) > 1)).forEach((name) => plan([name], byId("other-charts"), name, "", (chart) => drawLines(chart, [name], "")));
+  const key = JSON.stringify(planned.map(({ names, chart: [, title] }) => [title, names]));
+  if (key === CHARTS.key) return;
+  const before = new Map(CHARTS.map((chart) => [chart.title, chart]));
+  for (const chart of CHARTS.splice(0)) { SIGHT.unobserve(chart.card); chart.card.remove(); if (window.Plotly) Plotly.purge(chart.plot); }
+  CHARTS.key = key;
+  for (const { chart: [parent, title, note, draw, options] } of planned) {
+    const old = before.get(title);
+    addChart(parent, title, note, draw, { ...options, ...(old ? { log: old.log } : {}) }).range = old ? old.range : null;
+  }
   for (const [section, holder] of [["curves", "curve-charts"], ["mismatch", "mismatch-charts"], ["experts", "expert-charts"], ["speed", "speed-charts"], ["others", "other-charts"]]) byId(section).hidden = !byId(holder).childElementCount;
 }
 

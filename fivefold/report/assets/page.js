@@ -107,8 +107,7 @@ async function follow() {
       }
       if (news) {
         showHead();
-        const known = new Set(CHARTS.map((chart) => chart.title));
-        if (!known.size) buildCharts();
+        buildCharts();
         redrawAll();
       }
       showLinks();
