@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
-from fivefold.rollout.servers import stream as stream_of_servers
+from fivefold.rollout.servers.dialect import Answer, Ask
+from fivefold.rollout.servers.stream import ServerStream
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
@@ -125,23 +128,31 @@ def test_each_completion_of_a_group_ends_and_makes_room_by_itself(server: Served
     assert server.engine.n_running == 0
 
 
-def test_requests_that_have_begun_go_on_before_those_that_wait(server: Served) -> None:
-    server.engine.wake()
-    server.update(0)
-    params = sampling(max_new_tokens=20)
-    for number in range(BATCH_SIZE):
-        server.engine.submit(number, [long_request(1, number)], params)
-    assert server.engine.collect(0.5) == []
-    server.engine.submit(BATCH_SIZE, requests_of(3), params)
-    assert server.engine.collect(0.3) == []
-    before = len(server.bodies())
-    server.update(1)
-    assert set(collected(server, BATCH_SIZE + 1)) == set(range(BATCH_SIZE + 1))
-    prompts = [tuple(body.get("token_ids", body.get("input_ids"))) for body in server.bodies()[before:]]
-    begun = [prompt[:4] == long_request(1).token_ids for prompt in prompts]
-    assert sorted(begun) == [False] * 3 + [True] * BATCH_SIZE
-    # An answer frees a thread for the next request while the last ones of the others are on their way.
-    assert begun.index(False) > BATCH_SIZE // 2
+def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
+    asked: list[tuple[int, ...]] = []
+    is_paused = threading.Event()
+
+    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+        asked.append(ask.token_ids)
+        assert is_paused.wait(20)
+        one_token, is_new = (np.array([9], np.int32), np.array([-1.0], np.float32)), len(ask.token_ids) == 1
+        return [Answer(*one_token, "abort" if is_new and len(asked) == 1 else "stop")]
+
+    # One request at a time, so that their order is that in which they are asked for.
+    stream = ServerStream(complete, sampling(), most=1)
+    for number in range(3):
+        stream.submit(number, [GenerationRequest((number,), 0)])
+    assert stream.collect(0, 0.1) == []
+    stream.hold()
+    is_paused.set()
+    stream.interrupted()
+    stream.resumed(1)
+    done: dict[int, list[Completion]] = {}
+    while len(done) < 3:
+        done |= dict(stream.collect(1, 5.0))
+    assert asked == [(0,), (0, 9), (1,), (2,)]
+    assert done[0][0].versions.tolist() == [0, 1]
+    assert done[1][0].versions.tolist() == done[2][0].versions.tolist() == [1]
 
 
 @pytest.mark.parametrize("dies_before", ["a report", "new weights"])
@@ -256,7 +267,7 @@ def test_a_server_that_answers_and_samples_nothing_is_started_again(
     assert engine.collect(0.5) == []
     monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
     # The tokens that it has arrive after they were looked for.
-    monkeypatch.setattr(stream_of_servers.ServerStream, "note_answers", lambda self: None)
+    monkeypatch.setattr(ServerStream, "note_answers", lambda self: None)
     assert engine.collect(0.3) == []
     assert not engine.has_weights
     assert list(engine.take_lost()) == [4]
