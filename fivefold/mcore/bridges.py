@@ -95,10 +95,19 @@ class MBridge(Bridge):
             self._theirs.load_weights([_Presented(parameters)], str(source.folder))
         except NotImplementedError as error:
             raise ValueError(f"mbridge does not know all parameters: {error}; set bridge_type to fivefold") from error
-        suspects = [name for name, parameter in parameters.items() if not is_finite(parameter)]
-        if suspects:
-            dtypes = {source: parameters[name].dtype for name in suspects for source in self._mappings[name].sources()}
-            raise not_finite_weights(dtypes, source)
+        self._check_filled(parameters, source)
+
+    def _check_filled(self, parameters: Mapping[str, Tensor], source: TensorReader) -> None:
+        """Check that every parameter, which was NaN before, has finite values."""
+        left = [name for name, parameter in parameters.items() if not is_finite(parameter)]
+        tensors = {tensor: parameters[name].dtype for name in left for tensor in self._mappings[name].sources()}
+        if any(not is_finite(source.read(tensor).to(dtype)) for tensor, dtype in tensors.items()):
+            raise not_finite_weights(tensors, source)
+        if left:
+            raise ValueError(
+                f"mbridge has left {', '.join(left[:3])}{' and others' if len(left) > 3 else ''} without values: set "
+                "bridge_type to fivefold"
+            )
 
     def export(
         self,

@@ -62,6 +62,18 @@ def error_of(case: Case, folder: Path, value_head: bool) -> str:
     return str(caught.value)
 
 
+def error_without_loading(case: Case, folder: Path) -> str:
+    """In a worker: return the error where mbridge loads nothing."""
+    from mbridge.core.bridge import Bridge as TheirBridge
+
+    loads = TheirBridge.load_weights
+    TheirBridge.load_weights = lambda *_: None
+    try:
+        return error_of(case, folder, False)
+    finally:
+        TheirBridge.load_weights = loads
+
+
 def test_what_mbridge_cannot_do_is_an_error(
     workers: Workers, models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -71,6 +83,8 @@ def test_what_mbridge_cannot_do_is_an_error(
     # Qwen3 with experts in some of its layers only.
     (unknown,) = run.run(error_of, case, models / "qwen3_moe_mixed", False)
     assert "mbridge does not know all parameters" in unknown
+    (unfilled,) = run.run(error_without_loading, case, models / "qwen2")
+    assert unfilled.startswith("mbridge has left embedding.word_embeddings.weight, decoder.layers.0.")
     monkeypatch.setattr(bridges, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"package mbridge, which is not installed here: run pip install 'fivefold"):
         bridges.MBridge(find_shape("Qwen3-8B"), tmp_path, torch.bfloat16)
