@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from fivefold.engine.contract import OFFLOADABLE
 from fivefold.engine.scoring import N_APPENDED
 from fivefold.evaluate import Evaluator, check_requests
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
-from fivefold.experience.source import Source
+from fivefold.experience.source import Experience, Source
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
@@ -43,12 +43,13 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.versions import versions
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.critic_update import critic_update
-from fivefold.roles.keeping import keep
+from fivefold.roles.critic_update import CriticUpdate, critic_update
+from fivefold.roles.keeping import Keeper, keep
 from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owners
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate, check_methods
 from fivefold.roles.profiling import StepProfiler
+from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.speed import StepSpeed, device_peak
@@ -56,7 +57,7 @@ from fivefold.roles.teacher import Teacher
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.sync.transport import TITLES, Route, choose_route
-from fivefold.types import Prompt
+from fivefold.types import Prompt, Sample
 
 _OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
 """Metrics that say nothing of a step in which the actor is not trained."""
@@ -169,7 +170,6 @@ def _loop(
 ) -> RunState:
     """Run the training loop from `state` on, with samples that a checkpoint has. Returns the state after its end."""
     recipe, timers = setup.recipe, run.timers
-    texts = TokenTexts(setup.ground.tokenizer)
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
     update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic, setup.teacher(roles))
     update.guard.in_a_row = state.skips_in_a_row
@@ -184,66 +184,119 @@ def _loop(
         keep(run, recipe, owners | dict(source.owners), state, schedule, began) as keeper,
     ):
         run.screen.start(setup.total_steps, state.step)
-        roles.send_weights(state.step, timers)
-        source.weights_sent(state.step)
-        if state.step == 0:
-            evaluation = _evaluate(setup, roles, run, step=0)
-            state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
-        timers.take()
-        roles.take_moved()
+        texts = TokenTexts(setup.ground.tokenizer)
+        loop = _Loop(setup, roles, run, update, critic, source, keeper, saver, evaluator, profiler, speed, texts)
+        state = loop.begin(state)
         for step in range(state.step + 1, setup.total_steps + 1):
-            step_began = time.perf_counter()
-            experience = source.take(step)
-            # Written before the update: if it fails, its samples are where the search begins.
-            logged = experience.samples[: recipe.stats.n_logged(len(experience.samples))]
-            records = [as_record(sample, step=step) for sample in logged]
-            keeper.samples.write(records)
-            run.trackers.samples(records)
-            with profiler.step(step), roles.training(timers):
-                batch, metrics = update.prepare(experience.samples, experience.batch, experience.greedy)
-                values = token_values(batch, len(logged), texts) if recipe.stats.logged_tokens else None
-                keeper.samples.complete(values)
-                with timers.phase("train"):
-                    metrics |= update.run(batch, experience.groups, step)
-            roles.send_weights(step, timers)
-            source.weights_sent(step)
-            seconds = timers.take()
-            metrics |= experience.metrics | sample_metrics(experience.samples)
-            metrics |= reward_metrics(experience.samples, setup.rewards, by_source=len(setup.data.sources) > 1)
-            metrics |= speed.metrics(batch, seconds, time.perf_counter() - step_began) | roles.take_moved()
-            if critic is not None and critic.is_warming_up(step):
-                metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
-            state = replace(
-                state,
-                step=step,
-                sampler=source.sampler_state,
-                weight_version=step,
-                skips_in_a_row=update.guard.in_a_row,
-                critic_skips_in_a_row=critic.guard.in_a_row if critic else 0,
-                algorithm=update.state,
-            )
-            try:
-                if saver.is_due(step):
-                    _save(setup, roles, run, step)
-                    saver.done()
-                if evaluator.is_due(step):
-                    state = replace(state, evaluation_last=_evaluate(setup, roles, run, step))
-                    metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
-                    evaluator.done()
-                state = keeper.after_step(state, metrics)
-            finally:
-                later = {f"seconds/{phase}": value for phase, value in timers.take().items()} | roles.take_moved()
-                # What is saved may take one more hand-over, which counts for the step.
-                metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
-                keeper.metrics.write(step, metrics)
-            run.screen.step(step, metrics, seconds)
-            if update.news is not None:
-                run.screen.note(update.news)
-            if recipe.stats.shows_samples(step):
-                shown = [(s.reward, s.prompt.text, s.response_text) for s in extremes(experience.samples)]
-                run.screen.samples(step, shown)
-            keeper.step_logged(state)
+            state = loop.step(step, state)
     return state
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What a step of the loop does, and with what."""
+
+    setup: TrainSetup
+    roles: Roles
+    run: OpenRun
+    update: PolicyUpdate
+    critic: CriticUpdate | None
+    source: Source
+    keeper: Keeper
+    saver: Schedule
+    evaluator: Schedule
+    profiler: StepProfiler
+    speed: StepSpeed
+    texts: TokenTexts
+
+    def begin(self, state: RunState) -> RunState:
+        """Give the rollout the actor's weights, and evaluate a model that is not trained yet."""
+        self._send_weights(state.step)
+        if state.step == 0:
+            evaluation = _evaluate(self.setup, self.roles, self.run, step=0)
+            state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
+        self.run.timers.take()
+        self.roles.take_moved()
+        return state
+
+    def step(self, step: int, state: RunState) -> RunState:
+        """Take samples, train on them, send the new weights, and keep what is to be kept. Returns the state then."""
+        began = time.perf_counter()
+        experience = self.source.take(step)
+        # Written before the update: if it fails, its samples are where the search begins.
+        n_logged = self._write_samples(experience.samples, step)
+        batch, metrics = self._train(experience, step, n_logged)
+        self._send_weights(step)
+        seconds = self.run.timers.take()
+        metrics |= experience.metrics | self._described(experience.samples)
+        metrics |= self.speed.metrics(batch, seconds, time.perf_counter() - began) | self.roles.take_moved()
+        if self.critic is not None and self.critic.is_warming_up(step):
+            metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
+        state = self._keep(self._after(step, state), metrics)
+        self._show(step, metrics, seconds, experience.samples)
+        self.keeper.step_logged(state)
+        return state
+
+    def _send_weights(self, version: int) -> None:
+        self.roles.send_weights(version, self.run.timers)
+        self.source.weights_sent(version)
+
+    def _write_samples(self, samples: Sequence[Sample], step: int) -> int:
+        """Log the samples of a step, as many as the recipe wants. Returns their number."""
+        records = [as_record(sample, step=step) for sample in samples[: self.setup.recipe.stats.n_logged(len(samples))]]
+        self.keeper.samples.write(records)
+        self.run.trackers.samples(records)
+        return len(records)
+
+    def _train(self, experience: Experience, step: int, n_logged: int) -> tuple[RemoteBatch, dict[str, float]]:
+        """Update the models that are trained. Returns what they were trained on, and metrics."""
+        with self.profiler.step(step), self.roles.training(self.run.timers):
+            batch, metrics = self.update.prepare(experience.samples, experience.batch, experience.greedy)
+            logs_tokens = self.setup.recipe.stats.logged_tokens
+            self.keeper.samples.complete(token_values(batch, n_logged, self.texts) if logs_tokens else None)
+            with self.run.timers.phase("train"):
+                return batch, metrics | self.update.run(batch, experience.groups, step)
+
+    def _described(self, samples: Sequence[Sample]) -> dict[str, float]:
+        by_source = len(self.setup.data.sources) > 1
+        return sample_metrics(samples) | reward_metrics(samples, self.setup.rewards, by_source=by_source)
+
+    def _after(self, step: int, state: RunState) -> RunState:
+        return replace(
+            state,
+            step=step,
+            sampler=self.source.sampler_state,
+            weight_version=step,
+            skips_in_a_row=self.update.guard.in_a_row,
+            critic_skips_in_a_row=self.critic.guard.in_a_row if self.critic else 0,
+            algorithm=self.update.state,
+        )
+
+    def _keep(self, state: RunState, metrics: dict[str, float]) -> RunState:
+        """Save, evaluate and write a checkpoint, as is due, and log the step's metrics, whatever fails."""
+        try:
+            if self.saver.is_due(state.step):
+                _save(self.setup, self.roles, self.run, state.step)
+                self.saver.done()
+            if self.evaluator.is_due(state.step):
+                state = replace(state, evaluation_last=_evaluate(self.setup, self.roles, self.run, state.step))
+                metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
+                self.evaluator.done()
+            return self.keeper.after_step(state, metrics)
+        finally:
+            phases = self.run.timers.take()
+            later = {f"seconds/{phase}": value for phase, value in phases.items()} | self.roles.take_moved()
+            # What is saved may take one more hand-over, which counts for the step.
+            metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
+            self.keeper.metrics.write(state.step, metrics)
+
+    def _show(self, step: int, metrics: dict[str, float], seconds: dict[str, float], samples: Sequence[Sample]) -> None:
+        screen = self.run.screen
+        screen.step(step, metrics, seconds)
+        if self.update.news is not None:
+            screen.note(self.update.news)
+        if self.setup.recipe.stats.shows_samples(step):
+            screen.samples(step, [(s.reward, s.prompt.text, s.response_text) for s in extremes(samples)])
 
 
 def _saved(start: Anew | Resume) -> Saved | None:
