@@ -39,7 +39,7 @@ from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
-from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import SkipGuard, average_updates
 from fivefold.types import Columns
 

@@ -12,7 +12,8 @@ from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import TrainedRole
-from fivefold.roles.trainer import BatchChange, Trainer, TrainerWorker, UpdateResult
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
 from fivefold.sync.device_buckets import merged
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer

@@ -20,7 +20,8 @@ from fivefold.engine.contract import Offloadable
 from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import TrainedRole
-from fivefold.roles.trainer import Trainer, TrainerWorker, UpdateResult
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import TrainerWorker, UpdateResult
 
 
 class Critic(TrainedRole):

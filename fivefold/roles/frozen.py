@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from fivefold.engine.contract import PARAMS
 from fivefold.roles.actor import Actor
 from fivefold.roles.moved_bytes import MovedBytes
-from fivefold.roles.trainer import Trainer, TrainerWorker
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import TrainerWorker
 
 
 class FrozenModel:

@@ -42,8 +42,8 @@ from fivefold.roles.moved_bytes import moved_metrics
 from fivefold.roles.reference import Reference
 from fivefold.roles.rollout import Rollout, RolloutWorker
 from fivefold.roles.trained import TrainedRole
-from fivefold.roles.trainer import TrainerSpec, TrainerWorker
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
+from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.transport import FOLDER, Route
 

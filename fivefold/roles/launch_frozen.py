@@ -20,8 +20,8 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import Placement
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
-from fivefold.roles.trainer import TrainerSpec, TrainerWorker
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
+from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 
 
 def frozen_shape(recipe: TrainRecipe, role: str) -> ModelShape:

@@ -15,8 +15,8 @@ from fivefold.layout.placement import Placement
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.reference import Reference, ReferenceAlone, ReferenceBesideActor
-from fivefold.roles.trainer import TrainerSpec
 from fivefold.roles.trainer_roles import trainer_of
+from fivefold.roles.trainer_worker import TrainerSpec
 
 
 def reference_beside(recipe: Recipe, placement: Placement, model: EngineConfig) -> EngineConfig | None:

@@ -24,7 +24,7 @@ from fivefold.roles.critic_update import CriticUpdate
 from fivefold.roles.reference import Reference
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
-from fivefold.roles.trainer import BatchChange
+from fivefold.roles.trainer_worker import BatchChange
 from fivefold.roles.updates import SkipGuard, make_updates
 from fivefold.types import Sample
 

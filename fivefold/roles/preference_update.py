@@ -14,7 +14,7 @@ from fivefold.algorithms.preferences import Numbers, Objective, derivatives
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.launch import Models
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.trainer_worker import UpdateResult
 
 
 @dataclass(frozen=True)

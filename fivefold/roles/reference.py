@@ -17,7 +17,8 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import written
-from fivefold.roles.trainer import Trainer, TrainerWorker
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import TrainerWorker
 
 if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenPart

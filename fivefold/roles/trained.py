@@ -10,7 +10,8 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.config.schema.run import ProfileConfig
 from fivefold.engine.contract import Offloadable
 from fivefold.roles.moved_bytes import MovedBytes
-from fivefold.roles.trainer import Trainer, TrainerWorker, WriteFailed
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import TrainerWorker, WriteFailed
 
 if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenPart

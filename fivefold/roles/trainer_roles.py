@@ -10,7 +10,8 @@ from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape
 from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.placement import Placement
-from fivefold.roles.trainer import Trainer, TrainerSpec, TrainerWorker
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 
 
 def trainer_role(name: str, placement: Placement, spec: TrainerSpec) -> Role:

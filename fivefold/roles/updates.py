@@ -9,7 +9,7 @@ from fivefold.algorithms.positions import N_PARTS, PART, SHARE
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
 from fivefold.observe.errors import RunFailed
-from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.trainer_worker import UpdateResult
 
 MOST_SKIPPED = 3
 """Updates in a row without a finite gradient, after which the run ends: it will not recover by itself."""

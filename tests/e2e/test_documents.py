@@ -58,7 +58,7 @@ from fivefold.roles.launch import Models
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import state_at_start
-from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.sft import FineTuning
 from fivefold.supervised import run_loop, set_up
 from fivefold.types import Batch, Prompt

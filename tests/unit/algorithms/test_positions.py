@@ -9,7 +9,7 @@ import torch
 
 from fivefold.algorithms.positions import N_PARTS, PART, SHARE, entropy_by_part
 from fivefold.algorithms.ragged import Sequences
-from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import average_updates
 
 

@@ -17,7 +17,8 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
 from fivefold.roles.launch import Roles
 from fivefold.roles.rollout import Rollout
-from fivefold.roles.trainer import Trainer, TrainerWorker
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.sync.offer import WeightOffer
 
 PARAMS, GRADS, OPTIMIZER, BUCKETS, CACHED = 20, 40, 60, 1, 7

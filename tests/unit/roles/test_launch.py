@@ -14,7 +14,7 @@ from fivefold.layout.placement import place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.planning.beside_rollout import beside_rollout
 from fivefold.roles.launch import Roles, launch_roles
-from fivefold.roles.trainer import TrainerSpec
+from fivefold.roles.trainer_worker import TrainerSpec
 from fivefold.sync.transport import choose_route
 
 

@@ -18,7 +18,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trainer import UpdateResult
+from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import average_updates
 from fivefold.types import Batch, Prompt, Sample
 

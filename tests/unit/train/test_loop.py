@@ -29,7 +29,8 @@ from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.resuming import state_at_start
 from fivefold.roles.rollout import Finished, Generated, Group, Rollout, ignore
-from fivefold.roles.trainer import Trainer, UpdateResult
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import SkipGuard
 from fivefold.sync.offer import WeightOffer
 from fivefold.types import Prompt, Sample
