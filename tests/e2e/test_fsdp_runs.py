@@ -16,7 +16,7 @@ TRAIN = (
     "train", str(ROOT / "recipes" / "quickstart-ppo.yaml"), f"total_train_steps={N_STEPS}",
     "train_dataset.batch_size=8", "valid_dataset=null", "recover.freq_steps=1", f"recover.max_to_keep={N_STEPS}",
     "actor.kl_ctl=0.01", "actor.kl_in=reward", "actor.optimizer.eps=1e-3", "critic.optimizer.eps=1e-3",
-    "critic.warmup_steps=0", "ref.ema_decay=0.5",
+    "critic.warmup_steps=0", "critic.colocate=false", "ref.ema_decay=0.5",
 )  # fmt: skip
 """A large eps keeps Adam from amplifying rounding errors. The actor's processes hold the reference, too, which
 follows as an average."""
@@ -29,7 +29,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def test_a_run_on_fsdp_goes_on_on_megatron(fivefold: Fivefold, tmp_path: Path) -> None:
     run = tmp_path / "quickstart-ppo" / "trial-0"
     begin = fivefold(
-        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=fsdp:d2", "critic.backend=fsdp:d2",
+        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=fsdp:d2", "critic.backend=fsdp:d1",
         "actor.fsdp.recompute=full",
     )  # fmt: skip
     assert begin.returncode == 0, begin.stderr + begin.stdout
@@ -40,7 +40,7 @@ def test_a_run_on_fsdp_goes_on_on_megatron(fivefold: Fivefold, tmp_path: Path) -
     for step in range(2, N_STEPS + 1):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
     goes_on = fivefold(
-        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=megatron:t2", "critic.backend=megatron:c2"
+        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=megatron:t2", "critic.backend=megatron:d1"
     )
     assert goes_on.returncode == 0, goes_on.stderr + goes_on.stdout
     assert "goes on" in goes_on.stdout

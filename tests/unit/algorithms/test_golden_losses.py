@@ -36,7 +36,7 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config import presets
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
 
-BATCHES = 200
+BATCHES = 100
 """Random batches for each loss."""
 
 Scalar = torch.Tensor
