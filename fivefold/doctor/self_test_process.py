@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
+from fivefold.imports import large_imports
+
 if TYPE_CHECKING:
     from fivefold.types import Batch
 
@@ -52,9 +54,10 @@ def main(seat: Seat) -> None:
     """Run the process from its imports to its end."""
     with Path(seat.progress).open("w", encoding="utf-8", buffering=1) as progress:
         progress.write('{"phase": "import"}\n')
-        import torch.distributed as dist
+        with large_imports():
+            import torch.distributed as dist
 
-        import fivefold.mcore.engine  # noqa: F401  (a failure belongs to the phase of the imports)
+            import fivefold.mcore.engine  # noqa: F401  (a failure belongs to the phase of the imports)
 
         progress.write('{"phase": "join"}\n')
         _join(seat)

@@ -32,7 +32,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         port = held.getsockname()[1]
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     options = f"--head --block --port={port} --num-cpus=2 --num-gpus=4 --include-dashboard=false --temp-dir={folder}"
-    command = [str(Path(sys.executable).with_name("ray")), "start", *options.split()]
+    few_processes = "--no-monitor --include-log-monitor=false"
+    command = [str(Path(sys.executable).with_name("ray")), "start", *options.split(), *few_processes.split()]
     head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
         while not listens(port):
