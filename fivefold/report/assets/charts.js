@@ -173,7 +173,7 @@ function drawLines(chart, names, unit, { marks, exact } = {}) {
   const layout = baseLayout(chart);
   if (SETTINGS.axis === "time") layout.xaxis.title = { text: "hours", standoff: 4 };
   layout.yaxis.type = log ? "log" : "linear";
-  const most = Math.max(...traces.flatMap((trace) => trace.y).map(Math.abs).filter(Number.isFinite));
+  const most = traces.flatMap((trace) => trace.y).reduce((largest, value) => Math.max(largest, Math.abs(value) || 0), 0);
   layout.yaxis.exponentformat = log ? "power" : most < 0.01 ? "e" : "B";
   Plotly.react(chart.plot, traces, layout, CONFIG);
   chart.swatches.replaceChildren(...labels.map(([colour, name]) => element("span", {}, colour ? element("i", { style: `background:${colour}` }) : null, name)));
@@ -268,6 +268,6 @@ function setUpControls() {
   byId("axis").addEventListener("change", (event) => { SETTINGS.axis = event.target.value; CHARTS.forEach((chart) => { chart.range = null; }); redrawAll(); });
   byId("log").addEventListener("click", (event) => { SETTINGS.log = !SETTINGS.log; event.target.setAttribute("aria-pressed", String(SETTINGS.log)); redrawAll(); });
   THEME.listeners.push(redrawAll);
-  addEventListener("beforeprint", () => CHARTS.forEach(redraw));
+  addEventListener("beforeprint", () => CHARTS.filter((chart) => chart.plot.clientWidth).forEach(redraw));
   show();
 }
