@@ -158,17 +158,23 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
 
 
 def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:
-    def plan(recipe: str) -> TrainerPlan:
-        keys = ["cluster.n_gpus_per_node=8", "actor.backend=megatron:d8", "actor.path=Qwen3-8B"]
+    def plan(recipe: str, *overrides: str) -> dict[str, TrainerPlan]:
+        keys = ["cluster.n_gpus_per_node=8", "actor.backend=megatron:d8", "actor.path=Qwen3-8B", *overrides]
         blueprint = plan_recipe(RECIPES / recipe, keys).blueprint
         assert blueprint is not None
         assert blueprint.question.work.sequences == 2 * 32
-        (trainer,) = blueprint.trainers
-        return trainer
+        return {trainer.placed.role: trainer for trainer in blueprint.trainers}
 
     shape = find_shape("Qwen3-8B")
-    dpo, reward = plan("quickstart-dpo.yaml").binding, plan("quickstart-rm.yaml").binding
+    dpo, reward = (plan(f"quickstart-{name}.yaml")["actor"].binding for name in ("dpo", "rm"))
     assert dpo.weights == dpo.reference == 4 * shape.n_parameters
+    half = plan("quickstart-dpo.yaml", "ref.dtype=bfloat16")["actor"].binding
+    assert half.reference == 2 * shape.n_parameters
+    apart = plan("quickstart-dpo.yaml", "ref.dtype=bfloat16", "ref.backend=megatron:d4t2", "ref.offload=true")
+    assert apart["actor"].binding.reference == 0
+    assert apart["ref"].binding.weights == pytest.approx(2 * shape.n_parameters / 2, rel=1e-3)
+    assert apart["ref"].offloaded == ("params",)
+    assert apart["actor"].beside == apart["ref"].binding.context
     assert reward.reference == 0
     assert reward.weights == 4 * shape.as_reward_model().n_parameters
     assert shape.n_parameters - shape.as_reward_model().n_parameters == (shape.vocab - 1) * shape.hidden
