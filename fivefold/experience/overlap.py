@@ -51,7 +51,7 @@ class FinishedGroups:
             self._changed.notify_all()
 
     def take(self) -> list[Group]:
-        """Wait for groups, and take all there are; none: there are no more.
+        """Wait for groups, and return all that wait; an empty list: no more come.
 
         Those that have finished meanwhile are judged together, because rewards are computed concurrently.
         """
@@ -88,6 +88,7 @@ class _Generation(threading.Thread):
         self._result: Generated | BaseException | None = None
 
     def run(self) -> None:
+        """Generate, and wait until the rewards are computed."""
         try:
             with self._timers.phase("rollout"):
                 self._result = self._generate(self._finished.add)

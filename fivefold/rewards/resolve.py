@@ -16,7 +16,8 @@ def resolve_rewards(config: RewardConfig, timeout_s: float | None = None) -> Rew
 
     Args:
         config: the recipe's `reward` section.
-        timeout_s: `scheduler.timeout_s`, the most seconds that each reward of a step may take; None: no limit.
+        timeout_s: `scheduler.timeout_s`, the most seconds that each reward may take of what is computed together; None:
+            no limit.
 
     Raises:
         ValueError: see `resolve_reward`; the message names the reward.
@@ -37,7 +38,8 @@ def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> N
 
     Args:
         config: the recipe's `reward` section, or one of its `rewards`.
-        timeout_s: `scheduler.timeout_s`, the most seconds that all rewards of a step may take; None: no limit.
+        timeout_s: `scheduler.timeout_s`, the most seconds that rewards which are computed together may take; None: no
+            limit.
 
     Raises:
         ValueError: there is no such reward, or it cannot be called with the arguments of `Reward`, or the machine

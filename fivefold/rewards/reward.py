@@ -83,7 +83,7 @@ class NamedReward:
     name: str
     reward: Reward | PromptReward | ScoredByModel
     timeout_s: float | None = None
-    """Most seconds that all rewards of a step may take; None: no limit."""
+    """Most seconds that rewards which are computed together may take; None: no limit."""
     n_threads: int = 1
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
