@@ -65,7 +65,8 @@ class Samples:
         for path, first, _ in parts:
             if path not in self._read:
                 # Its samples are known from the lines; now they have values of their tokens.
-                del self.rows[next((i for i, row in enumerate(self.rows) if row["step"] >= first), len(self.rows)) :]
+                while self.rows and self.rows[-1]["step"] >= first:
+                    self.rows.pop()
                 self._add_part(path)
                 self._offset = 0
         self._add_lines()
