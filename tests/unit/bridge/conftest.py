@@ -24,6 +24,14 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_moe": hf.Qwen3MoeConfig(**base, **moe, mlp_only_layers=[1]),
         "qwen2_moe": hf.Qwen2MoeConfig(**qwen2, **moe, shared_expert_intermediate_size=24),
         "mixtral": hf.MixtralConfig(**base, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+        "glm4_moe": hf.Glm4MoeConfig(
+            **base,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            attention_bias=True,
+            num_mtp_layers=0,
+        ),
     }
     folders = {}
     for name, config in configs.items():
@@ -31,6 +39,9 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         generator = torch.Generator().manual_seed(len(folders))
         for parameter in model.parameters():
             parameter.data.normal_(generator=generator)
+        for name_in_memory, buffer in model.named_buffers():
+            if name_in_memory.endswith("e_score_correction_bias"):
+                buffer.normal_(generator=generator)
         folders[name] = tmp_path_factory.mktemp("hf") / name
         model.save_pretrained(folders[name])
     return folders
