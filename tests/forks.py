@@ -53,7 +53,8 @@ def _command(arguments: list[str], cwd: Path, environment: dict[str, str], outpu
     os.environ.update(environment)
     os.chdir(cwd)
     # What Python has for `python -m fivefold`, in place of the paths that pytest has added.
-    sys.path[:] = [str(cwd), str(ROOT), *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    added = (str(ROOT), *(path for path in sys.path if path.startswith(str(ROOT / "tests"))))
+    sys.path[:] = [str(cwd), str(ROOT), *(path for path in sys.path if path not in added)]
     sys.argv = ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from fivefold.cli.main import app
