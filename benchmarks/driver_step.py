@@ -30,7 +30,7 @@ from fivefold.engine.sharing import BatchPlanner
 from fivefold.experience.samples import sample_metrics
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.rollout import Responses, generated
+from fivefold.roles.responses import Responses, generated
 from fivefold.rollout.protocol import group_requests
 from fivefold.types import Prompt, Sample
 

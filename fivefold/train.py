@@ -45,14 +45,16 @@ from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.critic_update import CriticUpdate, critic_update
 from fivefold.roles.keeping import Keeper, keep
-from fivefold.roles.launch import Roles, launch_roles, replica_spec, state_owners
+from fivefold.roles.launch import launch_roles, replica_spec
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
 from fivefold.roles.policy_update import PolicyUpdate, check_methods
 from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.run_roles import Roles
 from fivefold.roles.speed import StepSpeed, device_peak
+from fivefold.roles.state_owners import state_owners
 from fivefold.roles.teacher import Teacher
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams

@@ -41,7 +41,7 @@ class Bridge:
     def __init__(self, shape: ModelShape, *, bucket_bytes: int = GATHER_BYTES) -> None:
         self._shape = shape
         self._bucket_bytes = bucket_bytes
-        self._mappings = {mapping.megatron: mapping for mapping in mappings(shape)}
+        self._mappings = {mapping.parameter: mapping for mapping in mappings(shape)}
 
     def expected_names(self) -> dict[str, Shape]:
         """Return the names and full shapes of the model's Hugging Face tensors."""

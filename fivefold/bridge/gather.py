@@ -130,7 +130,7 @@ def _outline(item: Item) -> Tensor:
 
 
 def _local(item: Item, tensors: Mapping[str, Tensor]) -> Tensor:
-    shard = tensors[item.mapping.megatron].detach()
+    shard = tensors[item.mapping.parameter].detach()
     return shard[item.first : item.first + item.shape[0]].to(item.dtype)
 
 

@@ -86,7 +86,7 @@ class WeightMapping(ABC):
     keeps_float32: ClassVar[bool] = False
     """Whether its tensors are float32 whatever the dtype of the model."""
 
-    megatron: str
+    parameter: str
     """Name of the parameter: Megatron-Core's, with global layer numbers; on FSDP that of transformers."""
 
     @abstractmethod
@@ -193,7 +193,7 @@ class Row(WeightMapping):
         return {self.hf: self.shape}
 
     def local_shape(self, groups: ShardGroups) -> Shape:
-        return (self.shape[0], _share(self.shape[1], groups.tp_size, self.megatron))
+        return (self.shape[0], _share(self.shape[1], groups.tp_size, self.parameter))
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         yield _columns(self.hf, self.shape, groups.tp_rank, groups.tp_size)
@@ -215,7 +215,7 @@ class Column(WeightMapping):
         return {self.hf: self.shape}
 
     def local_shape(self, groups: ShardGroups) -> Shape:
-        return (_share(self.shape[0], groups.tp_size, self.megatron), *self.shape[1:])
+        return (_share(self.shape[0], groups.tp_size, self.parameter), *self.shape[1:])
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         rows, *_ = self.local_shape(groups)
@@ -290,14 +290,14 @@ class QKV(WeightMapping):
 
     @property
     def _queries(self) -> int:
-        return _share(self.n_heads, self.n_kv_heads, f"{self.megatron}: query heads over key/value heads")
+        return _share(self.n_heads, self.n_kv_heads, f"{self.parameter}: query heads over key/value heads")
 
     def hf_shapes(self) -> dict[str, Shape]:
         kv = (self.n_kv_heads * self.head_dim, *self.features)
         return {self.q: (self.n_heads * self.head_dim, *self.features), self.k: kv, self.v: kv}
 
     def local_shape(self, groups: ShardGroups) -> Shape:
-        kv_heads = _share(self.n_kv_heads, groups.tp_size, f"{self.megatron}: key/value heads")
+        kv_heads = _share(self.n_kv_heads, groups.tp_size, f"{self.parameter}: key/value heads")
         return (kv_heads * (self._queries + 2) * self.head_dim, *self.features)
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
@@ -332,7 +332,7 @@ class GatedMLP(WeightMapping):
         return {self.gate: self.shape, self.up: self.shape}
 
     def local_shape(self, groups: ShardGroups) -> Shape:
-        return (2 * _share(self.shape[0], groups.tp_size, self.megatron), self.shape[1])
+        return (2 * _share(self.shape[0], groups.tp_size, self.parameter), self.shape[1])
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         rows = self.shape[0] // groups.tp_size
@@ -365,8 +365,8 @@ class ExpertGatedMLP(WeightMapping):
         return dict.fromkeys(names, self.shape)
 
     def local_shape(self, groups: ShardGroups) -> Shape:
-        experts = _share(self.n_experts, groups.ep_size, f"{self.megatron}: experts")
-        rows = _share(self.shape[0], groups.etp_size, f"{self.megatron}: expert ffn hidden")
+        experts = _share(self.n_experts, groups.ep_size, f"{self.parameter}: experts")
+        rows = _share(self.shape[0], groups.etp_size, f"{self.parameter}: expert ffn hidden")
         return (experts, 2 * rows, self.shape[1])
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
@@ -402,8 +402,8 @@ class ExpertRow(WeightMapping):
         return {self.down.format(expert=e): self.shape for e in range(self.n_experts)}
 
     def local_shape(self, groups: ShardGroups) -> Shape:
-        experts = _share(self.n_experts, groups.ep_size, f"{self.megatron}: experts")
-        columns = _share(self.shape[1], groups.etp_size, f"{self.megatron}: expert ffn hidden")
+        experts = _share(self.n_experts, groups.ep_size, f"{self.parameter}: experts")
+        columns = _share(self.shape[1], groups.etp_size, f"{self.parameter}: expert ffn hidden")
         return (experts, self.shape[0], columns)
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:

@@ -73,7 +73,7 @@ class Spelling:
 
 def spellings(mapping: WeightMapping, n_layers: int) -> Iterator[Spelling]:
     """Yield every way in which a checkpoint may store the parameter of `mapping`, the usual one first."""
-    layer, name = _split(mapping.megatron)
+    layer, name = _split(mapping.parameter)
     has_experts, is_gated = mapping.domain == "expert", isinstance(mapping, GatedMLP | ExpertGatedMLP)
     for pattern, stacked, expert_axis, together in product(
         _SPELLINGS.get(name, (name,)) if layer is not None else (name,),
@@ -94,7 +94,7 @@ def written_spelling(mapping: WeightMapping, n_layers: int, *, stacked: bool, sp
         spec: the layer spec of the models that will load the checkpoint.
         is_moe: whether the parameter's layer has experts.
     """
-    layer, name = _split(mapping.megatron)
+    layer, name = _split(mapping.parameter)
     pattern = _SPELLINGS.get(name, (name,))[0] if layer is not None else name
     if name == _PRE_MLP_NORM and not (is_moe and spec == "te"):
         pattern = _FUSED_PRE_MLP_NORM

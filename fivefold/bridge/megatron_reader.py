@@ -139,7 +139,7 @@ class MegatronWeights:
         for mapping in _stored_mappings(shape, stored):
             way = next((way for way in spellings(mapping, shape.n_layers) if way.keys <= stored), None)
             if way is not None:
-                found[mapping.megatron] = mapping, way
+                found[mapping.parameter] = mapping, way
             else:
                 nearest = min(spellings(mapping, shape.n_layers), key=lambda way: len(way.keys - stored))
                 missing |= nearest.keys - stored

@@ -192,7 +192,7 @@ class _Writer:
             files.finish()
 
     def _is_moe(self, mapping: WeightMapping) -> bool:
-        layer = layer_of(mapping.megatron)
+        layer = layer_of(mapping.parameter)
         return layer is not None and self._shape.moe_layers[layer]
 
     def _dtypes_by_key(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

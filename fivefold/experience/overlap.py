@@ -12,8 +12,9 @@ from collections.abc import Callable
 from fivefold.experience.samples import judged, rewarded
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.responses import Generated, Group
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout import Finished, Generated, Group
+from fivefold.roles.rollout import Finished
 from fivefold.types import Sample
 
 ENDING_S = 30.0

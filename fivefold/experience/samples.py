@@ -12,8 +12,8 @@ import numpy as np
 
 from fivefold.data.sampler import Outcome
 from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.responses import Generated
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout import Generated
 from fivefold.types import Sample
 
 FULL_REWARD = 1.0

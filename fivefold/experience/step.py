@@ -22,8 +22,9 @@ from fivefold.experience.source import Experience
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.responses import Generated
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout import Generated, Rollout
+from fivefold.roles.rollout import Rollout
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
 

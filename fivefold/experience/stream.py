@@ -34,8 +34,10 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.rollout import Generated, Group, Job, Rollout
+from fivefold.roles.responses import Generated, Group
+from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_stream import RolloutStream
+from fivefold.roles.rollout_worker import Job
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.types import Prompt, Sample
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
-from fivefold.roles.rollout import Group
+from fivefold.roles.responses import Group
 from fivefold.rollout.protocol import Begun, GenerationRequest
 from fivefold.types import Columns, FinishReason, Prompt, Sample
 

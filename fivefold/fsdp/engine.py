@@ -197,18 +197,18 @@ class FSDPEngine(SharedVerbs[Optimizer]):
     def moving_weights(self, decay: float) -> MovingWeights:
         """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
         weights = {
-            shard.mapping.megatron: HeldWeight(shard.mapping, shard.values_N, shard.begin) for shard in self.shards
+            shard.mapping.parameter: HeldWeight(shard.mapping, shard.values_N, shard.begin) for shard in self.shards
         }
         weights |= {
-            each.mapping.megatron: HeldWeight(each.mapping, each.values_E, is_stored=each.is_stored)
+            each.mapping.parameter: HeldWeight(each.mapping, each.values_E, is_stored=each.is_stored)
             for each in self.shards.offsets
         }
         return MovingWeights(weights, expected_tensors(self.shape), self.groups.weights, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        sharded = {shard.mapping.megatron: shard.values_N for shard in self.shards}
-        return sharded | {each.mapping.megatron: each.values_E for each in self.shards.offsets}
+        sharded = {shard.mapping.parameter: shard.values_N for shard in self.shards}
+        return sharded | {each.mapping.parameter: each.values_E for each in self.shards.offsets}
 
     def _blocks(self) -> Iterator[Block]:
         return self.shards.blocks(self._dtype)

@@ -32,7 +32,7 @@ def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
     Raises:
         ValueError: a family that is not trained.
     """
-    return {mapping.megatron: mapping for mapping in _model(shape)}
+    return {mapping.parameter: mapping for mapping in _model(shape)}
 
 
 def _model(shape: ModelShape) -> Iterator[WeightMapping]:

@@ -47,7 +47,7 @@ class Optimizer:
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
         self._shards = list(shards)
-        self._fixed = [FixedSlice(each.mapping.megatron, each.values_E, each.is_stored) for each in shards.offsets]
+        self._fixed = [FixedSlice(each.mapping.parameter, each.values_E, each.is_stored) for each in shards.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
         self._parts = [self._part(shard) for shard in self._shards]
         self.state = OptimizerState(self._parts, form)
@@ -55,7 +55,7 @@ class Optimizer:
     def _part(self, shard: Shard) -> StateShard:
         # Norms and biases are the parameters of one dimension, and exempt from weight decay.
         options = self._options[len(shard.shape) > 1]
-        return StateShard(shard.mapping.megatron, shard.parameter, shard.begin, shard.values_N, options)
+        return StateShard(shard.mapping.parameter, shard.parameter, shard.begin, shard.values_N, options)
 
     def step(self) -> StepResult:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
@@ -93,7 +93,7 @@ class Optimizer:
     def _gradient(self, shard: Shard) -> Tensor:
         """Return the gradient of a shard, summed over all ranks, float32 [N]."""
         grad_N = gradient(shard.parameter)
-        if self._groups.tp.size() > 1 and is_head_norm(shard.mapping.megatron):
+        if self._groups.tp.size() > 1 and is_head_norm(shard.mapping.parameter):
             dist.all_reduce(grad_N, group=self._groups.tp)
         return grad_N
 
@@ -115,7 +115,7 @@ class Optimizer:
     def _non_finite(self, grads: list[Tensor]) -> tuple[str, ...]:
         """Return the first few parameters whose gradient is not finite on some rank."""
         local = [
-            shard.mapping.megatron
+            shard.mapping.parameter
             for shard, grad_N in zip(self._shards, grads, strict=True)
             if not grad_N.isfinite().all()
         ]

@@ -152,7 +152,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             self.optimizer = Optimizer(
                 optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps, fixed
             )
-            mappings = {mapping.megatron: mapping for mapping, _ in self._bridge.mapped(self.weights)}
+            mappings = {mapping.parameter: mapping for mapping, _ in self._bridge.mapped(self.weights)}
             self._state = TrainingState(
                 self.optimizer, mappings, self._bridge.expected_names(), self._shards, layout, MegatronGenerators()
             )
@@ -254,7 +254,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         weights = {}
         for mapping, _ in self._bridge.mapped(self.weights):
             is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
-            weights[mapping.megatron] = HeldWeight(mapping, held[mapping.megatron], is_stored=is_first)
+            weights[mapping.parameter] = HeldWeight(mapping, held[mapping.parameter], is_stored=is_first)
         return MovingWeights(weights, self._bridge.expected_names(), self._shards, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fivefold.families.check import layout_problems, replica_problems
 from fivefold.families.registry import find_family
 from fivefold.layout.placement import Placement, RolePlacement
+from fivefold.layout.transport import pick_transport
 from fivefold.planning.host_memory import GIB, HostMemory, fullest, host_memory, host_problems
 from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.question import Question
@@ -149,14 +150,8 @@ def _with_sending(trainer: TrainerPlan, question: Question, placement: Placement
     """Return the actor's plan with the buckets in which its weights go to the rollout."""
     if trainer.placed.role != "actor" or "rollout" not in placement:
         return trainer
-    work = question.work
-    sending = sending_bytes(
-        trainer.placed.layout,
-        question.shape,
-        question.weight_transport,
-        shares="rollout" in placement.sharers("actor"),
-        element_bytes=work.element_bytes,
-    )
+    transport = pick_transport(question.weight_transport, placement)
+    sending = sending_bytes(trainer.placed.layout, question.shape, transport, element_bytes=question.work.element_bytes)
     return replace(
         trainer,
         memory=tuple(replace(stage, sending=sending) for stage in trainer.memory),

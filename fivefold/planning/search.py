@@ -13,6 +13,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import GPUS, Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
+from fivefold.layout.transport import Transport, pick_transport
 from fivefold.planning.blueprint import HEADROOM
 from fivefold.planning.groups import ranks_together
 from fivefold.planning.memory import Kind, RankMemory
@@ -28,7 +29,7 @@ from fivefold.planning.role_plans import (
     trainer_memory,
 )
 from fivefold.planning.rollout_memory import asleep_bytes
-from fivefold.planning.sending import Transport, kept_while_sending, sending_bytes
+from fivefold.planning.sending import kept_while_sending, sending_bytes
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import Recompute, Workload
 
@@ -84,7 +85,7 @@ class Cluster:
     """Engines that generate on the same GPUs."""
     offloadable: tuple[Kind, ...] = ()
     """What the trainer may move off its GPUs while they generate."""
-    transport: Transport = "auto"
+    transport: Transport = "folder"
     """How its weights go to them."""
     backend: str = "megatron"
     """The trainer's engine, all layouts of which are tried."""
@@ -112,8 +113,8 @@ class Cluster:
             Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
         )
         actor = placement["actor"]
-        offloadable, transport = question.offload.possible, question.weight_transport
-        backend = actor.layout.backend
+        offloadable, backend = question.offload.possible, actor.layout.backend
+        transport: Transport = pick_transport(question.weight_transport, placement) if engines else "folder"
         return Cluster(question.gpu, actor.devices, reserved + frozen, engines, offloadable, transport, backend)
 
     @property
@@ -161,7 +162,7 @@ class Cluster:
         if not self.engines:
             return stages
         element_bytes = work.element_bytes
-        sending = sending_bytes(layout, shape, self.transport, shares=True, element_bytes=element_bytes)
+        sending = sending_bytes(layout, shape, self.transport, element_bytes=element_bytes)
         return [replace(stage, sending=sending) for stage in stages]
 
 

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
 
 from fivefold.config.weight_buckets import DEVICE_BYTES, GATHER_BYTES, HOST_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.transport import Transport
 from fivefold.planning.memory import Kind, RankMemory
 
-Transport = Literal["auto", "ipc", "nccl", "folder"]
-"""`rollout.weight_transport` of a recipe."""
 
-
-def sending_bytes(
-    layout: ParallelLayout, shape: ModelShape, transport: Transport, *, shares: bool, element_bytes: int
-) -> int:
+def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transport, *, element_bytes: int) -> int:
     """Return the most bytes that a rank of the actor takes for buckets while it sends its weights.
 
     Args:
         layout: layout of the actor.
         shape: its model.
         transport: how weights travel.
-        shares: whether a rollout is on the actor's devices, where `auto` means `ipc`.
         element_bytes: bytes of an element of the actor's weights.
     """
     largest = element_bytes * shape.hidden * max(shape.vocab, shape.ffn_hidden if not all(shape.moe_layers) else 0)
-    buffers = {
+    buffers: dict[Transport, int] = {
         "ipc": IPC_BUFFERS * max(DEVICE_BYTES, largest),
         "nccl": NCCL_BUFFERS * max(DEVICE_BYTES, largest),
         "folder": HOST_BYTES,
     }
-    chosen = ("ipc" if shares else "nccl") if transport == "auto" else transport
     is_cut = layout.tp * layout.pp * layout.ep * layout.etp > 1
-    return buffers[chosen] + (max(GATHER_BYTES, largest) if is_cut else 0)
+    return buffers[transport] + (max(GATHER_BYTES, largest) if is_cut else 0)
 
 
 def kept_while_sending(stage: RankMemory, offloaded: Collection[Kind]) -> int:

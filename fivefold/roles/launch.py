@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
-from fivefold.checkpoints.writer import StateOwner
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
@@ -24,12 +21,9 @@ from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.layout.placement import Placement
-from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout, copies_state
 from fivefold.roles.actor import Actor
-from fivefold.roles.cache_room import CacheRoom
 from fivefold.roles.critic import Critic
-from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offloaded_frozen
 from fivefold.roles.launch_reference import (
     moving,
@@ -38,174 +32,17 @@ from fivefold.roles.launch_reference import (
     reference_beside,
     reference_of,
 )
-from fivefold.roles.moved_bytes import moved_metrics
 from fivefold.roles.reference import Reference
-from fivefold.roles.rollout import Rollout, RolloutWorker
-from fivefold.roles.trained import TrainedRole
+from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout_worker import RolloutWorker
+from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.transport import FOLDER, Route
 
 if TYPE_CHECKING:
-    from fivefold.engine.state_store import WrittenPart
-
-
-@dataclass
-class Roles:
-    """All roles of a run. There is a reference only if the recipe has a KL term, and a critic only if it has one."""
-
-    actor: Actor
-    rollout: Rollout
-    reference: Reference | None
-    offloaded: tuple[Offloadable, ...] = ()
-    """What the actor moves off its devices while the rollout that shares them is awake. The weights are added if the
-    rollout's cache does not fit beside them."""
-    critic: Critic | None = None
-    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
-    """Models that are not trained, by role; the reference is not among them."""
-
-    @property
-    def trained(self) -> dict[str, TrainedRole]:
-        """The roles that are trained, by name."""
-        return {"actor": self.actor, **({} if self.critic is None else {"critic": self.critic})}
-
-    def take_moved(self) -> dict[str, float]:
-        """Return the metrics of what all roles have moved off their devices and back since the last call."""
-        counts = [self.actor.moved, *(model.moved for model in self.frozen.values())]
-        counts += [] if self.critic is None else [self.critic.moved]
-        return moved_metrics(count.take() for count in counts)
-
-    @contextmanager
-    def training(self, timers: PhaseTimers) -> Iterator[None]:
-        """Give the actor, inside the block, the devices that the rollout shares with it, and all of its state.
-
-        Behind the block the rollout sleeps on: call `send_weights` next, which gives the devices back to it.
-        """
-        if self.rollout.shares_devices:
-            with timers.phase("hand-over"):
-                self.rollout.sleep()
-                self.actor.onload(self.offloaded)
-        yield
-
-    @contextmanager
-    def on_device(self, timers: PhaseTimers, *needed: Offloadable) -> Iterator[None]:
-        """Have `needed` of the actor on its devices inside the block, which saves or loads it.
-
-        If the rollout must make room for it, it gets its weights once more behind the block.
-        """
-        if not set(needed).intersection(self.offloaded):
-            yield
-            return
-        version = self.rollout.version
-        with self.training(timers):
-            yield
-        if version is not None:
-            self.send_weights(version, timers)
-
-    @contextmanager
-    def critic_on_device(self, timers: PhaseTimers, *needed: Offloadable) -> Iterator[None]:
-        """Have `needed` of the critic on its devices inside the block, which saves or loads it.
-
-        If the rollout must make room for it, it gets its weights once more behind the block.
-        """
-        assert self.critic is not None
-        if not set(needed).intersection(self.critic.offloaded):
-            yield
-            return
-        version = self.rollout.version
-        with self.training(timers), self.critic.working(*needed):
-            yield
-        if version is not None and self.rollout.shares_devices:
-            self.send_weights(version, timers)
-
-    def send_weights(self, version: int, timers: PhaseTimers) -> None:
-        """Send the actor's weights to the rollout, as version `version`; with them, the devices that they share.
-
-        Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
-        go before, and the rollout's cache, which takes what the others leave, comes when the actor has freed the rest.
-        """
-        shares, room = self.rollout.shares_devices, CacheRoom(self.rollout.device_share)
-        if shares:
-            with timers.phase("hand-over"):
-                self.actor.offload([kind for kind in self.offloaded if kind != "params"])
-                self.actor.release()
-                free = self.actor.free_memory()
-                self.rollout.wake_weights()
-                room.weights_woke(free, self.actor.free_memory())
-                self.actor.onload([kind for kind in self.offloaded if kind == "params"])
-        with timers.phase("weight sync"):
-            self.rollout.take_weights(self.actor.offer_weights(version))
-        if shares:
-            with timers.phase("hand-over"):
-                self.actor.release()
-                if "params" not in self.offloaded and room.lacks(self.actor.free_memory()):
-                    self.offloaded = (*self.offloaded, "params")
-                self.actor.offload([kind for kind in self.offloaded if kind == "params"])
-                self.rollout.wake()
-
-
-@dataclass(frozen=True)
-class ActorState:
-    """The actor's state as checkpoints take it: what is offloaded comes back for the copy."""
-
-    roles: Roles
-    timers: PhaseTimers
-
-    def snapshot(self, folder: Path) -> int:
-        """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        with self.roles.on_device(self.timers, "params", "optimizer"):
-            return self.roles.actor.snapshot(folder)
-
-    def write_snapshot(self) -> list[WrittenPart]:
-        """Write the files of the last snapshot; see `Actor.write_snapshot`."""
-        return self.roles.actor.write_snapshot()
-
-
-@dataclass(frozen=True)
-class ReferenceState:
-    """The weights of a reference that follows the actor, as checkpoints take them."""
-
-    roles: Roles
-    reference: Reference
-    timers: PhaseTimers
-
-    def snapshot(self, folder: Path) -> int:
-        """Copy the weights to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        with self.roles.on_device(self.timers, "params"):
-            return self.reference.snapshot(folder)
-
-    def write_snapshot(self) -> Sequence[WrittenPart]:
-        """Write the files of the last snapshot; see `Reference.write_snapshot`."""
-        return self.reference.write_snapshot()
-
-
-@dataclass(frozen=True)
-class CriticState:
-    """The critic's state as checkpoints take it, like `ActorState`."""
-
-    roles: Roles
-    critic: Critic
-    timers: PhaseTimers
-
-    def snapshot(self, folder: Path) -> int:
-        """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
-        with self.roles.critic_on_device(self.timers, "params", "optimizer"):
-            return self.critic.snapshot(folder)
-
-    def write_snapshot(self) -> list[WrittenPart]:
-        """Write the files of the last snapshot; see `TrainedRole.write_snapshot`."""
-        return self.critic.write_snapshot()
-
-
-def state_owners(roles: Roles, recipe: TrainRecipe, timers: PhaseTimers) -> dict[str, StateOwner]:
-    """Return whose state a checkpoint has, by its folder."""
-    owners: dict[str, StateOwner] = {TRAINER: ActorState(roles, timers)}
-    if roles.reference is not None and recipe.ref.refresh_steps is not None:
-        owners[REFERENCE] = ReferenceState(roles, roles.reference, timers)
-    if roles.critic is not None:
-        owners[CRITIC] = CriticState(roles, roles.critic, timers)
-    return owners
+    pass
 
 
 def launch_roles(

@@ -12,7 +12,9 @@ from collections import deque
 from dataclasses import replace
 
 from fivefold.cluster.group import KeptCall
-from fivefold.roles.rollout import Group, Job, Responses, Rollout, RolloutWorker, groups_of
+from fivefold.roles.responses import Group, Responses, groups_of
+from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import SamplingParams
 
 SLICE_S = 0.2

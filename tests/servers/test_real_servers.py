@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
@@ -32,7 +33,7 @@ from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.sync import cuda_ipc
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.sender import WeightSender
-from fivefold.sync.transport import Route, Transport
+from fivefold.sync.transport import Route
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import END, byte_tokenizer
 

@@ -72,7 +72,7 @@ def full_tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:
 def shards(config: Mapping[str, Any], layout: Layout, at: Position) -> Iterator[tuple[WeightMapping, Tensor]]:
     """Yield each parameter of a rank: its mapping, and its shard as it is cut by hand."""
     hf = full_tensors(config)
-    by_name = {mapping.megatron: mapping for mapping in mappings(read_shape(config))}
+    by_name = {mapping.parameter: mapping for mapping in mappings(read_shape(config))}
     heads = {**config, "head_dim": config["hidden_size"] // config["num_attention_heads"]}
     for name, shard in shard_by_hand(hf, heads, layout, at).items():
         yield by_name[name], shard
@@ -106,9 +106,9 @@ def test_stored_pieces_of_all_ranks_tile_every_tensor_once(model: tuple[dict[str
         for mapping, _ in shards(config, layout, at):
             # Ranks that differ along dimensions over which the parameter is not cut are data-parallel replicas.
             place = (at.etp, at.ep) if mapping.domain == "expert" else (at.tp, 0)
-            if (mapping.megatron, *place, at.pp) in written:
+            if (mapping.parameter, *place, at.pp) in written:
                 continue
-            written.add((mapping.megatron, *place, at.pp))
+            written.add((mapping.parameter, *place, at.pp))
             for piece in mapping.stored_pieces(groups_at(layout, at)):
                 times_stored[piece.name][piece.index] += 1
     assert [name for name, times in times_stored.items() if not (times == 1).all()] == []

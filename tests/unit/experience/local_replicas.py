@@ -11,7 +11,8 @@ import torch
 
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.roles.gate import Gate
-from fivefold.roles.rollout import ExpectedLengths, Rollout, RolloutWorker
+from fivefold.roles.rollout import ExpectedLengths, Rollout
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 

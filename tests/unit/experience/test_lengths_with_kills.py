@@ -13,7 +13,7 @@ import pytest
 from fivefold.engine.state_store import finish
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import Saved, read_waiting
-from fivefold.roles.rollout import RolloutWorker
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion, Prompt

@@ -20,7 +20,8 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.rollout import Finished, Generated, Group, Rollout, ignore
+from fivefold.roles.responses import Generated, Group
+from fivefold.roles.rollout import Finished, Rollout, ignore
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
 

@@ -14,7 +14,7 @@ from fivefold.experience.stream import StreamSource
 from fivefold.planning.lengths import Lengths, log_normal
 from fivefold.planning.simulation import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
-from fivefold.roles.rollout import RolloutWorker
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion, Prompt

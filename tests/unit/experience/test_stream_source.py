@@ -28,7 +28,8 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
-from fivefold.roles.rollout import Job, Responses, RolloutWorker
+from fivefold.roles.responses import Responses
+from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, Prompt, Trajectory

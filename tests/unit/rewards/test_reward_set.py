@@ -17,8 +17,8 @@ from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.responses import Generated
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout import Generated
 from fivefold.types import Prompt, Sample
 from tests.unit.rewards.conftest import Write
 

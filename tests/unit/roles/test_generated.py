@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fivefold.roles.rollout import ExpectedLengths, Responses, generated
+from fivefold.roles.responses import Responses, generated
+from fivefold.roles.rollout import ExpectedLengths
 from fivefold.types import Columns, Prompt, Sample, Trajectory
 
 

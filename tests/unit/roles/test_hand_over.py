@@ -15,8 +15,8 @@ from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
-from fivefold.roles.launch import Roles
 from fivefold.roles.rollout import Rollout
+from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.sync.offer import WeightOffer

@@ -13,7 +13,8 @@ from fivefold.families.read import SHAPES
 from fivefold.layout.placement import place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.planning.beside_rollout import beside_rollout
-from fivefold.roles.launch import Roles, launch_roles
+from fivefold.roles.launch import launch_roles
+from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_worker import TrainerSpec
 from fivefold.sync.transport import choose_route
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fivefold.roles.rollout import Job, Responses, RolloutWorker
+from fivefold.roles.responses import Responses
 from fivefold.roles.rollout_stream import RolloutStream
+from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout

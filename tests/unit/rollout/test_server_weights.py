@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import sglang_dialect, vllm_dialect
@@ -30,7 +31,7 @@ from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import Invitation
-from fivefold.sync.transport import Route, Transport
+from fivefold.sync.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python

@@ -22,13 +22,14 @@ from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
-from fivefold.roles.launch import Roles
 from fivefold.roles.moved_bytes import MovedBytes
 from fivefold.roles.opening import OpenRun
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.responses import Generated, Group
 from fivefold.roles.resuming import state_at_start
-from fivefold.roles.rollout import Finished, Generated, Group, Rollout, ignore
+from fivefold.roles.rollout import Finished, Rollout, ignore
+from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import SkipGuard

@@ -1,0 +1,68 @@
+"""Ways of weights from the trainer to the rollout, and which of them a placement allows.
+
+ipc      the trainer's buffers are opened by the engine, which is on the same GPU; one buffer is filled while the
+         other is loaded
+nccl     rank 0 of the trainer broadcasts its buffer to all processes of the engines, which are on other GPUs
+folder   through host memory: the object store, and for servers a folder of files
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fivefold.layout.placement import Placement
+
+Transport = Literal["ipc", "nccl", "folder"]
+
+_MEASURED = frozenset({"vllm"})
+"""Engines whose ends of `ipc` and `nccl` have been measured on GPUs; `auto` takes these transports for no other."""
+
+
+def pick_transport(asked: Transport | Literal["auto"], placement: Placement) -> Transport:
+    """Return the transport that a recipe asks for, or for `auto` the fastest that its engine and placement allow.
+
+    Raises:
+        ValueError: the transport that is asked for cannot work.
+    """
+    obstacles: dict[Transport, str | None] = {
+        "ipc": _obstacle_to_ipc(placement),
+        "nccl": _obstacle_to_nccl(placement),
+        "folder": None,
+    }
+    free = [name for name, obstacle in obstacles.items() if obstacle is None]
+    if asked == "auto":
+        return free[0] if placement["rollout"].layout.backend in _MEASURED else "folder"
+    if obstacles[asked] is not None:
+        raise ValueError(
+            f"rollout.weight_transport={asked}, but {obstacles[asked]}: use auto, or one of {', '.join(free)}"
+        )
+    return asked
+
+
+def _obstacle_to_ipc(placement: Placement) -> str | None:
+    """Return why the engines cannot open the trainer's buffers; None: they can."""
+    if placement.is_cpu:
+        return "without GPUs there is no CUDA IPC"
+    rollout = placement["rollout"]
+    if foreign := set(rollout.devices) - set(placement["actor"].devices):
+        return f"{len(foreign)} of the rollout's {len(rollout.devices)} GPUs hold no rank of the actor"
+    return _obstacle_to_stages(placement)
+
+
+def _obstacle_to_nccl(placement: Placement) -> str | None:
+    """Return why rank 0 of the actor cannot broadcast to the engines; None: it can."""
+    if placement.is_cpu:
+        return "without GPUs there is no NCCL"
+    rollout = placement["rollout"]
+    if not rollout.layout.is_server:
+        return f"{rollout.layout.backend} has no end for it: it is for servers"
+    if placement["actor"].devices[0] in rollout.devices:
+        return "the actor's first GPU is one of the rollout's, and NCCL takes one process on each GPU"
+    return _obstacle_to_stages(placement)
+
+
+def _obstacle_to_stages(placement: Placement) -> str | None:
+    layout = placement["rollout"].layout
+    if layout.backend == "sglang" and layout.pp > 1:
+        return f"SGLang takes weights on GPUs without pipeline stages, and the rollout has p{layout.pp}"
+    return None

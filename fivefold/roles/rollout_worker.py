@@ -1,0 +1,193 @@
+"""The worker in the process of one replica of the rollout."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fivefold.bridge.hf_writer import save_hf
+from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.config.paths import resolve_model_path
+from fivefold.engine.deterministic import make_deterministic
+from fivefold.roles.responses import Responses
+from fivefold.rollout.engines import build_engine, weights_device
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.sync.buckets import unpack
+from fivefold.sync.folder import NodePlace
+from fivefold.sync.nccl_link import Invitation, Meeting
+from fivefold.types import Columns, Completion, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from fivefold.rollout.servers.engine import ServerEngine
+
+
+@dataclass(frozen=True)
+class Job:
+    """Requests that one replica answers, and what it needs to know of their prompts."""
+
+    indices: range
+    """Index of each request among all requests of the call."""
+    prompts: Sequence[Prompt]
+    """The prompt of each request."""
+    requests: Sequence[GenerationRequest]
+
+    def split(self, size: int) -> dict[int, Job]:
+        """Return the requests of each group that the job has, by the group's number; groups have `size` requests."""
+        parts: dict[int, Job] = {}
+        start = 0
+        while start < len(self.indices):
+            group = self.indices[start] // size
+            part = slice(start, (group + 1) * size - self.indices.start)
+            parts[group] = Job(self.indices[part], self.prompts[part], self.requests[part])
+            start += len(parts[group].indices)
+        return parts
+
+
+class RolloutWorker:
+    """One replica of the rollout engine."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        if spec.deterministic:
+            make_deterministic()
+        run = f"{spec.run}-{os.environ[NODE]}"
+        place = NodePlace(run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
+        save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
+        self._device = weights_device(spec)
+        self._route = spec.route
+        self._n_devices = spec.tp * spec.pp
+        self._engine = build_engine(spec, place, save)
+        self._jobs: dict[int, Job] = {}
+        """Jobs of a stream that are not done, by their first index."""
+        self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
+
+    def generate(
+        self, jobs: Iterator[Job], sampling: SamplingParams, group_size: int
+    ) -> Iterator[tuple[Responses, Columns | None]]:
+        """Generate one trajectory for each request of the jobs, each of which is taken when the engine has room.
+
+        Args:
+            jobs: the jobs.
+            sampling: how tokens are chosen.
+            group_size: number of neighbouring requests that are a group.
+
+        Yields:
+            The report on groups whose requests of a job have all been answered, and the columns of their trajectories.
+        """
+        taken: list[tuple[Job, dict[int, Job]]] = []
+        """Each job, and its groups."""
+        ended: dict[tuple[int, int], dict[int, Completion]] = defaultdict(dict)
+        """Completions of groups that are not whole, by the index of their request; the keys are job and group."""
+        since = 0.0
+
+        def requests() -> Iterator[Sequence[GenerationRequest]]:
+            nonlocal since
+            for job in jobs:
+                since = since or time.perf_counter()
+                taken.append((job, job.split(group_size)))
+                yield job.requests
+
+        for number, completions in self._engine.generate_each(requests(), sampling):
+            job, groups = taken[number]
+            for place, completion in completions.items():
+                index = job.indices[place]
+                ended[number, index // group_size][index] = completion
+            whole = [group for group in groups if len(ended[number, group]) == len(groups[group].indices)]
+            answers = [(groups[group], ended.pop((number, group))) for group in whole]
+            if answers:
+                in_order = [(part, [own[index] for index in part.indices]) for part, own in answers]
+                report, columns = self._reported(in_order, since)
+                since += report.busy_s
+                for group in whole:
+                    del groups[group]
+                yield report, columns
+
+    def advance(
+        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
+    ) -> tuple[Responses, Columns | None]:
+        """Begin further jobs of a stream, and go on with all of them until one is done or about `seconds` have passed.
+
+        Returns:
+            The report on the jobs that are done, and the columns of their trajectories, as from `generate`.
+        """
+        began = time.perf_counter()
+        for job in jobs:
+            self._jobs[job.indices.start] = job
+            self._engine.submit(job.indices.start, job.requests, sampling)
+        done = self._engine.collect(seconds)
+        report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
+        lost = self._engine.take_lost()
+        for number in lost:
+            del self._jobs[number]
+        n_running, has_weights = self._engine.n_running, self._engine.has_weights
+        return replace(report, n_running=n_running, lost=lost, has_weights=has_weights), columns
+
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the jobs of the stream that are not done, by their first index, with their tokens so far."""
+        return self._engine.unfinished()
+
+    def _reported(
+        self, answers: Sequence[tuple[Job, list[Completion]]], began: float
+    ) -> tuple[Responses, Columns | None]:
+        """Return the report on jobs with their completions, and the columns of the trajectories."""
+        indices: list[int] = []
+        trajectories: list[Trajectory] = []
+        texts: list[str] = []
+        for job, completions in answers:
+            indices += job.indices
+            pairs = zip(job.prompts, completions, strict=True)
+            trajectories += [Trajectory.single_turn(prompt, completion) for prompt, completion in pairs]
+            token_ids = [completion.token_ids.tolist() for completion in completions]
+            texts += self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        report = Responses.of(indices, trajectories, texts, time.perf_counter() - began)
+        return report, Columns.of(trajectories) if trajectories else None
+
+    def take_weights(self, buckets: Iterator[Any], version: int) -> None:
+        """Replace all weights by those in `buckets`, whose version is `version`.
+
+        The buckets are `Bucket`s with the weights, or with another transport than `folder` announcements of
+        `DeviceBucket`s.
+        """
+        if self._route.transport == "folder":
+            self._engine.update_weights(unpack(buckets, self._device), version)
+        else:
+            self._engine.load_buckets(buckets, version)
+
+    def meeting(self) -> Meeting:
+        """Return how the server enters an NCCL group."""
+        return self._server().meeting
+
+    def enter_link(self, invitation: Invitation) -> None:
+        """Enter an NCCL group with the trainer; the processes of all replicas follow rank 0 in the replicas' order."""
+        self._server().enter(invitation, 1 + int(os.environ["RANK"]) * self._n_devices)
+
+    def sleep(self) -> None:
+        """Drop the weights and leave the devices to the actor."""
+        self._engine.sleep()
+
+    def wake_weights(self) -> None:
+        """Take the device memory of the weights back; they come with the next `take_weights`."""
+        self._engine.wake_weights()
+
+    def wake(self) -> None:
+        """Take the rest of the device memory back."""
+        self._engine.wake()
+
+    def device_share(self) -> int | None:
+        """Return the bytes of each of its devices that the awake engine takes; None: it settles that itself."""
+        from fivefold.rollout.servers.engine import ServerEngine
+
+        return self._engine.device_share if isinstance(self._engine, ServerEngine) else None
+
+    def _server(self) -> ServerEngine:
+        """Return the engine, which is a server: no other engine enters an NCCL group."""
+        from fivefold.rollout.servers.engine import ServerEngine
+
+        assert isinstance(self._engine, ServerEngine)
+        return self._engine
