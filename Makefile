@@ -26,9 +26,10 @@ smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
 	test -d data/additions || $(RUN)/fivefold data additions -o data/additions
 	$(RUN)/fivefold train recipes/smollm2-addition.yaml --overwrite
 
-# Two at a time, files in their order: those with costly fixtures begin, and the many short ones fill up the end.
+# Three files at a time on two cores, because processes of a test wait for each other and for clocks. In their order:
+# those with costly fixtures begin, and the many short ones fill up the end.
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/browser $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/browser $(ARGS)
 
 test-browser: $(STAMP) ## run the tests of pages in a headless Chromium, if there is one
 	$(RUN)/python -m pytest tests/browser -rs -p no:cacheprovider $(ARGS)
