@@ -320,6 +320,7 @@ def _source(setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, sav
         last_step=setup.total_steps,
         resend=lambda version: roles.send_weights(version, timers),
         saved=saved,
+        reward_model=setup.reward_model(roles),
     ) as source:
         yield source
 

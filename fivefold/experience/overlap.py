@@ -51,14 +51,16 @@ class FinishedGroups:
             self._groups += groups
             self._changed.notify_all()
 
-    def take(self) -> list[Group]:
-        """Wait for groups, and return all that wait; an empty list: no more come.
+    def take(self, at_most: int | None = None) -> list[Group]:
+        """Wait for groups, and return those that wait, `at_most` of the first in the data's order; none: no more come.
 
         Those that have finished meanwhile are judged together, because rewards are computed concurrently.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._groups or self._has_ended)
-            groups, self._groups = self._groups, []
+            if at_most is not None:
+                self._groups.sort(key=lambda group: group.number)
+            groups, self._groups = self._groups[:at_most], self._groups[at_most:] if at_most else []
             return groups
 
     def end(self) -> None:

@@ -34,6 +34,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.responses import Generated, Group
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_stream import RolloutStream
@@ -77,13 +78,16 @@ class StreamSource:
         last_step: int,
         resend: Callable[[int], None],
         saved: Saved | None = None,
+        reward_model: RewardModel | None = None,
     ) -> None:
         """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last.
 
         Of `saved`, what a checkpoint has, the groups are taken over that answer these prompts and are young enough, and
         those that were being answered go on; all other prompts are answered anew. `resend` sends the weights of the
-        given version, which are those of now, to all replicas: to those whose server was started again.
+        given version, which are those of now, to all replicas: to those whose server was started again. `reward_model`
+        is the model of which one of the rewards is the score.
         """
+        self._reward_model = reward_model
         self._resend = resend
         self._recipe = recipe
         self._sampler = sampler
@@ -287,12 +291,18 @@ class StreamSource:
             self._finished.add(groups)
 
     def _judge(self) -> None:
-        """Compute the rewards of groups as they finish, until the source is closed."""
-        while groups := self._finished.take():
+        """Compute the rewards of groups as they finish, until the source is closed.
+
+        At most a step's groups go to a reward model at once, the next step's first, so that those of later steps do not
+        hold it up. Groups that wait for their score keep their place in the rule, so that a model that is slower than
+        the rollout slows it down.
+        """
+        at_most = None if self._reward_model is None else self._recipe.train_dataset.batch_size
+        while groups := self._finished.take(at_most):
             samples = [sample for group in groups for sample in group.samples]
             generated = Generated(samples, RemoteBatch.joined([group.batch for group in groups]), {})
             with self._timers.phase("rewards"):
-                done = judge(generated, self._rewards)
+                done = judge(generated, self._rewards, self._reward_model)
             with self._changed:
                 self._progress = time.perf_counter()
                 for place, group in enumerate(groups):

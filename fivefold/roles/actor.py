@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,6 +28,8 @@ class Actor(TrainedRole):
         """Take the trainer's handle, and the way of its weights to the rollout."""
         super().__init__(trainer)
         self._route = route
+        self.in_turn = threading.RLock()
+        """Held by the thread whose model works on devices that several models have in turn."""
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""

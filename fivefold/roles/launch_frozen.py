@@ -97,14 +97,16 @@ def frozen_models_of(
         specs: the spec of each frozen model.
         actor: the actor; None: it is not started.
     """
-    return {
-        role: FrozenModel(
+    models = {}
+    for role, spec in specs.items():
+        trained = set(placement.sharers(role)) - {"rollout"}
+        models[role] = FrozenModel(
             trainer_of(groups[role], spec),
             is_offloaded=bool(offloaded_frozen(recipe, placement, role)),
-            actor=actor if actor is not None and "actor" in placement.sharers(role) else None,
+            actor=actor if "actor" in trained else None,
+            in_turn=actor.in_turn if actor is not None and trained else None,
         )
-        for role, spec in specs.items()
-    }
+    return models
 
 
 def launch_frozen(session: Session, recipe: TrainRecipe, placement: Placement) -> dict[str, FrozenModel]:

@@ -47,13 +47,15 @@ class Roles:
     def training(self, timers: PhaseTimers) -> Iterator[None]:
         """Give the actor, inside the block, the devices that the rollout shares with it, and all of its state.
 
-        Behind the block the rollout sleeps on: call `send_weights` next, which gives the devices back to it.
+        Behind the block the rollout sleeps on: call `send_weights` next, which gives the devices back to it. A frozen
+        model on devices that are trained on does not work meanwhile.
         """
-        if self.rollout.shares_devices:
-            with timers.phase("hand-over"):
-                self.rollout.sleep()
-                self.actor.onload(self.offloaded)
-        yield
+        with self.actor.in_turn:
+            if self.rollout.shares_devices:
+                with timers.phase("hand-over"):
+                    self.rollout.sleep()
+                    self.actor.onload(self.offloaded)
+            yield
 
     @contextmanager
     def on_device(self, timers: PhaseTimers, *needed: Offloadable) -> Iterator[None]:
@@ -92,6 +94,10 @@ class Roles:
         Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
         go before, and the rollout's cache, which takes what the others leave, comes when the actor has freed the rest.
         """
+        with self.actor.in_turn:
+            self._send_weights(version, timers)
+
+    def _send_weights(self, version: int, timers: PhaseTimers) -> None:
         shares, room = self.rollout.shares_devices, CacheRoom(self.rollout.device_share)
         if shares:
             with timers.phase("hand-over"):

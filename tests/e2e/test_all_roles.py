@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForTokenClassification
 
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import as_listed, listed_metrics
+from tests.e2e.reward_models import TINY, check_scores, write_reward_model
 
-TINY = ROOT / "fivefold" / "models" / "tiny-moe"
 N_STEPS = 3
 TRAIN = (
     "train", str(ROOT / "recipes" / "quickstart-ppo.yaml"), f"total_train_steps={N_STEPS}", "experiment_name=roles",
@@ -34,15 +34,6 @@ TRAIN = (
 )  # fmt: skip
 
 
-def reward_model(folder: Path) -> Path:
-    """Write a model for sequence classification with random scores, and return its folder."""
-    model = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1, dtype=torch.float32)
-    model.score.weight.data.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
-    model.config.pad_token_id = None
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -52,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(root: Path) -> tuple[str, ...]:
     scores = {"fn": "model", "weight": 0.1}
     right = {"fn": "exact_match", "kwargs": {"pattern": r"(?:^|=)(\d+)$"}}
-    model = {"path": str(reward_model(root / "model")), "backend": "megatron:d1", "dtype": "float32"}
+    model = {"path": str(write_reward_model(root / "model")), "backend": "megatron:d1", "dtype": "float32"}
     reward = {"rewards": {"right": right, "liked": scores}, "model": {**model, "offload": True}}
     return (*TRAIN, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}")
 
@@ -118,17 +109,10 @@ def test_the_critic_is_saved_as_a_model_for_token_classification(run: Path) -> N
     torch.testing.assert_close(critic.score.weight.detach(), tensors["score.weight"])
 
 
-@torch.no_grad()
 def test_scores_are_those_of_hugging_faces_model(run: Path, root: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(root / "model", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
     samples = rows(run / "samples.jsonl")
     assert len(samples) == 8 * N_STEPS
-    for sample in samples:
-        ids = tokenizer(sample["prompt"] + sample["response"])["input_ids"]
-        expected = model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits[0, 0]
-        assert sample["reward/liked"] == pytest.approx(float(expected), abs=2e-5)
-        assert sample["reward"] == pytest.approx(sample["reward/right"] + 0.1 * sample["reward/liked"])
+    check_scores(samples, root / "model")
 
 
 def test_the_reference_is_a_moving_average_of_the_actor(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run whose samples are ahead of its steps, is killed, and goes on when the same command is run again."""
+"""A run whose samples are ahead of its steps, with a reward model, is killed; the same command goes on with it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fivefold.experience.waiting import read_waiting
 from fivefold.rollout.tokenizer import load_tokenizer
 from tests.e2e.conftest import COMMAND, ROOT
 from tests.e2e.documents import listed_metrics
+from tests.e2e.reward_models import check_scores, write_reward_model
 
 BATCH, SAMPLES, STEPS, AGE = 8, 4, 6, 2
 KEYS = (
@@ -30,12 +31,16 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 def start(root: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*COMMAND, "train", str(QUICKSTART), *KEYS, f"cluster.fileroot={root}"]
+    right = {"fn": "exact_match", "kwargs": {"pattern": r"(?:^|=)(\d+)$"}}
+    # By default, the model shares the actor's devices, in turn.
+    model = {"path": str(root / "model"), "backend": "megatron:d1", "dtype": "float32", "offload": True}
+    reward = {"rewards": {"right": right, "liked": {"fn": "model", "weight": 0.1}}, "model": model}
+    command = [*COMMAND, "train", str(QUICKSTART), *KEYS, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -> None:
-    run = tmp_path / "quickstart" / "trial-0"
+    run, model = tmp_path / "quickstart" / "trial-0", write_reward_model(tmp_path / "model")
     first, checkpoints = start(tmp_path), CheckpointStore(run / "checkpoints")
     deadline = time.monotonic() + 240
     while (latest := checkpoints.latest()) is None or latest.step < 2:
@@ -63,6 +68,7 @@ def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -
         (step, prompt.text) for step in range(1, STEPS + 1) for prompt in sampler.next_batch() for _ in range(SAMPLES)
     ]
     assert [(sample["step"], sample["prompt"]) for sample in samples] == expected
+    check_scores(samples, model)
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

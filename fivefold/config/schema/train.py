@@ -205,11 +205,6 @@ class TrainRecipe(RunConfig):
                 f"{what} samples further completions with the weights of the step itself, but with {key} those of the "
                 "next steps are sampled ahead: set one of them to its default"
             )
-        if self.reward.model is not None:
-            raise ValueError(
-                f"reward.model works between generation and training, which {key} has at the same time: serve the "
-                "model and use reward.fn=judge, or set rollout.max_head_offpolicyness to 0"
-            )
         corrects = actor.rollout_correction.method == "auto" and actor.recompute_logprob is not False
         part = "rollout.logprob_share" if rollout.logprob_share < 1 else "top_p, top_k or min_new_tokens"
         if corrects and (rollout.logprob_share < 1 or self.gconfig.truncates_distribution):

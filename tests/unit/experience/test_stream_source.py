@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fivefold.config.load import load_recipe
+from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.chosen_sampler import ChosenSampler
 from fivefold.data.replay import Replay
@@ -26,10 +28,13 @@ from fivefold.experience.waiting import Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
+from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Responses
 from fivefold.roles.rollout_worker import Job, RolloutWorker
+from fivefold.roles.reward_model import RewardModel
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, Prompt, Trajectory
@@ -213,29 +218,49 @@ class ScriptedWorker(RolloutWorker):
         return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
 
 
-def scripted(worker: ScriptedWorker, reward: Callable[..., float], *overrides: str) -> StreamSource:
+def scripted(worker: ScriptedWorker, reward: Callable[..., float] | RewardModel, *overrides: str) -> StreamSource:
     recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
-    return StreamSource(
-        *common(recipe, LocalGroup([worker]), reward, prompts), first_step=1, last_step=STEPS, resend=never
-    )
+    model = reward if isinstance(reward, RewardModel) else None
+    arguments = list(common(recipe, LocalGroup([worker]), full_marks if model else reward, prompts))
+    if model is not None:
+        arguments[4] = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))
+    return StreamSource(*arguments, first_step=1, last_step=STEPS, resend=never, reward_model=model)
 
 
-def test_slow_rewards_do_not_hold_generation() -> None:
+class SlowScores(RewardModel):
+    """Scores a sequence by its length, once it may."""
+
+    def __init__(self, may_score: threading.Event) -> None:
+        self._may_score = may_score
+        self.n_asked: list[int] = []
+
+    def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
+        assert self._may_score.wait(20)
+        self.n_asked.append(len(batch))
+        return batch.lengths_N / 4
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["function", "model"])
+def test_slow_rewards_do_not_hold_generation(of_model: bool) -> None:
     worker, may_judge = ScriptedWorker(), threading.Event()
+    model = SlowScores(may_judge)
 
     def reward(response: str, ground_truth: Any, **_: Any) -> float:
         assert may_judge.wait(20)
-        return 1.0
+        return 0.75
 
-    with scripted(worker, reward) as source:
+    with scripted(worker, model if of_model else reward) as source:
         source.weights_sent(0)
         deadline = time.monotonic() + 20
         while worker.n_answered < 3 * BATCH and time.monotonic() < deadline:
             time.sleep(0.01)
+        time.sleep(0.05)
         assert worker.n_answered == 3 * BATCH, "as many as the age admits, and no more"
         may_judge.set()
-        assert len(source.take(1).samples) == BATCH * SAMPLES
+        for step in (1, 2):
+            assert [sample.reward for sample in source.take(step).samples] == [0.75] * BATCH * SAMPLES
+    assert max(model.n_asked, default=0) <= BATCH * SAMPLES, "a reward model scores a step's samples at once"
 
 
 def test_what_fails_beside_the_trainer_ends_its_wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
+from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
@@ -218,3 +220,23 @@ def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
     critic.offloaded = ()
     with roles.critic_on_device(timers, "params"):
         assert rollout.version == 1
+
+
+def test_a_frozen_model_works_beside_the_training_only_on_devices_of_its_own() -> None:
+    device, timers = Device(), PhaseTimers()
+    roles = Roles(actor := SharedActor(device), SharedRollout(device, 10 * PARAMS), None, OFFLOADABLE)
+    alone, shared = FrozenModel(actor.trainer), FrozenModel(actor.trainer, actor=actor)
+    worked = {id(model): threading.Event() for model in (alone, shared)}
+
+    def work(model: FrozenModel) -> None:
+        with model.working():
+            worked[id(model)].set()
+
+    threads = [threading.Thread(target=work, args=(model,), daemon=True) for model in (alone, shared)]
+    roles.send_weights(0, timers)
+    with roles.training(timers):
+        for thread in threads:
+            thread.start()
+        assert worked[id(alone)].wait(10)
+        assert not worked[id(shared)].wait(0.05)
+    assert worked[id(shared)].wait(10)

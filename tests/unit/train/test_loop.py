@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class FixedActor(Actor):
     def __init__(self, grad_norm: float) -> None:
         self._grad_norm = grad_norm
         self.moved = MovedBytes()
+        self.in_turn = threading.RLock()
 
     def offer_weights(self, version: int) -> WeightOffer:
         return WeightOffer(version, iter(()))
