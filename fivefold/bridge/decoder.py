@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from fivefold.bridge.latent_attention import latent_weights
 from fivefold.bridge.mapping import (
     QKV,
+    Column,
     ExpertBias,
     ExpertGatedMLP,
     ExpertRow,
@@ -104,20 +106,30 @@ def _attention(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightMapp
     """Yield the attention of a layer, with the norms before and behind it."""
     attention, hf_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
     yield Replicated(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", (shape.hidden,))
+    yield from _projections(shape, attention, hf_attention)
+    yield Row(f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", (shape.hidden, shape.output_width))
+    hf_norm = f"{theirs}.post_attention_layernorm.weight"
+    yield Replicated(f"{ours}.pre_mlp_layernorm.weight", hf_norm, (shape.hidden,))
+
+
+def _projections(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    """Yield what makes queries, keys and values."""
+    if shape.latent is not None:
+        for weight in latent_weights(shape, shape.latent):
+            kind = Column if weight.is_split else Replicated
+            yield kind(f"{ours}.{weight.megatron}", f"{theirs}.{weight.hf}", weight.shape)
+        return
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
     features_of: dict[str, tuple[int, ...]] = {"weight": (shape.hidden,)}
     if shape.qkv_bias:
         features_of["bias"] = ()
     for kind, features in features_of.items():
-        q, k, v = (f"{hf_attention}.{letter}_proj.{kind}" for letter in "qkv")
-        yield QKV(f"{attention}.linear_qkv.{kind}", q, k, v, *heads, features)
+        q, k, v = (f"{theirs}.{letter}_proj.{kind}" for letter in "qkv")
+        yield QKV(f"{ours}.linear_qkv.{kind}", q, k, v, *heads, features)
     if shape.qk_norm:
         for letter in "qk":
-            name, hf = f"{attention}.{letter}_layernorm.weight", f"{hf_attention}.{letter}_norm.weight"
+            name, hf = f"{ours}.{letter}_layernorm.weight", f"{theirs}.{letter}_norm.weight"
             yield Replicated(name, hf, (shape.head_dim,))
-    yield Row(f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", (shape.hidden, shape.output_width))
-    hf_norm = f"{theirs}.post_attention_layernorm.weight"
-    yield Replicated(f"{ours}.pre_mlp_layernorm.weight", hf_norm, (shape.hidden,))
 
 
 def _moe(shape: ModelShape, family: Family, ours: str, theirs: str) -> Iterator[WeightMapping]:

@@ -28,10 +28,15 @@ Spec = Literal["te", "local"]
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _INPUT_NORM, _PRE_MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 _FUSED_PRE_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
+_FUSED_LATENT_NORMS = {
+    f"self_attention.{letter}_layernorm.weight": f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
+    for letter in ("q", "kv")
+}
 _SPELLINGS = {
     # Both specs write the first spelling: the local one is renamed to it.
     _INPUT_NORM: ("self_attention.linear_qkv.layer_norm_weight", _INPUT_NORM),
     _PRE_MLP_NORM: (_PRE_MLP_NORM, _FUSED_PRE_MLP_NORM),
+    **{name: (name, fused) for name, fused in _FUSED_LATENT_NORMS.items()},
     "mlp.experts.weight1": ("mlp.experts.experts.{expert}linear_fc1.weight",),
     "mlp.experts.weight2": ("mlp.experts.experts.{expert}linear_fc2.weight",),
 }
@@ -84,7 +89,9 @@ def spellings(mapping: WeightMapping, n_layers: int) -> Iterator[Spelling]:
         yield _spell(mapping, pattern, layer, n_layers if stacked else None, expert_axis, together)
 
 
-def written_spelling(mapping: WeightMapping, n_layers: int, *, stacked: bool, spec: Spec, is_moe: bool) -> Spelling:
+def written_spelling(
+    mapping: WeightMapping, n_layers: int, *, stacked: bool, spec: Spec, is_moe: bool, is_latent: bool
+) -> Spelling:
     """Return how Megatron-Core writes the parameter of `mapping`.
 
     Args:
@@ -93,13 +100,29 @@ def written_spelling(mapping: WeightMapping, n_layers: int, *, stacked: bool, sp
         stacked: whether one tensor holds a parameter of all layers.
         spec: the layer spec of the models that will load the checkpoint.
         is_moe: whether the parameter's layer has experts.
+        is_latent: whether the model has multi-head latent attention.
     """
     layer, name = _split(mapping.parameter)
-    pattern = _SPELLINGS.get(name, (name,))[0] if layer is not None else name
-    if name == _PRE_MLP_NORM and not (is_moe and spec == "te"):
-        pattern = _FUSED_PRE_MLP_NORM
+    pattern = name
+    if layer is not None:
+        pattern = (_latent_name if is_latent else _usual_name)(name, spec, is_moe=is_moe)
     in_stack = stacked and layer is not None
     return _spell(mapping, pattern, layer, n_layers if in_stack else None, mapping.domain == "expert", together=True)
+
+
+def _usual_name(name: str, spec: Spec, *, is_moe: bool) -> str:
+    if name == _PRE_MLP_NORM and not (is_moe and spec == "te"):
+        return _FUSED_PRE_MLP_NORM
+    return _SPELLINGS.get(name, (name,))[0]
+
+
+def _latent_name(name: str, spec: Spec, *, is_moe: bool) -> str:
+    """Return the name in a layer with latent attention, whose specs fuse other norms, and the local one none."""
+    if name == _INPUT_NORM or (name == _PRE_MLP_NORM and spec == "local"):
+        return name
+    if spec == "te" and name in _FUSED_LATENT_NORMS:
+        return _FUSED_LATENT_NORMS[name]
+    return _usual_name(name, spec, is_moe=is_moe)
 
 
 def layer_of(megatron: str) -> int | None:

@@ -156,7 +156,12 @@ class _Writer:
         self._shape, self._weights, self._spec = shape, weights, spec
         self._parts = {
             mapping: written_spelling(
-                mapping, shape.n_layers, stacked=stacked, spec=spec, is_moe=self._is_moe(mapping)
+                mapping,
+                shape.n_layers,
+                stacked=stacked,
+                spec=spec,
+                is_moe=self._is_moe(mapping),
+                is_latent=shape.latent is not None,
             ).parts
             for mapping in mappings(shape)
             if mapping.exists(_ONE_PROCESS)

@@ -12,19 +12,26 @@ from fivefold.engine.varlen import varlen_attention
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedAttention, cp_group: dist.ProcessGroup
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedAttention,
+    cp_group: dist.ProcessGroup,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attend from query [T, heads, d] with key and value [T, kv_heads, d], all of this rank's tokens.
+    """Attend from query [T, heads, d] with key [T, kv_heads, d] and value [T, kv_heads, v], all of this rank's tokens.
 
-    The queries see the keys of the whole context-parallel group.
+    The queries see the keys of the whole context-parallel group. `scale` multiplies the scores; None: 1 / sqrt(d).
 
     Returns:
-        [T, heads, d].
+        [T, heads, v].
     """
     if cp_group.size() > 1:
-        pair = _GatherKeys.apply(torch.stack((key, value), dim=1), packed.first_keys_K, packed.second_keys_K, cp_group)
-        key, value = pair.unbind(1)
-    return varlen_attention(query, key, value, packed.plan)
+        widths = (key.shape[-1], value.shape[-1])
+        pair = torch.cat((key, value), dim=-1)
+        pair = _GatherKeys.apply(pair, packed.first_keys_K, packed.second_keys_K, cp_group)
+        key, value = pair.split(widths, dim=-1)
+    return varlen_attention(query, key, value, packed.plan, scale)
 
 
 class _GatherKeys(torch.autograd.Function):

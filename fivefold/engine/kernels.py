@@ -63,16 +63,26 @@ def split_heads(
     if query_weight_D is not None:
         query = F.rms_norm(query, (head_dim,), query_weight_D, eps)
         key = F.rms_norm(key, (head_dim,), key_weight_D, eps)
-    return _rotate(query, cos_T1D, sin_T1D), _rotate(key, cos_T1D, sin_T1D), value.contiguous()
+    return rotate_halves(query, cos_T1D, sin_T1D), rotate_halves(key, cos_T1D, sin_T1D), value.contiguous()
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (i, i + R/2) of the first R channels (Su et al. 2021, in Hugging Face's half-split order)."""
     width = cos.shape[-1]
     turned, rest = x[..., :width], x[..., width:]
     first, second = turned.chunk(2, dim=-1)
     rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((rotated, rest), dim=-1) if width < x.shape[-1] else rotated
+
+
+def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (2i, 2i + 1) of all channels, and put the first of each pair before the second of all.
+
+    The products of queries and keys do not depend on the order of the channels.
+    """
+    cos, sin = (table[..., : x.shape[-1] // 2] for table in (cos, sin))
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def logit_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings on packed tokens, as Hugging Face computes them (half-rotation, cos/sin in fp32)."""
+"""Rotary position embeddings on packed tokens, as Hugging Face computes them (cos/sin in fp32)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from fivefold.families.shape import ModelShape, RopeScaling
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:
     """Return the rotation of each channel pair, in radians per position (Su et al. 2021, eq. 15): [rotated / 2]."""
-    rotated = shape.rotary_dim or shape.head_dim
+    rotated, scaling = shape.rotated_channels, shape.rope_scaling
     exponents = torch.arange(0, rotated, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
-    frequencies = 1.0 / (shape.rope_theta ** (exponents / rotated))
-    return frequencies if shape.rope_scaling is None else _scale(frequencies, shape.rope_scaling)
-
-
-def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Slow rotations down for a longer context: `linear` all of them, `llama3` only those of long wavelengths."""
+    periods = shape.rope_theta ** (exponents / rotated)
+    frequencies = 1.0 / periods
+    if scaling is None:
+        return frequencies
     if scaling.type == "linear":
         return frequencies / scaling.factor
+    return _llama3(frequencies, scaling) if scaling.type == "llama3" else _yarn(periods, shape.rope_theta, scaling)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Slow down the rotations of long wavelengths, for a longer context."""
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -32,10 +35,30 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), blended, scaled)
 
 
+def _yarn(periods: torch.Tensor, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """Slow down the rotations of the channel pairs that turn seldom in the original context (Peng et al. 2023)."""
+    n_pairs = len(periods)
+
+    def pair(turns: float) -> float:
+        """Return the (fractional) index of the pair that makes so many turns in the original context."""
+        return n_pairs * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * n_pairs - 1)
+    indices = torch.arange(n_pairs, dtype=torch.float32, device=periods.device)
+    # A range of one pair would divide by 0; transformers widens it by the same amount.
+    kept = 1 - ((indices - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
 def cos_sin(
-    positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, scaling: RopeScaling | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, `dtype` [T, 1, rotated channels] each, at the positions int64 [T]."""
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+

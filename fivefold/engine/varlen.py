@@ -109,19 +109,43 @@ def _rectangle(
     return rectangle, query_rows[valid_BQ]
 
 
-def varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """Attend from query [T, heads, d] to key and value [K, kv_heads, d], causally within each entry.
+def varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
+) -> torch.Tensor:
+    """Attend from query [T, heads, d] to key [K, kv_heads, d] and value [K, kv_heads, v], causally within each entry.
+
+    The scores are multiplied by `scale`; None: 1 / sqrt(d).
 
     Returns:
-        [T, heads, d].
+        [T, heads, v].
     """
     if isinstance(plan, FlashPlan):
-        output: torch.Tensor = _flash()(
-            query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, window_size=(-1, 0)
-        )
-        return output
-    outputs = [_rectangle_attention(query, key, value, rectangle) for rectangle in plan.rectangles]
+        return _flash_attention(query, key, value, plan, scale)
+    outputs = [_rectangle_attention(query, key, value, rectangle, scale) for rectangle in plan.rectangles]
     return torch.cat(outputs).index_select(0, plan.restore_T)
+
+
+def _flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float | None
+) -> torch.Tensor:
+    """Attend with flash attention, which wants heads of one width: zeros behind them change no score."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    output: torch.Tensor = _flash()(
+        *(_widened(heads, width) for heads in (query, key, value)),
+        plan.cu_queries,
+        plan.cu_keys,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+    )
+    return output[..., :value_width]
+
+
+def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:
+    # Padding copies even where nothing is added.
+    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] < width else heads
 
 
 @cache
@@ -137,15 +161,16 @@ def _flash() -> Callable[..., Any]:
 
 
 def _rectangle_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle, scale: float | None
 ) -> torch.Tensor:
-    """Return the output of one rectangle's queries without padding, [queries, heads, d]."""
+    """Return the output of one rectangle's queries without padding, [queries, heads, v]."""
     output_BHQD = F.scaled_dot_product_attention(
         query[rectangle.query_rows_BQ].transpose(1, 2),
         key[rectangle.key_rows_BK].transpose(1, 2),
         value[rectangle.key_rows_BK].transpose(1, 2),
         attn_mask=rectangle.mask_B1QK,
         is_causal=rectangle.mask_B1QK is None,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output_BHQD.transpose(1, 2)[rectangle.valid_BQ]

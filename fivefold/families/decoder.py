@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.rope import read_rope, rotary_part
-from fivefold.families.shape import ModelShape
+from fivefold.families.shape import LatentAttention, ModelShape
 
 
 def read_dense(
@@ -22,6 +22,7 @@ def read_dense(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     is_rotated_in_part: bool = False,
+    latent: LatentAttention | None = None,
 ) -> ModelShape:
     """Return the shape of a decoder whose layers all have a dense MLP.
 
@@ -32,6 +33,7 @@ def read_dense(
         qkv_bias: whether Q, K and V have biases (and the output projection none).
         qk_norm: whether there is a norm on each query and key head.
         is_rotated_in_part: whether rotary positions turn a share of each head's channels.
+        latent: sizes of multi-head latent attention; None for grouped-query attention.
 
     Raises:
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
@@ -41,7 +43,8 @@ def read_dense(
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
     theta, scaling = read_rope(config, is_partial=is_rotated_in_part)
-    head_dim = _head_dim(config, hidden, n_heads)
+    # In files of models with latent attention, head_dim means something else.
+    head_dim = _head_dim(config, hidden, n_heads) if latent is None else latent.qk_dim
     return ModelShape(
         family=config.family,
         n_layers=n_layers,
@@ -65,6 +68,7 @@ def read_dense(
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=rotary_part(config, head_dim) if is_rotated_in_part else None,
+        latent=latent,
     )
 
 

@@ -80,5 +80,5 @@ def _forward(shape: ModelShape, tokens: float, squares: float, n_predicted: floa
 def _projection_weights(shape: ModelShape) -> int:
     """Return the weights of one layer's attention that are matrices: neither norms nor biases."""
     if shape.latent is not None:
-        return shape.attention_parameters - shape.latent.norm_parameters
+        return shape.attention_parameters - shape.latent.latent_dim  # a norm has a weight for each channel
     return shape.hidden * (shape.query_width + shape.key_width + shape.value_width + shape.output_width)

@@ -134,6 +134,7 @@ def _model_fields(shape: ModelShape) -> Values:
         "num_attention_heads": shape.n_heads,
         "num_query_groups": shape.n_kv_heads,
         "kv_channels": shape.head_dim,
+        "multi_latent_attention": shape.latent is not None,
         "ffn_hidden_size": shape.ffn_hidden,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fivefold.families.deepseek_v2 import DEEPSEEK_V2
 from fivefold.families.deepseek_v3 import DEEPSEEK_V3
 from fivefold.families.family import Family
 from fivefold.families.glm4_moe import GLM4_MOE
+from fivefold.families.glm4_moe_lite import GLM4_MOE_LITE
 from fivefold.families.llama import LLAMA
 from fivefold.families.mixtral import MIXTRAL
 from fivefold.families.qwen2 import QWEN2
@@ -16,7 +18,19 @@ from fivefold.families.qwen3 import QWEN3
 from fivefold.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V3)
+    family.model_type: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+    )
 }
 
 

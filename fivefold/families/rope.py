@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ _NEEDED = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 """Fields that each supported type must state."""
 
@@ -68,6 +70,8 @@ def _scaling(config: HFConfig, rope_type: str, rope: Mapping[str, Any]) -> RopeS
     factor = config.as_number("factor", rope["factor"])
     if rope_type == "linear":
         return RopeScaling(rope_type, factor)
+    if rope_type == "yarn":
+        return _yarn(config, factor, rope)
     return RopeScaling(
         rope_type,
         factor,
@@ -75,6 +79,44 @@ def _scaling(config: HFConfig, rope_type: str, rope: Mapping[str, Any]) -> RopeS
         high_freq_factor=config.as_number("high_freq_factor", rope["high_freq_factor"]),
         original_max_position_embeddings=_trained_positions(config, rope),
     )
+
+
+def _yarn(config: HFConfig, factor: float, rope: Mapping[str, Any]) -> RopeScaling:
+    def number(key: str, otherwise: float) -> float:
+        return config.as_number(key, rope[key]) if rope.get(key) is not None else otherwise
+
+    mscale, mscale_all = number("mscale", 0.0), number("mscale_all_dim", 0.0)
+    magnitude = yarn_magnitude(factor)
+    if mscale and mscale_all:
+        magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position_embeddings=_trained_positions(config, rope),
+        # transformers takes its defaults in the place of 0 too.
+        beta_fast=number("beta_fast", 0.0) or 32.0,
+        beta_slow=number("beta_slow", 0.0) or 1.0,
+        truncate=bool(rope.get("truncate", True)),
+        magnitude=number("attention_factor", magnitude),
+    )
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return by how much YaRN scales queries and keys for a context that is `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_factor(config: HFConfig) -> float:
+    """Return the factor by which DeepSeek's models scale attention scores where YaRN stretches their positions.
+
+    Raises:
+        ValueError: a field that is not a number.
+    """
+    rope = config.fields("rope_scaling") or config.fields("rope_parameters")
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    factor, mscale = (config.as_number(key, rope.get(key)) for key in ("factor", "mscale_all_dim"))
+    return yarn_magnitude(factor, mscale) ** 2
 
 
 def _trained_positions(config: HFConfig, rope: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ MLPs, some of them mixtures of experts) and differ in the fields below.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,15 +17,26 @@ from typing import Literal
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones, and blends between
-    (Llama 3, https://arxiv.org/abs/2407.21783; only it uses the last three fields, which are 0 for `linear`).
+    `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the high ones, and blend
+    between (Llama 3, https://arxiv.org/abs/2407.21783; YaRN, https://arxiv.org/abs/2309.00071). Fields that a type does
+    not use keep their defaults.
     """
 
     type: str
     factor: float
     low_freq_factor: float = 0.0
+    """`llama3`: wavelengths of more than the original context over this factor are divided."""
     high_freq_factor: float = 0.0
+    """`llama3`: wavelengths of less than the original context over this factor are kept."""
     original_max_position_embeddings: int = 0
+    beta_fast: float = 0.0
+    """`yarn`: frequencies that turn more often than this in the original context are kept."""
+    beta_slow: float = 0.0
+    """`yarn`: frequencies that turn less often than this in the original context are divided."""
+    truncate: bool = True
+    """`yarn`: whether the range between the two is rounded outwards to whole pairs of channels."""
+    magnitude: float = 1.0
+    """`yarn`: factor of all cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +47,18 @@ class LatentAttention:
     on every tensor parallel rank, and splits those up to the heads.
     """
 
-    query_rank: int
+    query_rank: int | None
+    """Rank of the queries; None: one projection makes them of the hidden state."""
     kv_rank: int
     nope_dim: int
     """Width of a head's queries and keys without position."""
     rope_dim: int
     """Width of the part with position; all heads share its key."""
     value_dim: int
+    rotates_neighbours: bool = True
+    """Whether neighbouring channels of the part with position turn together, instead of channels half of it apart."""
+    score_factor: float = 1.0
+    """Factor of the attention scores, besides 1 / sqrt(qk_dim)."""
 
     @property
     def qk_dim(self) -> int:
@@ -49,17 +66,23 @@ class LatentAttention:
         return self.nope_dim + self.rope_dim
 
     @property
-    def norm_parameters(self) -> int:
-        """Weights of one layer's norms on the two latents."""
-        return self.query_rank + self.kv_rank
+    def latent_dim(self) -> int:
+        """Width of the latents of a token, those of its queries included."""
+        return (self.query_rank or 0) + self.kv_rank
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return self.score_factor / math.sqrt(self.qk_dim)
 
     def down_parameters(self, hidden: int) -> int:
         """Return the weights of one layer's projections down to the ranks."""
-        return hidden * (self.query_rank + self.kv_rank + self.rope_dim)
+        return hidden * (self.latent_dim + self.rope_dim)
 
-    def up_parameters(self, n_heads: int) -> int:
+    def up_parameters(self, hidden: int, n_heads: int) -> int:
         """Return the weights of one layer's projections up to the heads."""
-        return n_heads * (self.query_rank * self.qk_dim + self.kv_rank * (self.nope_dim + self.value_dim))
+        queries = (self.query_rank or hidden) * self.qk_dim
+        return n_heads * (queries + self.kv_rank * (self.nope_dim + self.value_dim))
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,11 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return self.latent.rope_dim if self.latent is not None else self.rotary_dim or self.head_dim
+
+    @property
     def kv_cache_elements(self) -> int:
         """Elements that generation keeps for a token, in all layers. MLA keeps its latent, which the heads share."""
         if self.latent is None:
@@ -199,14 +227,14 @@ class ModelShape:
         """Attention parameters of one layer that tensor parallelism divides."""
         output = self.output_width * self.hidden
         if self.latent is not None:
-            return self.latent.up_parameters(self.n_heads) + output
+            return self.latent.up_parameters(self.hidden, self.n_heads) + output
         return (self.hidden + self.qkv_bias) * (self.query_width + self.key_width + self.value_width) + output
 
     @property
     def whole_attention_parameters(self) -> int:
         """Attention parameters of one layer that every tensor parallel rank has: norms, and MLA's projections down."""
         if self.latent is not None:
-            return self.latent.down_parameters(self.hidden) + self.latent.norm_parameters
+            return self.latent.down_parameters(self.hidden) + self.latent.latent_dim
         return 2 * self.head_dim if self.qk_norm else 0
 
     @property

@@ -31,22 +31,24 @@ def attend(
     *,
     packed: PackedAttention,
     cp_group: dist.ProcessGroup,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the causal attention of packed sequences, with scores divided by sqrt(D).
+    """Compute the causal attention of packed sequences.
 
     Args:
         module: the layer, which this function does not use.
         query: float [1, H, T, D].
         key: float [1, KV, T, D].
-        value: float [1, KV, T, D].
+        value: float [1, KV, T, V].
         attention_mask: None.
         packed: which queries see which keys.
         cp_group: the ranks that share the sequences.
-        kwargs: what transformers passes besides; the families have no dropout and no other scale.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        kwargs: what transformers passes besides; the families have no dropout.
 
     Returns:
-        The output [1, T, H, D], and None for the attention weights.
+        The output [1, T, H, V], and None for the attention weights.
     """
-    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return packed_attention(query_THD, key_TKD, value_TKD, packed, cp_group).unsqueeze(0), None
+    query_THD, key_TKD, value_TKV = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return packed_attention(query_THD, key_TKD, value_TKV, packed, cp_group, scaling).unsqueeze(0), None

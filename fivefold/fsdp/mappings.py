@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.bridge.decoder import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT
+from fivefold.bridge.latent_attention import latent_weights
 from fivefold.bridge.mapping import (
     Column,
     ExpertBias,
@@ -63,18 +64,28 @@ def _replicated(name: str, *shape: int) -> WeightMapping:
 def _attention(shape: ModelShape, layer: str) -> Iterator[WeightMapping]:
     """Yield the attention of a layer, with the norms before and behind it."""
     yield _replicated(f"{layer}.input_layernorm.weight", shape.hidden)
+    yield from _projections(shape, f"{layer}.self_attn")
+    output = f"{layer}.self_attn.o_proj.weight"
+    yield Row(output, output, (shape.hidden, shape.output_width))
+    yield _replicated(f"{layer}.post_attention_layernorm.weight", shape.hidden)
+
+
+def _projections(shape: ModelShape, attention: str) -> Iterator[WeightMapping]:
+    """Yield what makes queries, keys and values."""
+    if shape.latent is not None:
+        for weight in latent_weights(shape, shape.latent):
+            name = f"{attention}.{weight.hf}"
+            yield (Column if weight.is_split else Replicated)(name, name, weight.shape)
+        return
     widths = {"q": shape.query_width, "k": shape.key_width, "v": shape.value_width}
     for letter, width in widths.items():
-        name = f"{layer}.self_attn.{letter}_proj"
+        name = f"{attention}.{letter}_proj"
         yield Column(f"{name}.weight", f"{name}.weight", (width, shape.hidden))
         if shape.qkv_bias:
             yield Column(f"{name}.bias", f"{name}.bias", (width,))
     if shape.qk_norm:
         for letter in "qk":
-            yield _replicated(f"{layer}.self_attn.{letter}_norm.weight", shape.head_dim)
-    output = f"{layer}.self_attn.o_proj.weight"
-    yield Row(output, output, (shape.hidden, shape.output_width))
-    yield _replicated(f"{layer}.post_attention_layernorm.weight", shape.hidden)
+            yield _replicated(f"{attention}.{letter}_norm.weight", shape.head_dim)
 
 
 def _mlp(shape: ModelShape, layer: str, names: MLPNames, ffn: int) -> Iterator[WeightMapping]:

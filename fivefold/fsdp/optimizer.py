@@ -17,7 +17,7 @@ from fivefold.engine.optimizer_state import Shard as StateShard
 from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
-from fivefold.fsdp.tensor_parallel import is_head_norm
+from fivefold.fsdp.tensor_parallel import is_shared_by_heads
 from fivefold.types import StepResult
 
 _LISTED = 8
@@ -93,7 +93,7 @@ class Optimizer:
     def _gradient(self, shard: Shard) -> Tensor:
         """Return the gradient of a shard, summed over all ranks, float32 [N]."""
         grad_N = gradient(shard.parameter)
-        if self._groups.tp.size() > 1 and is_head_norm(shard.mapping.parameter):
+        if self._groups.tp.size() > 1 and is_shared_by_heads(shard.mapping.parameter):
             dist.all_reduce(grad_N, group=self._groups.tp)
         return grad_N
 

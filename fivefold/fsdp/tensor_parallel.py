@@ -3,8 +3,8 @@
     x ─copy─> q, k, v, gate, up: rows of this rank ─> o, down: columns of this rank ─sum over ranks─> + x
 
 Everything outside these blocks, and its gradient, is the same on all ranks of the group: a block's input is copied,
-which sums its gradient over the ranks, and a block's output is summed, which copies its gradient. Only the norms of
-queries and keys, which each rank applies to its own heads, have gradients to be summed: `is_head_norm` says which.
+which sums its gradient over the ranks, and a block's output is summed, which copies its gradient. Only weights that all
+ranks have whole and use for their own heads alone have gradients to be summed: `is_shared_by_heads` says which.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import nn
 
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.engine.context_parallel import SumOverGroup
+
+
+_SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -86,6 +89,9 @@ def _split_mlps(mlp: Any) -> list[Any]:
     return [mlp.experts, *shared]
 
 
-def is_head_norm(name: str) -> bool:
-    """Return whether a parameter is a norm of queries or keys, whose gradient is summed over the group."""
-    return name.endswith((".q_norm.weight", ".k_norm.weight"))
+def is_shared_by_heads(name: str) -> bool:
+    """Return whether all heads use a parameter of attention, so that its gradient is summed over the group.
+
+    They are the norms of queries and keys, and what makes the latents of multi-head latent attention.
+    """
+    return name.rpartition(".self_attn.")[2].removesuffix(".weight") in _SHARED_BY_HEADS

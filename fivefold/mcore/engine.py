@@ -364,7 +364,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
 
     def _packed(self, local: LocalSequences) -> PackedSequences:
         dtype = getattr(torch, self.config.dtype)
-        cos_T1D, sin_T1D = cos_sin(local.positions_T, self._frequencies, dtype)
+        cos_T1D, sin_T1D = cos_sin(local.positions_T, self._frequencies, dtype, self.shape.rope_scaling)
         return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
 
     def _predict(

@@ -72,7 +72,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
         vp_stage = stage if layout.vpp > 1 else None
         chunk = Decoder(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
+            transformer_layer_spec=block_spec(config, vp_stage, shape.latent),
             vocab_size=padded_vocab(shape.vocab, layout.tp),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

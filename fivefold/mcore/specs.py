@@ -23,8 +23,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import nn
 
+from fivefold.families.shape import LatentAttention
 from fivefold.mcore.attention import PackedCoreAttention, PackedSelfAttention
 from fivefold.mcore.experts import GroupedExperts
+from fivefold.mcore.latent_attention import LatentSelfAttention
 from fivefold.mcore.router import Router
 
 
@@ -84,18 +86,27 @@ def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
     return add
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of this pipeline and virtual stage, dense or MoE by `config.moe_layer_freq`."""
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, latent: LatentAttention | None
+) -> TransformerBlockSubmodules:
+    """Return the specs of the layers of this pipeline and virtual stage.
+
+    Args:
+        config: the configuration of the model, whose `moe_layer_freq` says which layers have experts.
+        vp_stage: index of the virtual stage; None without virtual stages.
+        latent: sizes of multi-head latent attention; None for grouped-query attention.
+    """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    layers = [_layer_spec(config, is_moe=bool(moe[index])) for index in range(first, first + count)]
+    attention = _attention_spec(config) if latent is None else _latent_attention_spec(latent)
+    layers = [_layer_spec(config, attention, is_moe=bool(moe[index])) for index in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -106,6 +117,13 @@ def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
+
+
+def _latent_attention_spec(latent: LatentAttention) -> ModuleSpec:
+    return ModuleSpec(module=LatentSelfAttention, params={"latent": latent, "norm": RMSNorm})
+
+
+def _layer_spec(config: TransformerConfig, attention: ModuleSpec, *, is_moe: bool) -> ModuleSpec:
     mlp = get_mlp_module_spec_for_backend(
         backend=TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )

@@ -97,7 +97,7 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
         saved += element * tokens * joint / tp
     if shape.latent is not None:
         mla = shape.latent
-        saved += element * tokens / tp * (2 * mla.query_rank + 2 * mla.kv_rank + mla.rope_dim)
+        saved += element * tokens / tp * (2 * mla.latent_dim + mla.rope_dim)
     # Gradients of the output, of q, k, v and of their joint projection; flash attention sums q's in float32.
     backward = element * (tokens * (shape.output_width + shape.query_width + joint) + key_tokens * keys) / tp
     backward += _FLOAT * tokens * shape.query_width / tp

@@ -217,7 +217,7 @@ def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: 
 def token_bytes(layout: ParallelLayout, shape: ModelShape, work: Workload) -> float:
     """Return the bytes of a step's tokens on a rank: their ids, places, rotations and fields."""
     tokens = work.tokens / (layout.dp * layout.cp)
-    return tokens * (6 * _INDEX + 1 + 2 * work.element_bytes * shape.head_dim + _FLOAT * work.n_fields)
+    return tokens * (6 * _INDEX + 1 + 2 * work.element_bytes * shape.rotated_channels + _FLOAT * work.n_fields)
 
 
 def _n_communicators(layout: ParallelLayout, shape: ModelShape) -> int:

@@ -50,21 +50,21 @@ def rollout_attention(
         module: the layer, which this function does not use.
         query: float [B, H, Q, D].
         key: float [B, KV, K, D].
-        value: float [B, KV, K, D].
+        value: float [B, KV, K, V].
         attention_mask: bool [B, 1, Q, K], True where a query may look; None: causal.
         dropout: ignored, because generation has no dropout.
         scaling: factor of the scores; None: 1 / sqrt(D).
         kwargs: ignored.
 
     Returns:
-        The output [B, Q, H, D], and None for the attention weights.
+        The output [B, Q, H, V], and None for the attention weights.
     """
     batch, n_heads, n_queries, head_dim = query.shape
     n_shared = n_heads // key.shape[1]
     if n_queries == 1:
         grouped = query.reshape(batch, key.shape[1], n_shared, head_dim)
         output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-        return output.reshape(batch, 1, n_heads, head_dim), None
+        return output.reshape(batch, 1, n_heads, value.shape[-1]), None
     if n_shared > 1:
         key, value = key.repeat_interleave(n_shared, dim=1), value.repeat_interleave(n_shared, dim=1)
     output = scaled_dot_product_attention(

@@ -82,7 +82,7 @@ class RowCache(Cache):
 
         Args:
             key_states: float [B, KV, Q, D].
-            value_states: float [B, KV, Q, D].
+            value_states: float [B, KV, Q, V].
             layer_idx: index of the layer.
             args: ignored.
             kwargs: ignored.

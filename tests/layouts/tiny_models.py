@@ -34,6 +34,29 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+_LATENT = {
+    **_BASE,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    # The original context is shorter than the sequences here too.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+        "beta_fast": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_BASE, "rope_parameters": _LLAMA3_ROPE}),
     "qwen2": ("Qwen2Config", {**_BASE, "tie_word_embeddings": True}),
@@ -68,8 +91,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mtp_layers": 0,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "q_lora_rank": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5},
+    ),
 }
-"""Configuration class and arguments of each model. All have 4 layers, 8 heads over 4 key heads and 0 or 8 experts."""
+"""Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
 DENSE = ("llama", "qwen2", "qwen3")
 MOE = tuple(name for name in MODELS if name not in DENSE)

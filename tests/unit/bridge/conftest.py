@@ -17,6 +17,9 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4, "num_hidden_layers": 3}
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     qwen2 = {**base, "num_attention_heads": 8, "num_key_value_heads": 8}
+    latent = base | {"num_key_value_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    latent |= {"moe_intermediate_size": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    latent |= {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6}
     configs = {
         "llama": hf.LlamaConfig(**base, tie_word_embeddings=True),
         "qwen2": hf.Qwen2Config(**qwen2, tie_word_embeddings=True),
@@ -32,6 +35,9 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             attention_bias=True,
             num_mtp_layers=0,
         ),
+        "deepseek_v3": hf.DeepseekV3Config(**latent, q_lora_rank=12, n_group=4, topk_group=1, num_mtp_layers=0),
+        "deepseek_v2": hf.DeepseekV2Config(**latent, q_lora_rank=None),
+        "glm4_moe_lite": hf.Glm4MoeLiteConfig(**latent, q_lora_rank=12),
     }
     folders = {}
     for name, config in configs.items():

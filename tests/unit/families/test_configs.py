@@ -24,6 +24,19 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 KEYS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {},
@@ -41,25 +54,11 @@ KEYS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "first_k_dense_replace": 2,
     },
+    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "glm4_moe_lite": LATENT,
 }
 TRAINED = [name for name, family in FAMILIES.items() if family.is_trainable]
-LATENT: dict[str, Any] = {
-    **SIZES,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 6,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_group": 2,
-    "topk_group": 1,
-}
 
 
 def raw(family: str, **changes: Any) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     names = dict(model.named_parameters())
     assert shape.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
     assert shape.qk_norm == any(name.endswith("q_norm.weight") for name in names)
-    assert (shape.rotary_dim or shape.head_dim) == 2 * len(model.model.rotary_emb.inv_freq)
+    assert shape.rotated_channels == 2 * len(model.model.rotary_emb.inv_freq)
     routed = [any(name.startswith(f"model.layers.{i}.mlp.gate.") for name in names) for i in range(4)]
     assert list(shape.moe_layers) == routed
     unused = shape.n_moe_layers * (shape.n_experts - shape.top_k) * shape.expert_parameters
@@ -94,7 +93,8 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_saved_configurations_of_this_transformers_give_the_same_shape(family: str, tmp_path: Path) -> None:
-    config = raw(family, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, norm_topk_prob=True)
+    normalises = family != "deepseek_v2"  # whose routers never do
+    config = raw(family, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, norm_topk_prob=normalises)
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "rope_theta" not in saved, "this transformers nests theta in rope_parameters"
@@ -113,12 +113,8 @@ def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None
         assert shape.norm_topk_prob == (family == "mixtral" or hf_config.norm_topk_prob)
 
 
-def test_latent_attention_has_the_parameters_of_the_transformers_model() -> None:
-    shape = read_shape(LATENT)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LATENT))
-    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + n_offsets(model)
-    assert shape.moe_layers == (False, True, True, True)
+def test_generation_with_latent_attention_keeps_the_latents() -> None:
+    shape = read_shape(raw("deepseek_v3"))
     # The latent and the positional key that all heads share, for each of four layers.
     assert shape.kv_cache_elements == 4 * (12 + 8)
 
@@ -193,7 +189,17 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("qwen2_moe", use_sliding_window=True), "sliding_window=4096"),
         (raw("qwen3", use_sliding_window=True, max_window_layers=2), "sliding_window=4096"),
         (raw("qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
-        (raw("llama", rope_scaling={"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
+        (raw("llama", rope_scaling={"rope_type": "dynamic", "factor": 4.0}), "'dynamic'"),
+        (raw("deepseek_v3", scoring_func="softmax"), "scoring_func='softmax' is not supported; it must be 'sigmoid'"),
+        (raw("deepseek_v3", moe_layer_freq=2), "moe_layer_freq=2"),
+        (raw("deepseek_v3", num_key_value_heads=2), "num_key_value_heads=2 must be num_attention_heads=6"),
+        (raw("deepseek_v3", qk_rope_head_dim=7), "qk_rope_head_dim=7 must be even"),
+        (raw("deepseek_v2", norm_topk_prob=True), "norm_topk_prob=true is not supported"),
+        (
+            raw("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=1),
+            "topk_group=1 be the 2 experts of a token",
+        ),
+        (raw("glm4_moe_lite", mlp_layer_types=["dense"]), "mlp_layer_types has 1 entries"),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "needs low_freq_factor, high_freq_factor"),
         (raw("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
         (raw("qwen3", rope_parameters={"full_attention": {"rope_theta": 1e6}}), "differ by layer type"),
@@ -219,8 +225,8 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
             {key: value for key, value in raw("qwen3").items() if key != "num_key_value_heads"},
             "has no num_key_value_heads",
         ),
-        ({**LATENT, "kv_lora_rank": None}, "kv_lora_rank=None"),
-        ({**LATENT, "rms_norm_eps": [1]}, r"rms_norm_eps=\[1\]; it must be a number"),
+        (raw("deepseek_v3", kv_lora_rank=None), "kv_lora_rank=None"),
+        (raw("deepseek_v3", rms_norm_eps=[1]), r"rms_norm_eps=\[1\]; it must be a number"),
     ],
 )
 def test_an_error_names_what_is_not_supported(config: dict[str, Any], message: str) -> None:

@@ -1,0 +1,63 @@
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and experts that softmax scores choose, beside shared experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fivefold.families.decoder import add_experts
+from fivefold.families.family import Family, MoENames
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.latent_attention import read_latent_decoder
+from fivefold.families.shape import ModelShape
+from fivefold.families.sigmoid_experts import SHARED, layers_behind_dense, shared_width
+
+
+def _read(config: HFConfig) -> ModelShape:
+    dense = read_latent_decoder(config)
+    shape = add_experts(
+        dense,
+        config,
+        moe_layers=layers_behind_dense(config, dense.n_layers),
+        width_key="moe_intermediate_size",
+        norm_topk_prob=config.flag("norm_topk_prob"),
+    )
+    if not shape.is_moe:
+        return shape
+    if shape.norm_topk_prob:
+        raise config.error("norm_topk_prob=true is not supported: transformers does not read it for this family")
+    shape = replace(
+        shape,
+        shared_expert_ffn_hidden=shared_width(config, shape),
+        router_scale=config.number("routed_scaling_factor"),
+    )
+    return shape if config.get("topk_method") == "greedy" else _with_groups(config, shape)
+
+
+def _with_groups(config: HFConfig, shape: ModelShape) -> ModelShape:
+    """Return `shape` with groups of experts, each ranked by its best expert.
+
+    Megatron-Core ranks a group by its best top_k / topk_group experts.
+    """
+    if (method := config.get("topk_method")) != "group_limited_greedy":
+        raise config.error(f"topk_method={method!r} is not supported; use greedy or group_limited_greedy")
+    groups, chosen = config.integer("n_group"), config.integer("topk_group")
+    if groups > 1 and (shape.n_experts % groups or chosen > groups or shape.top_k != chosen):
+        raise config.error(
+            f"topk_method='group_limited_greedy' with n_group={groups} must divide the {shape.n_experts} experts, and "
+            f"topk_group={chosen} be the {shape.top_k} experts of a token"
+        )
+    return replace(shape, expert_groups=groups, groups_per_token=chosen)
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    read=_read,
+    defaults={
+        "rope_interleave": True,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+    },
+    moe=MoENames(shared=SHARED),
+)

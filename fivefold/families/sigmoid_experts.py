@@ -1,0 +1,87 @@
+"""Experts that sigmoid scores choose, in groups and with an offset for each expert, beside shared experts.
+
+DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2) has such layers, and GLM-4.5 took them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fivefold.families.decoder import add_experts
+from fivefold.families.family import MLPNames, MoENames
+from fivefold.families.hf_config import HFConfig
+from fivefold.families.shape import ModelShape
+
+SHARED = MLPNames(
+    gate="mlp.shared_experts.gate_proj.weight",
+    up="mlp.shared_experts.up_proj.weight",
+    down="mlp.shared_experts.down_proj.weight",
+)
+NAMES = MoENames(bias="mlp.gate.e_score_correction_bias", shared=SHARED)
+DEFAULTS: Mapping[str, Any] = {
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_WRITTEN_OUT = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Keys that some files have and transformers does not read, with the only value that it computes."""
+
+
+def add_sigmoid_experts(dense: ModelShape, config: HFConfig, moe_layers: Sequence[bool]) -> ModelShape:
+    """Return `dense` with such experts in `moe_layers`.
+
+    Raises:
+        ValueError: routing that is not implemented, or a key that is missing or inconsistent.
+    """
+    shape = add_experts(
+        dense,
+        config,
+        moe_layers=moe_layers,
+        width_key="moe_intermediate_size",
+        norm_topk_prob=config.flag("norm_topk_prob"),
+    )
+    if not shape.is_moe:
+        return shape
+    if not shape.norm_topk_prob:
+        raise config.error("norm_topk_prob=false is not supported: sigmoid scores are scaled to sum to 1")
+    for key, value in _WRITTEN_OUT.items():
+        if config.states(key) and config.get(key) != value:
+            raise config.error(f"{key}={config.get(key)!r} is not supported; it must be {value!r}")
+    shape = replace(
+        shape,
+        shared_expert_ffn_hidden=shared_width(config, shape),
+        router_bias=True,
+        router_scores="sigmoid",
+        router_scale=config.number("routed_scaling_factor"),
+        expert_groups=config.integer("n_group"),
+        groups_per_token=config.integer("topk_group"),
+    )
+    _check_groups(config, shape)
+    return shape
+
+
+def shared_width(config: HFConfig, shape: ModelShape) -> int:
+    """Return the width of the shared expert: several are one that is as wide as all of them."""
+    return config.integer("n_shared_experts") * shape.expert_ffn_hidden
+
+
+def layers_behind_dense(config: HFConfig, n_layers: int) -> list[bool]:
+    """Return which layers have experts: all but the first `first_k_dense_replace`."""
+    if config.states("moe_layer_freq") and config.get("moe_layer_freq") != 1:
+        raise config.error(f"moe_layer_freq={config.get('moe_layer_freq')} is not supported; it must be 1")
+    n_dense = config.integer("first_k_dense_replace", least=0)
+    return [layer >= n_dense for layer in range(n_layers)]
+
+
+def _check_groups(config: HFConfig, shape: ModelShape) -> None:
+    """Check groups of experts, of which Megatron-Core ranks each by its best top_k / topk_group experts."""
+    groups, chosen = shape.expert_groups, shape.groups_per_token
+    if groups > 1 and (shape.n_experts % groups or chosen > groups or shape.top_k != 2 * chosen):
+        raise config.error(
+            f"n_group={groups} must divide the {shape.n_experts} experts, and topk_group={chosen} be half of the "
+            f"{shape.top_k} experts of a token"
+        )
