@@ -35,7 +35,7 @@ class Bridge:
         bucket_bytes: most bytes of full tensors that an export holds at one time, unless one parameter is larger.
 
     Raises:
-        ValueError: a family that is not known, or that can be planned but not trained.
+        ValueError: a family that is not known.
     """
 
     def __init__(self, shape: ModelShape, *, bucket_bytes: int = GATHER_BYTES) -> None:

@@ -25,7 +25,7 @@ from fivefold.bridge.mapping import (
     WeightMapping,
 )
 from fivefold.families.family import Family, MLPNames
-from fivefold.families.registry import trained_family
+from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -43,9 +43,9 @@ def mappings(shape: ModelShape) -> tuple[WeightMapping, ...]:
     """Return one mapping for each Megatron parameter of the whole model, in the model's order.
 
     Raises:
-        ValueError: a family that is not trained, or one that names no experts where the shape has them.
+        ValueError: a family that is not known, or one that names no experts where the shape has them.
     """
-    return tuple(_model(shape, trained_family(shape.family)))
+    return tuple(_model(shape, find_family(shape.family)))
 
 
 def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
@@ -69,7 +69,7 @@ def is_ignored(name: str, shape: ModelShape) -> bool:
     is_tied_output = shape.tied_embeddings and name == OUTPUT
     is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
     is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
-    family = trained_family(shape.family)
+    family = find_family(shape.family)
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     is_behind = family.predicts_further and layer is not None and int(layer[1]) >= shape.n_layers
     patterns = (pattern for pattern, _ in family.ignored)
@@ -116,8 +116,8 @@ def _projections(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightMa
     """Yield what makes queries, keys and values."""
     if shape.latent is not None:
         for weight in latent_weights(shape, shape.latent):
-            kind = Column if weight.is_split else Replicated
-            yield kind(f"{ours}.{weight.megatron}", f"{theirs}.{weight.hf}", weight.shape)
+            cut = Column if weight.is_split else Replicated
+            yield cut(f"{ours}.{weight.megatron}", f"{theirs}.{weight.hf}", weight.shape)
         return
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
     features_of: dict[str, tuple[int, ...]] = {"weight": (shape.hidden,)}

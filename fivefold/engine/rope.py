@@ -61,4 +61,3 @@ def cos_sin(
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     magnitude = 1.0 if scaling is None else scaling.magnitude
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
-

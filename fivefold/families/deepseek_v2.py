@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and experts that softmax scores choose, beside shared experts."""
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and softmax routing to experts beside shared experts."""
 
 from __future__ import annotations
 

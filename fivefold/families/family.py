@@ -70,7 +70,7 @@ class Family:
     """Values of config.json keys that may be left out, where they are not those of most families."""
     mlp: MLPNames = MLPNames()
     moe: MoENames | None = None
-    """None where no layer has experts, or where nothing loads the weights."""
+    """None where no layer has experts."""
     ignored: tuple[tuple[str, str], ...] = (
         (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary frequencies are computed from the config"),
     )
@@ -79,10 +79,3 @@ class Family:
     """Whether files may hold layers behind the last one, for multi-token prediction, which nothing reads."""
     gguf: GGUFArchitecture | None = None
     """None where GGUF files are not converted."""
-    untrained: str | None = None
-    """Why no engine trains the family, which can still be planned; None where engines train it."""
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether an engine trains the family."""
-        return self.untrained is None

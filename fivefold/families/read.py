@@ -1,7 +1,6 @@
 """Model shapes from config.json files: `load_shape` for engines, `find_shape` for plans.
 
-`load_shape` refuses what the engines cannot train. A plan needs sizes only, so `find_shape` also takes families that
-are not trained, and models whose sizes ship with Fivefold, by name.
+A plan needs sizes only, so `find_shape` also takes models whose sizes ship with Fivefold, by name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from fivefold.config.paths import PACKAGE_PREFIX, resolve_model_path, user_path
 from fivefold.config.text_files import read_text
 from fivefold.families.hf_config import HFConfig
-from fivefold.families.registry import find_family, trained_family
+from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -43,14 +42,12 @@ def load_shape(path: str | Path) -> ModelShape:
     """Return the shape of the model in a Hugging Face folder, for an engine.
 
     Raises:
-        ValueError: no `config.json` there, one that is not JSON, or a model that no engine trains.
+        ValueError: no `config.json` there, one that is not JSON, or a model that is not supported.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: a model folder in Hugging Face format holds a config.json")
-    config = _parse(file)
-    trained_family(config.get("model_type"))
-    return read_shape(config, Path(path).name)
+    return read_shape(_parse(file), Path(path).name)
 
 
 def find_shape(model: str) -> ModelShape:

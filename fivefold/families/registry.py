@@ -40,26 +40,8 @@ def find_family(model_type: Any) -> Family:
     Raises:
         ValueError: no family of that name.
     """
-    family = _known(model_type)
-    if family is None:
-        raise ValueError(f"model_type is {model_type!r}; the families that can be planned are {', '.join(FAMILIES)}")
-    return family
-
-
-def trained_family(model_type: Any) -> Family:
-    """Return the same, if engines train it.
-
-    Raises:
-        ValueError: no family of that name, or one that can only be planned.
-    """
-    family = _known(model_type)
-    if family is not None and family.is_trainable:
-        return family
-    why = f", which can be planned but not trained: {family.untrained}" if family is not None else ""
-    trained = ", ".join(name for name, family in FAMILIES.items() if family.is_trainable)
-    raise ValueError(f"model_type is {model_type!r}{why}; the families that train are {trained}")
-
-
-def _known(model_type: Any) -> Family | None:
     # A config.json may hold anything, lists included, which no mapping takes as a key.
-    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ValueError(f"model_type is {model_type!r}; the families that are known are {', '.join(FAMILIES)}")
+    return family

@@ -23,7 +23,7 @@ from fivefold.bridge.mapping import (
     WeightMapping,
 )
 from fivefold.families.family import MLPNames, MoENames
-from fivefold.families.registry import trained_family
+from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 
 
@@ -31,13 +31,13 @@ def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
     """Return the mapping of each parameter by its name in memory, in the model's order.
 
     Raises:
-        ValueError: a family that is not trained.
+        ValueError: a family that is not known.
     """
     return {mapping.parameter: mapping for mapping in _model(shape)}
 
 
 def _model(shape: ModelShape) -> Iterator[WeightMapping]:
-    family = trained_family(shape.family)
+    family = find_family(shape.family)
     table = (shape.vocab, shape.hidden)
     yield VocabParallel(EMBEDDING, EMBEDDING, table)
     for index, is_moe in enumerate(shape.moe_layers):

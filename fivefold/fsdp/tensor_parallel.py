@@ -19,7 +19,6 @@ from torch import nn
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.engine.context_parallel import SumOverGroup
 
-
 _SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 
 

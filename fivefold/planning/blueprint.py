@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.families.check import layout_problems, replica_problems
-from fivefold.families.registry import find_family
 from fivefold.layout.placement import Placement, RolePlacement
 from fivefold.layout.transport import pick_transport
 from fivefold.planning.host_memory import GIB, HostMemory, fullest, host_memory, host_problems
@@ -242,10 +241,7 @@ def _relief(trainer: TrainerPlan, question: Question) -> str:
 
 def _notes(blueprint: Blueprint) -> Iterator[str]:
     question = blueprint.question
-    shape = question.shape
     yield from question.notes
-    if (reason := find_family(shape.family).untrained) is not None:
-        yield f"{shape.name} ({shape.family}) is planned from its sizes alone: {reason}"
     yield from blueprint.placement.warnings()
     for trainer in blueprint.trainers:
         if question.gpus_per_node == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
 from fivefold.planning.blueprint import Blueprint
@@ -26,7 +25,6 @@ def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
             "family": shape.family,
             "parameters": shape.n_parameters,
             "active_parameters": shape.n_active_parameters,
-            "trainable": find_family(shape.family).is_trainable,
         },
         "allocation": str(question.allocation),
         "devices": None if question.devices is None else {role: list(at) for role, at in question.devices.items()},

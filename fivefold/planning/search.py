@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.families.check import layout_problems
-from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import RoleAllocation
 from fivefold.layout.backends import BACKENDS
@@ -288,8 +287,6 @@ def _expert_degrees(shape: ModelShape, backend: str, ranks: int, tp: int) -> Ite
 
 
 def _is_possible(layout: ParallelLayout, shape: ModelShape) -> bool:
-    if not find_family(shape.family).is_trainable and layout.vpp > 1:
-        return False
     return next(layout_problems(layout, shape), None) is None
 
 

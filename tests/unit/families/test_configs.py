@@ -58,7 +58,6 @@ KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "glm4_moe_lite": LATENT,
 }
-TRAINED = [name for name, family in FAMILIES.items() if family.is_trainable]
 
 
 def raw(family: str, **changes: Any) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def n_offsets(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool) -> None:
     config = raw(family, tie_word_embeddings=tied)
     hf_config = AutoConfig.for_model(**config)
@@ -91,7 +90,7 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     assert shape.n_active_parameters == shape.n_parameters - unused
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_saved_configurations_of_this_transformers_give_the_same_shape(family: str, tmp_path: Path) -> None:
     normalises = family != "deepseek_v2"  # whose routers never do
     config = raw(family, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, norm_topk_prob=normalises)
@@ -101,7 +100,7 @@ def test_saved_configurations_of_this_transformers_give_the_same_shape(family: s
     assert read_shape(saved) == read_shape(config)
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None:
     config = raw(family)
     hf_config = AutoConfig.for_model(**config)

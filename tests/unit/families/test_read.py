@@ -84,13 +84,6 @@ def test_unknown_names_get_the_nearest_one() -> None:
     assert "DeepSeek-V3" in str(error.value)
 
 
-def test_engines_refuse_a_family_that_can_only_be_planned(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((SHAPES / "DeepSeek-V3.json").read_text())
-    assert find_shape(str(tmp_path)).latent is not None
-    with pytest.raises(ValueError, match=r"'deepseek_v3', which can be planned but not trained: .*latent attention"):
-        load_shape(tmp_path)
-
-
 @pytest.mark.parametrize("read", [load_shape, lambda folder: find_shape(str(folder))], ids=["engine", "plan"])
 def test_folders_without_a_usable_file_are_an_error(read: Callable[[Path], ModelShape], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
