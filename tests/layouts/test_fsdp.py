@@ -55,6 +55,8 @@ CASES = [
     ("fsdp:d2c2", "qwen3_moe_sparse_step"),
     ("fsdp:t2c2", "qwen3_moe"),
     ("fsdp:d2t2", "glm4_moe"),
+    ("fsdp:t2c2", "deepseek_v3"),
+    ("fsdp:d2", "deepseek_v2"),
 ]
 
 
