@@ -31,3 +31,15 @@ class InTurn:
         for change in self.changes:
             batch = change(batch)
         return batch
+
+
+@dataclass(frozen=True)
+class StepsInTurn:
+    """Steps over a mini-batch, one after the other."""
+
+    steps: tuple[BatchStep, ...]
+
+    def __call__(self, batch: Batch, gather: Gather) -> Batch:
+        for step in self.steps:
+            batch = step(batch, gather)
+        return batch

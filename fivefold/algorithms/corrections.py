@@ -6,13 +6,21 @@ of q estimate an expectation under p_old only if each is weighted by
     w_t = p_old,t / q_t            of its token: a biased estimate of low variance
     w   = prod_t w_t               of its whole sequence: unbiased
 
-`weight` multiplies the surrogate of a token by w, truncated to `weight_cap`. `mask` leaves tokens out, by w_t, by w, or
-by the geometric mean of the w_t of their sequence. `veto_below` leaves out the sequences that have a token with a
-smaller w_t.
+`weight` multiplies the surrogate of a token by w, brought to [`weight_floor`, `weight_cap`]. `mask` leaves tokens out
+by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or largest value:
+
+    ratio       log w_t, so that the sum is that of the product, and the mean that of the geometric mean
+    k2          (log w_t)^2 / 2
+    k3          w_t - 1 - log w_t, whose mean estimates KL(q, p_old)
+    binary_kl   max of KL(p_old, q) and KL(q, p_old) of "this token" against "any other" (KPop of AReaL)
+
+or by their second moment over the mini-batch (`fivefold/algorithms/second_moment.py`). `veto_below` leaves out the
+sequences that have a token with a smaller w_t.
 
     TIS        weight=token, weight_cap=C               truncated (Yao et al. 2025, "Off-policy RL training")
     MIS        weight, mask_above=C, mask_below=0       masked (Liu et al. 2025, "When Speed Kills Stability")
     IcePop     weight=token, mask=token, in [0.5, 5]    Ling team 2025 (arXiv 2510.18855)
+    M2PO       weight=token, mask=second_moment         Zheng et al. 2025 (arXiv 2510.01161)
     decoupled  weight=token                             the objective of AReaL (Fu et al. 2025, arXiv 2505.24298):
                                                         sg(p_old / q) min(r A, clip(r) A) with r = p / p_old
 
@@ -22,16 +30,24 @@ Tokens that are left out cost nothing. They still count in the loss's divisor, s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
+from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Metrics, count, largest
 from fivefold.algorithms.ragged import Sequences
+from fivefold.algorithms.second_moment import KEPT_TOKENS, SecondMomentMask
 from fivefold.config.presets import CORRECTIONS
 from fivefold.config.schema.roles import RolloutCorrectionConfig
+
+Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
+MaskBy = Literal["ratio", "k2", "k3", "binary_kl"]
+SMALLEST = 1e-8
+"""Least probability of "any other" token of which a logarithm is taken."""
 
 
 class Corrected(NamedTuple):
@@ -50,10 +66,12 @@ class RolloutCorrection:
 
     weight: Literal["token", "sequence"] | None = None
     weight_cap: float | None = None
-    mask: Literal["token", "sequence", "geometric"] | None = None
+    mask: Mask | None = None
     mask_above: float | None = None
     mask_below: float | None = None
     veto_below: float | None = None
+    mask_by: MaskBy = "ratio"
+    weight_floor: float | None = None
 
     @staticmethod
     def automatic() -> RolloutCorrection:
@@ -66,23 +84,40 @@ class RolloutCorrection:
         if not config.is_fixed:
             return None
         below = config.mask_below
-        if below is None and config.mask_above is not None:
+        if below is None and config.mask_above is not None and config.has_lower_bound:
             below = 1.0 / config.mask_above
         return RolloutCorrection(
-            config.weight, config.weight_cap, config.mask, config.mask_above, below, config.veto_below
+            config.weight,
+            config.weight_cap,
+            config.mask,
+            config.mask_above,
+            below,
+            config.veto_below,
+            config.mask_by,
+            config.weight_floor,
         )
 
-    def __call__(self, old_T: torch.Tensor, rollout_T: torch.Tensor, sequences: Sequences) -> Corrected:
+    @property
+    def before(self) -> BatchStep | None:
+        """What is computed over a whole mini-batch first; None: nothing."""
+        if self.mask != "second_moment" or self.mask_above is None:
+            return None
+        return SecondMomentMask(self.mask_above)
+
+    def __call__(
+        self, old_T: torch.Tensor, rollout_T: torch.Tensor, sequences: Sequences, fields: Mapping[str, torch.Tensor]
+    ) -> Corrected:
         """Compute weights and masks, without gradient.
 
         Args:
             old_T: log p_old, 0 on tokens that are not trained.
             rollout_T: log q, the same.
             sequences: whole sequences.
+            fields: the batch's fields, with what `before` has added.
         """
         log_w_T = (old_T - rollout_T).detach()
         trained_T = sequences.mask_T.bool()
-        kept_T = trained_T & self._inside(log_w_T, sequences)
+        kept_T = trained_T & self._inside(log_w_T, rollout_T, sequences, fields)
         weights_T, is_truncated_T = self._weights(log_w_T, sequences)
         weights_T = torch.where(kept_T, weights_T, torch.zeros_like(weights_T))
         metrics = {
@@ -98,21 +133,46 @@ class RolloutCorrection:
             return torch.ones_like(log_w_T), torch.zeros_like(log_w_T, dtype=torch.bool)
         if self.weight == "sequence":
             log_w_T = sequences.spread(sequences.sum(log_w_T))
-        most = math.inf if self.weight_cap is None else math.log(self.weight_cap)
-        return bounded_exp(log_w_T.clamp(max=most)), log_w_T > most
+        least, most = _log(self.weight_floor, -math.inf), _log(self.weight_cap, math.inf)
+        return bounded_exp(log_w_T.clamp(least, most)), (log_w_T > most) | (log_w_T < least)
 
-    def _inside(self, log_w_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    def _inside(
+        self, log_w_T: torch.Tensor, rollout_T: torch.Tensor, sequences: Sequences, fields: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         inside_T = torch.ones_like(log_w_T, dtype=torch.bool)
-        if self.mask is not None:
-            log_m_T = log_w_T
-            if self.mask != "token":
-                of_sequence = sequences.sum if self.mask == "sequence" else sequences.mean
-                log_m_T = sequences.spread(of_sequence(log_w_T))
-            inside_T = (log_m_T >= _log(self.mask_below, -math.inf)) & (log_m_T <= _log(self.mask_above, math.inf))
+        if self.mask == "second_moment":
+            inside_T = fields[KEPT_TOKENS].bool()
+        elif self.mask is not None:
+            inside_T = self._within_bounds(self._measured(log_w_T, rollout_T), sequences)
         if self.veto_below is not None:
             below_T = (log_w_T < math.log(self.veto_below)).to(log_w_T.dtype)
-            inside_T &= sequences.spread(sequences.sum(below_T)) == 0
+            inside_T = inside_T & (sequences.spread(sequences.sum(below_T)) == 0)
         return inside_T
+
+    def _measured(self, log_w_T: torch.Tensor, rollout_T: torch.Tensor) -> torch.Tensor:
+        """Return the measure of each token."""
+        zero_T = torch.zeros_like(log_w_T)
+        match self.mask_by:
+            case "ratio":
+                return log_w_T
+            case "k2" | "k3":
+                return kl_estimate(zero_T, log_w_T, self.mask_by)
+            case "binary_kl":
+                q_T, p_T = (
+                    logs_T.detach().exp().clamp(SMALLEST, 1.0 - SMALLEST) for logs_T in (rollout_T, rollout_T + log_w_T)
+                )
+                odds_T = (p_T / q_T).log(), ((1.0 - p_T) / (1.0 - q_T)).log()
+                forward_T = p_T * odds_T[0] + (1.0 - p_T) * odds_T[1]
+                return torch.maximum(forward_T, -q_T * odds_T[0] - (1.0 - q_T) * odds_T[1])
+
+    def _within_bounds(self, measure_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        of_sequence = {"sequence": sequences.sum, "geometric": sequences.mean, "largest": sequences.largest}
+        if self.mask is not None and self.mask in of_sequence:
+            measure_T = sequences.spread(of_sequence[self.mask](measure_T))
+        below, above = self.mask_below, self.mask_above
+        if self.mask_by == "ratio":
+            return (measure_T >= _log(below, -math.inf)) & (measure_T <= _log(above, math.inf))
+        return measure_T <= (math.inf if above is None else above)
 
 
 def _log(bound: float | None, otherwise: float) -> float:

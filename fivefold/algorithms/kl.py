@@ -5,6 +5,7 @@ With x ~ policy and d = log policy(x) - log reference(x) (Schulman 2020, http://
     k1 = d                      unbiased, high variance, may be negative
     k2 = d^2 / 2                biased, low variance; its gradient is the gradient of the KL divergence
     k3 = exp(-d) - 1 + d        unbiased, low variance, never negative
+    abs = |d|                   biased; with a gradient of one size whatever the distance
 
 As a *loss*, k1 has a gradient of zero in expectation and constrains nothing, so it belongs in the reward.
 """
@@ -15,7 +16,7 @@ from typing import Literal
 
 import torch
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ±20 before they are exponentiated: exp(20) = 4.9e8 still leaves float32 sums finite."""
@@ -32,7 +33,7 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: K
     Args:
         logprobs: log-probabilities under the policy, any shape; gradients flow through them.
         ref_logprobs: log-probabilities under the reference, same shape.
-        estimator: `k1`, `k2` or `k3`, as at the top of this file.
+        estimator: `k1`, `k2`, `k3` or `abs`, as at the top of this file.
 
     Returns:
         The estimate for each token, same shape and dtype.
@@ -43,6 +44,8 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: K
             return log_ratio
         case "k2":
             return 0.5 * log_ratio.square()
+        case "abs":
+            return log_ratio.abs()
         case "k3":
             # expm1(-d) + d keeps the digits that exp(-d) - 1 + d cancels when policy and reference are close.
             bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

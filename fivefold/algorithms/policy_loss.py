@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
-from fivefold.algorithms.batch_steps import BatchStep
+from fivefold.algorithms.batch_steps import BatchStep, StepsInTurn
 from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
 from fivefold.algorithms.distillation import Direction, Distillation
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
-from fivefold.algorithms.loss import LossInputs, Metrics, largest, zero_unless
+from fivefold.algorithms.loss import LossInputs, Metrics, count, largest, zero_unless
 from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
 from fivefold.algorithms.positions import entropy_by_part
@@ -30,6 +30,9 @@ class PolicyLoss:
         cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref) + distillation.coeff * D
 
     where the weight is that of the rollout correction, or 1, and tokens that the correction leaves out cost nothing.
+    With `opsm_delta`, the surrogate is 0 in sequences of a negative advantage whose mean of log p_old - log p is larger
+    (off-policy sequence masking: DeepSeek-AI 2025, arXiv 2512.02556, section 3.1). With `kl_unbiased`, KL is multiplied
+    by r, with gradient (the same section): its gradient is then that of the divergence, whatever sampled the tokens.
 
     Without an `old_logprobs` field the batch is on-policy: p_old is p without its gradient, so that r = p / p_old is 1
     and PPO's gradient is the plain policy gradient -A grad log p. The correction's weights p_old / q then still compare
@@ -55,6 +58,10 @@ class PolicyLoss:
     """Whether `rollout_logprobs` are of a truncated distribution, so that a comparison with the trainer's is void."""
     distillation: Distillation | None = None
     """How the policy is drawn towards a teacher (`fivefold/algorithms/distillation.py`)."""
+    opsm_delta: float | None = None
+    """Largest mean of log p_old - log p, in nats a token, of a sequence with a negative advantage; None: any."""
+    kl_unbiased: bool = False
+    """Whether KL is weighted by p / p_old."""
 
     @classmethod
     def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
@@ -75,12 +82,16 @@ class PolicyLoss:
             old_is_rollout=config.recompute_logprob is False,
             rollout_is_truncated=sampling.truncates_distribution,
             distillation=_distillation(config),
+            opsm_delta=config.opsm_delta,
+            kl_unbiased=config.kl_unbiased,
         )
 
     @property
     def before(self) -> BatchStep | None:
-        """What the surrogate computes over a whole mini-batch first, which needs the field `old_logprobs`."""
-        return getattr(self.surrogate, "before", None)
+        """What surrogate and correction compute over a whole mini-batch first, from the field `old_logprobs`."""
+        correction = None if self.correction is None else self.correction.before
+        steps = [step for step in (getattr(self.surrogate, "before", None), correction) if step is not None]
+        return StepsInTurn(tuple(steps)) if steps else None
 
     @property
     def divergence(self) -> Direction | None:
@@ -108,25 +119,30 @@ class PolicyLoss:
         advantages_T, distill_metrics = self._distilled(fields["advantages"], old_T, fields)
         tokens = PolicyTokens(logprobs_T, old_T, advantages_T, sequences, inputs.fields)
         cost_T, metrics = self.surrogate(tokens)
-        metrics |= distill_metrics | {
-            "policy_loss": zero_unless(trained_T, cost_T.detach()).sum(),
-            "entropy": entropy_T.detach().sum(),
-            **entropy_by_part(entropy_T.detach(), sequences),
-            **_ratio_metrics(tokens),
-        }
+        cost_T, masked = self._without_drifted(cost_T, tokens)
+        metrics |= (
+            distill_metrics
+            | masked
+            | {
+                "policy_loss": zero_unless(trained_T, cost_T.detach()).sum(),
+                "entropy": entropy_T.detach().sum(),
+                **entropy_by_part(entropy_T.detach(), sequences),
+                **_ratio_metrics(tokens),
+            }
+        )
+        # Old log-probs that are the rollout's own show no mismatch. Current ones do, exactly on the first update.
+        trainer_T = logprobs_T.detach() if self.old_is_rollout else old_T
         if "rollout_logprobs" in fields and not self.rollout_is_truncated:
-            # Old log-probs that are the rollout's own show no mismatch. Current ones do, exactly on the first update.
-            trainer_T = logprobs_T.detach() if self.old_is_rollout else old_T
             metrics |= mismatch_metrics(trainer_T, fields["rollout_logprobs"], trained_T)
 
         kept_T = trained_T
         if self.correction is not None:
-            corrected = self.correction(old_T, fields["rollout_logprobs"], sequences)
+            corrected = self.correction(trainer_T, fields["rollout_logprobs"], sequences, inputs.fields)
             cost_T, kept_T = corrected.weights_T * cost_T, corrected.kept_T
             metrics |= corrected.metrics
         if self.entropy_gradient:
             cost_T = cost_T - self.entropy_coeff * entropy_T
-        cost_T, kl_metrics = self._with_kl(cost_T, logprobs_T, fields)
+        cost_T, kl_metrics = self._with_kl(cost_T, tokens, fields)
         if self.distillation is not None and self.divergence is not None:
             divergence_T = zero_unless(trained_T, inputs.predictions["divergence"])
             cost_T = cost_T + self.distillation.coeff * divergence_T
@@ -146,12 +162,21 @@ class PolicyLoss:
         closer_T = fields["teacher_logprobs"] - old_T
         return advantages_T + self.distillation.coeff * closer_T, {"teacher_kl": -closer_T.sum()}
 
+    def _without_drifted(self, cost_T: torch.Tensor, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+        """Return the costs with 0 in sequences of a negative advantage from which the policy has moved away."""
+        if self.opsm_delta is None:
+            return cost_T, {}
+        drift_T = tokens.sequences.spread(tokens.sequences.mean(-tokens.log_ratio_T.detach()))
+        drifted_T = tokens.trained_T & (tokens.advantages_T < 0) & (drift_T > self.opsm_delta)
+        return zero_unless(~drifted_T, cost_T), {"opsm_masked": count(drifted_T, drift_T)}
+
     def _with_kl(
-        self, cost_T: torch.Tensor, logprobs_T: torch.Tensor, fields: dict[str, torch.Tensor]
+        self, cost_T: torch.Tensor, tokens: PolicyTokens, fields: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Metrics]:
         if "ref_logprobs" in fields:
-            kl_T = kl_estimate(logprobs_T, fields["ref_logprobs"], self.kl_estimator)
-            return (cost_T + self.kl_coeff * kl_T if self.kl_coeff else cost_T), {"kl_ref": kl_T.detach().sum()}
+            kl_T = kl_estimate(tokens.logprobs_T, fields["ref_logprobs"], self.kl_estimator)
+            weighted_T = kl_T * tokens.ratio_T if self.kl_unbiased else kl_T
+            return (cost_T + self.kl_coeff * weighted_T if self.kl_coeff else cost_T), {"kl_ref": kl_T.detach().sum()}
         if self.kl_coeff:
             raise ValueError(
                 f"the loss has a KL penalty (actor.kl_ctl={self.kl_coeff}), but the batch has no `ref_logprobs` field "

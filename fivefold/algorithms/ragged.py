@@ -36,6 +36,12 @@ class Sequences:
         """Return [S]: the mean of the values on each sequence's trained tokens; 0 for a sequence without any."""
         return self.sum(values_T) / self.counts_S.clamp(min=1)
 
+    def largest(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Return [S]: the largest value on each sequence's trained tokens; 0 for a sequence without any."""
+        least_T = torch.where(self.mask_T.bool(), values_T, torch.full_like(values_T, -torch.inf))
+        most_S = values_T.new_full((self.n,), -torch.inf).scatter_reduce(0, self.sequence_T, least_T, "amax")
+        return torch.where(most_S.isfinite(), most_S, torch.zeros_like(most_S))
+
     def spread(self, values_S: torch.Tensor) -> torch.Tensor:
         """Return [T]: the value of each token's sequence."""
         return values_S[self.sequence_T]

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
-    "gdpo", "distill",
+    "gdpo", "distill", "rec", "raft", "m2po",
 ]  # fmt: skip
 
 LOSSES = (
     "ppo", "reinforce", "gspo", "gmpo", "cispo", "sapo", "topr", "clip_cov", "kl_cov", "kimi", "cpgd",
-    "dppo_tv", "dppo_kl",
+    "dppo_tv", "dppo_kl", "rec",
 )  # fmt: skip
 """Values of `actor.loss` that name a file in `fivefold/algorithms/losses/`."""
 
 ADVANTAGES = (
     "grpo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k",
-    "pass_at_k_best", "asymre", "opmd", "gae", "none",
+    "pass_at_k_best", "asymre", "opmd", "raft", "gae", "none",
 )  # fmt: skip
 """Values of `actor.advantage` that name a file in `fivefold/algorithms/advantages/`, and `gae`."""
 
@@ -104,13 +104,19 @@ PRESETS: Mapping[str, Keys] = {
     "kimi": {"actor.loss": "kimi", "actor.loss_aggregation": "sequence_sum", "actor.reward_norm.std_level": "none"},
     # Lu et al. 2025 (Thinking Machines Lab): the teacher's log-probs in place of rewards.
     "distill": {"actor.loss": "reinforce", "actor.advantage": "none", "actor.distill.coeff": 1.0},
+    # Yao et al. 2025 (arXiv 2509.24203): REC-OneSide without importance weights.
+    "rec": {"actor.loss": "rec", "actor.reward_norm.std_level": "none"},
+    # Dong et al. 2023 (arXiv 2304.06767), as Xiong et al. 2025 (arXiv 2504.11343) write it for verifiable rewards.
+    "raft": {"actor.loss": "reinforce", "actor.advantage": "raft"},
+    # Zheng et al. 2025 (arXiv 2510.01161), with the clip of PPO, as in AReaL.
+    "m2po": {"actor.rollout_correction.method": "m2po"},
     # Liu et al. 2025 (arXiv 2505.12504).
     "cpgd": {"actor.loss": "cpgd", **_SEQUENCES},
 }
 """Keys that each algorithm sets, by its name."""
 
 Correction = Literal[
-    "auto", "none", "tis", "seq_tis", "mis", "seq_mis", "geo_mask", "icepop", "decoupled", "custom"
+    "auto", "none", "tis", "seq_tis", "mis", "seq_mis", "geo_mask", "icepop", "m2po", "decoupled", "custom"
 ]  # fmt: skip
 
 CORRECTIONS: Mapping[str, Keys] = {
@@ -142,27 +148,38 @@ CORRECTIONS: Mapping[str, Keys] = {
         "mask_above": 5.0,
         "mask_below": 0.5,
     },
+    "m2po": {
+        "weight": "token",
+        "mask": "second_moment",
+        "mask_above": 0.04,
+    },
     "decoupled": {"weight": "token"},
 }
 """Keys of `actor.rollout_correction` that each of its methods sets."""
 
 
-def preset(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, as nested sections, that a recipe's `algorithm` and its other named methods set.
+def of_algorithm(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, as nested sections, that the `algorithm` of a recipe sets.
 
     Args:
-        written: what the recipe writes. An unknown name sets nothing here; the schema refuses it.
+        full: all values of the recipe. An unknown name sets nothing here; the schema refuses it.
     """
-    values: dict[str, Any] = {}
-    name = written.get("algorithm")
-    for key, value in PRESETS.get(name, {}).items() if isinstance(name, str) else ():
-        _set(values, key, value)
-    section: Any = written
+    return _values(PRESETS, full.get("algorithm"), "")
+
+
+def of_correction(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the `actor.rollout_correction.method` of a recipe sets; see `of_algorithm`."""
+    section: Any = full
     for part in ("actor", "rollout_correction"):
         section = section.get(part) if isinstance(section, Mapping) else None
     method = section.get("method") if isinstance(section, Mapping) else None
-    for key, value in CORRECTIONS.get(method, {}).items() if isinstance(method, str) else ():
-        _set(values, f"actor.rollout_correction.{key}", value)
+    return _values(CORRECTIONS, method, "actor.rollout_correction.")
+
+
+def _values(presets: Mapping[str, Keys], name: Any, prefix: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in presets.get(name, {}).items() if isinstance(name, str) else ():
+        _set(values, prefix + key, value)
     return values
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fivefold.config.interpolation import fill_in
-from fivefold.config.presets import preset
+from fivefold.config.presets import of_algorithm, of_correction
 from fivefold.config.problems import RecipeError, section_of, show
 from fivefold.config.text_files import TextError, read_text
 from fivefold.config.yaml_reader import MOST_LEVELS, read_yaml
@@ -101,9 +101,11 @@ def resolve(values: dict[str, Any], schema: type[BaseModel]) -> tuple[dict[str, 
     written = _without_nulls(values, schema)
     full, unfilled = fill_in(_merged(defaults(schema), written))
     # The name of the algorithm may be an interpolation, and others may name keys that the algorithm sets.
-    if "algorithm" in schema.model_fields and (chosen := preset(full)) and not unfilled:
-        written = _merged(chosen, written)
-        full, unfilled = fill_in(_merged(defaults(schema), written))
+    # The method of correction may be one of these.
+    for preset in (of_algorithm, of_correction) if "algorithm" in schema.model_fields else ():
+        if (chosen := preset(full)) and not unfilled:
+            written = _merged(chosen, written)
+            full, unfilled = fill_in(_merged(defaults(schema), written))
     if problems := problems + unfilled:
         return {}, problems
     return _picked(full, written), []

@@ -1,4 +1,4 @@
-"""Losses and corrections: the names that frameworks give them, and what becomes of the keys that depend on them."""
+"""Losses: the names that frameworks give them, and what becomes of the keys that depend on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.values import number
 
 LOSS = "actor.loss"
-CORRECTION = "actor.rollout_correction."
 
 LOSSES: Mapping[str, str] = {
     "gspo": "gspo",
@@ -28,8 +27,14 @@ LOSSES: Mapping[str, str] = {
     "kimi15": "kimi",
     "dppo_tv": "dppo_tv",
     "dppo_kl": "dppo_kl",
-    # Its loss is the policy gradient; what is its own is the advantage.
+    "rec": "rec",
+    "sppo": "rec",
+    "importance_sampling": "rec",
+    "reinforce": "reinforce",
+    # Their loss is the policy gradient; what is their own is the advantage.
     "asymre": "reinforce",
+    "opmd": "reinforce",
+    "raft": "reinforce",
 }
 """Values of `actor.loss`, by the names that frameworks give them."""
 
@@ -38,14 +43,15 @@ NOTES: Mapping[str, str] = {
     "clip_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
     "kl_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
     "cpgd": "its drift term is k3, without a cap",
+    "raft": "completions whose reward is below 1 are not trained on",
 }
 """How some losses differ from the framework's."""
 
-NOT_OFFERED: Mapping[str, str] = {
-    "m2po": "M2PO masks tokens by the second moment of their ratios",
-    "opmd": "OPMD takes no ratios",
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "importance_sampling": {"region": "none", "weight": "ratio"},
+    "sppo": {"region": "two_side"},
 }
-"""What some losses that are not offered do."""
+"""Options of Fivefold's loss that make it the framework's."""
 
 WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
 """Values of `actor.loss` that read no clip range."""
@@ -57,10 +63,11 @@ def choose_loss(draft: Draft, key: str, name: str) -> None:
     """Map `key`, which asks for the loss `name`; if it is not offered, the keys of the clip range say so at the end."""
     word = name.lower().replace("-", "_")
     if word in LOSSES:
+        for option, value in OPTIONS.get(word, {}).items():
+            draft.recipe[f"{LOSS}_kwargs.{option}"] = value
         draft.mapped(key, LOSS, LOSSES[word], NOTES.get(word, ""))
         return
-    does = NOT_OFFERED.get(word, f"the loss {name!r} is not offered")
-    draft.unsupported(key, f"{does}; the recipe trains with PPO's clipped loss")
+    draft.unsupported(key, f"the loss {name!r} is not offered; the recipe trains with PPO's clipped loss")
     draft.other_loss = draft.other_loss or f"{key}={draft.get(key)}"
 
 
@@ -129,17 +136,3 @@ def settle_staleness(draft: Draft) -> None:
             "actor.rollout_correction.method=none: with top_p, top_k or min_new_tokens, the log-probs of older samples "
             "are those of a truncated distribution, with which losses cannot be corrected for the samples' age"
         )
-
-
-def correct_rollout(draft: Draft, key: str, keys: Mapping[str, Any], note: str = "") -> None:
-    """Map `key`, which asks for a correction of the rollout's log-probs, to `method: custom` with other keys.
-
-    Args:
-        draft: receives the recipe's values.
-        key: the source's key.
-        keys: keys of `actor.rollout_correction`.
-        note: how it was converted.
-    """
-    for name, value in keys.items():
-        draft.recipe[CORRECTION + name] = value
-    draft.mapped(key, CORRECTION + "method", "custom", note or ", ".join(f"{k}={v}" for k, v in keys.items()))

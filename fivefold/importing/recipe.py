@@ -43,6 +43,8 @@ YIELDING = (
     "actor.kl_estimator",
     "actor.recompute_logprob",
     "actor.rollout_correction.method",
+    "actor.opsm_delta",
+    "actor.kl_unbiased",
     "gconfig.greedy",
     "actor.ppo_n_minibatches",
     "actor.optimizer.min_lr_ratio",

@@ -24,9 +24,10 @@ OTHER_ADVANTAGES = {
     "gpg": "gpg",
     "grpo_passk": "pass_at_k_best",
     "asymre": "asymre",
+    "raft": "raft",
 }
 """Values of `actor.advantage`, by the names that frameworks give them."""
-OF_ONE = ("reinforce_pp", "remax")
+OF_ONE = ("reinforce_pp", "remax", "raft")
 """Advantages for which a prompt may have one response."""
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 
@@ -156,7 +157,7 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
         n_samples: responses of a prompt.
     """
     match estimator:
-        case "grpo":
+        case "grpo" | "grpo_vectorized":
             draft.recipe.setdefault(STD_LEVEL, "group" if divides_by_std else "none")
             draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
         case _ if estimator in OTHER_ADVANTAGES and (n_samples > 1 or OTHER_ADVANTAGES[estimator] in OF_ONE):

@@ -90,7 +90,17 @@ LOSS_AGGREGATION = one_of(
     seq_mean_token_sum="sequence_sum",
     seq_mean_token_sum_norm="sequence_sum_fixed",
 )
-KL_ESTIMATOR = one_of(kl="k1", k1="k1", mse="k2", k2="k2", k3="k3", low_var_kl="k3")
+KL_ESTIMATOR = one_of(
+    kl="k1",
+    k1="k1",
+    mse="k2",
+    k2="k2",
+    k3="k3",
+    low_var_kl="k3",
+    abs="abs",
+    # The value of another estimator with the gradient of k2.
+    **{f"{name}+": "k2" for name in ("kl", "k1", "mse", "k2", "k3", "low_var_kl", "abs")},
+)
 LR_SCHEDULE = one_of(constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine")
 DTYPE = one_of(
     bfloat16="bfloat16", bf16="bfloat16", torch_bfloat16="bfloat16", float32="float32", fp32="float32", float="float32"

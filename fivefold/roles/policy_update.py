@@ -68,8 +68,7 @@ class PolicyUpdate:
         self.news: str | None = None
         """What the user should know of the last step; None: nothing."""
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
-        several = config.ppo_epochs * config.ppo_n_minibatches > 1
-        needed = self._penalized or several or self._base_loss.before is not None
+        needed = self._penalized or config.has_several_updates or self._base_loss.before is not None
         self._recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
 
     def prepare(

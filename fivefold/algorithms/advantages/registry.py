@@ -15,6 +15,7 @@ from fivefold.algorithms.advantages.none import none
 from fivefold.algorithms.advantages.opmd import opmd
 from fivefold.algorithms.advantages.opo import opo
 from fivefold.algorithms.advantages.pass_at_k import pass_at_k, pass_at_k_best
+from fivefold.algorithms.advantages.raft import raft
 from fivefold.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from fivefold.algorithms.advantages.remax import remax
 from fivefold.algorithms.advantages.rloo import rloo
@@ -43,6 +44,7 @@ METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
     "pass_at_k_best": pass_at_k_best,
     "asymre": asymre,
     "opmd": opmd,
+    "raft": raft,
     "gae": shaped_rewards,
     "none": none,
 }

@@ -13,6 +13,7 @@ from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.kimi import Kimi
 from fivefold.algorithms.losses.kl_cov import KLCov
 from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.losses.rec import REC
 from fivefold.algorithms.losses.reinforce import Reinforce
 from fivefold.algorithms.losses.sapo import SAPO
 from fivefold.algorithms.losses.surrogate import Surrogate
@@ -35,6 +36,7 @@ LOSSES: Mapping[str, type[Surrogate]] = {
     "cpgd": CPGD,
     "dppo_tv": DPPOTV,
     "dppo_kl": DPPOKL,
+    "rec": REC,
 }
 
 

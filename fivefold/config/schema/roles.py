@@ -42,7 +42,8 @@ class RolloutCorrectionConfig(Section):
     """Importance corrections for the difference between the rollout engine, which sampled, and the trainer.
 
     With w = p_old / q of a token, p_old the trainer's probability before the step and q the rollout's, `weight`
-    multiplies losses by w, and `mask` leaves tokens out by w (docs/algorithms.md).
+    multiplies losses by w, and `mask` leaves tokens out by w (docs/algorithms.md). With `recompute_logprob: false`, p
+    of the update takes the place of p_old.
     """
 
     method: Correction = "auto"
@@ -54,13 +55,19 @@ class RolloutCorrectionConfig(Section):
     """Weight the losses of tokens by w of the token, or by the product of w over its sequence; null: by 1."""
     weight_cap: Annotated[float, Field(gt=0)] | None = None
     """Weights are truncated to this value; null: they are not truncated."""
-    mask: Literal["token", "sequence", "geometric"] | None = None
-    """Leave out tokens whose w is out of bounds, or whole sequences by the product or the geometric mean of w; null:
-    leave out none."""
+    weight_floor: Annotated[float, Field(gt=0)] | None = None
+    """Smaller weights are raised to this value; null: none are."""
+    mask: Literal["token", "sequence", "geometric", "largest", "second_moment"] | None = None
+    """Leave out tokens whose w is out of bounds, or whole sequences by the product, the geometric mean or the largest
+    of w; `second_moment`: the tokens of the largest (log w)^2, until its mean over a mini-batch is at most `mask_above`
+    (M2PO); null: leave out none."""
+    mask_by: Literal["ratio", "k2", "k3", "binary_kl"] = "ratio"
+    """What `mask` compares with its bounds: w, or a divergence of the token, whose sum, mean or largest value over a
+    sequence then counts: (log w)^2 / 2, w - 1 - log w, or that of this token against any other."""
     mask_above: Annotated[float, Field(gt=0)] | None = None
     """Upper bound of `mask`; null: none."""
     mask_below: Annotated[float, Field(ge=0)] | None = None
-    """Lower bound of `mask`; null: 1 / `mask_above`."""
+    """Lower bound of w for `mask`; null: 1 / `mask_above`."""
     veto_below: Annotated[float, Field(gt=0)] | None = None
     """Leave out whole sequences that have a token with a smaller w; null: leave out none."""
 
@@ -68,6 +75,11 @@ class RolloutCorrectionConfig(Section):
     def is_fixed(self) -> bool:
         """Whether the recipe itself asks for a correction, which then holds from the first step on."""
         return self.method not in ("auto", "none")
+
+    @property
+    def has_lower_bound(self) -> bool:
+        """Whether `mask` has a lower bound besides the upper one: divergences and second moments have none."""
+        return self.mask != "second_moment" and self.mask_by == "ratio"
 
     @model_validator(mode="after")
     def _check_keys(self) -> RolloutCorrectionConfig:
@@ -79,16 +91,31 @@ class RolloutCorrectionConfig(Section):
             )
         if self.method == "custom" and not wanted:
             raise ValueError(f"method=custom corrects nothing: set one of {', '.join(keys)}, or method to none")
-        if self.weight is None and self.weight_cap is not None:
-            raise ValueError(
-                f"weight_cap={self.weight_cap} has no effect without weight: set that to token or "
-                "sequence, or drop weight_cap"
-            )
+        for name in ("weight_cap", "weight_floor"):
+            if self.weight is None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect without weight: set that to token or sequence, or "
+                    f"drop {name}"
+                )
+        floor, cap = self.weight_floor, self.weight_cap
+        if floor is not None and cap is not None and floor > cap:
+            raise ValueError(f"weight_floor={floor} is above weight_cap={cap}: lower the first")
+        return self._with_mask()
+
+    def _with_mask(self) -> RolloutCorrectionConfig:
+        """Check the keys of the mask."""
         upper, lower = self.mask_above, self.mask_below
-        if self.mask is None and (upper is not None or lower is not None):
+        if self.mask is None and (upper is not None or lower is not None or self.mask_by != "ratio"):
             raise ValueError(
-                "mask_above and mask_below have no effect without mask: set that to token, "
-                "sequence or geometric, or drop the bounds"
+                "mask_above, mask_below and mask_by have no effect without mask: set that to token, sequence or "
+                "geometric, or drop them"
+            )
+        if self.mask == "second_moment" and self.mask_by != "ratio":
+            raise ValueError(f"mask_by={self.mask_by} has no effect with mask=second_moment: drop mask_by")
+        if lower is not None and not self.has_lower_bound:
+            raise ValueError(
+                f"mask_below={lower} has no effect with mask={self.mask} and mask_by={self.mask_by}, which have an "
+                "upper bound only: drop mask_below"
             )
         if self.mask is not None and upper is None and lower is None:
             raise ValueError(f"mask={self.mask} has no bounds: set mask_above")
@@ -133,13 +160,14 @@ class ActorConfig(EngineConfig):
     offload: OffloadConfig = OffloadConfig()
     loss: Annotated[str, Field(pattern=ONE_LINE)] = "ppo"
     """Policy loss: `ppo`, `reinforce`, `gspo`, `gmpo`, `cispo`, `sapo`, `topr`, `clip_cov`, `kl_cov`, `kimi`, `cpgd`,
-    `dppo_tv`, `dppo_kl` (docs/algorithms.md), or your own as `module:Class` or `file.py:Class` (docs/extending.md)."""
+    `dppo_tv`, `dppo_kl`, `rec` (docs/algorithms.md), or your own as `module:Class` or `file.py:Class`
+    (docs/extending.md)."""
     loss_kwargs: dict[str, Any] = {}
     """Options of the loss that have no key of their own, by name."""
     advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
     """How rewards become advantages: `grpo` (as `reward_norm` says), `gdpo` (each of several rewards normalised by
     itself), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`,
-    `asymre`, `opmd`, `gae`, `none` (0: rewards are not trained on), or your own as `module:function` or
+    `asymre`, `opmd`, `raft`, `gae`, `none` (0: rewards are not trained on), or your own as `module:function` or
     `file.py:function`."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
@@ -161,6 +189,9 @@ class ActorConfig(EngineConfig):
     """Losses that clip do so to ratios above 1 + `eps_clip_higher`; null: the same as `eps_clip`."""
     c_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip (Ye et al. 2020): largest ratio of tokens with a negative advantage; null: no dual clip."""
+    opsm_delta: Annotated[float, Field(ge=0)] | None = None
+    """Do not train on sequences of a negative advantage whose mean of log p_old - log p, in nats a token, is above this
+    (off-policy sequence masking: DeepSeek-V3.2); null: train on all."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_fixed"] = "token_mean"
     """How the losses of tokens become one number: the mean over all tokens (DAPO), the mean over sequences of their
     token means (GRPO) or token sums, or these sums divided by `loss_length` (Dr. GRPO)."""
@@ -170,8 +201,12 @@ class ActorConfig(EngineConfig):
     """Weight of the entropy bonus."""
     kl_ctl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence, as Schulman names them (http://joschu.net/blog/kl-approx.html)."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimator of the KL divergence, as Schulman names them (http://joschu.net/blog/kl-approx.html); `abs`: the
+    absolute value of k1."""
+    kl_unbiased: bool = False
+    """Multiply the KL term in the loss by p / p_old, with its gradient, so that the gradient is that of the divergence
+    (DeepSeek-V3.2)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL term to the loss, or subtract it from each token's reward."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
@@ -208,6 +243,11 @@ class ActorConfig(EngineConfig):
     """Replace prompts whose completions all have the same reward by further prompts of the data set (DAPO)."""
     dynamic_sampling_max_rounds: Annotated[int, Field(ge=1, le=1000)] = 10
     """Most batches of prompts that are sampled in one step; prompts without signal then fill what is missing."""
+
+    @property
+    def has_several_updates(self) -> bool:
+        """Whether a step has more than one update, so that the policy moves away from the old one."""
+        return self.ppo_epochs * self.ppo_n_minibatches > 1
 
     @property
     def whitens(self) -> bool:

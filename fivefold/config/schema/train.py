@@ -174,10 +174,17 @@ class TrainRecipe(RunConfig):
             return self
         key = f"actor.rollout_correction.method={correction.method}"
         if self.actor.recompute_logprob is False:
-            raise ValueError(
-                f"{key} compares the rollout's log-probs with the trainer's old ones, but with "
-                "actor.recompute_logprob=false they are the same: set that to null, or the method to none"
-            )
+            if correction.weight is not None and self.actor.loss != "reinforce":
+                raise ValueError(
+                    f"{key} weights losses by p / q, but with actor.recompute_logprob=false the ratio p / p_old of "
+                    f"actor.loss={self.actor.loss} is p / q too: set that to null, actor.loss to reinforce, or drop "
+                    "the weight"
+                )
+            if correction.mask == "second_moment":
+                raise ValueError(
+                    f"{key} compares the rollout's log-probs with the trainer's old ones before an update, but with "
+                    "actor.recompute_logprob=false they are the same: set that to null, or the method to none"
+                )
         if self.rollout.logprob_share < 1:
             raise ValueError(
                 f"{key} needs the rollout's log-probs of every token, but rollout.logprob_share="
@@ -231,11 +238,24 @@ class TrainRecipe(RunConfig):
 
     @model_validator(mode="after")
     def _check_updates(self) -> TrainRecipe:
-        if self.actor.kl_in == "loss" and self.actor.kl_ctl > 0 and self.actor.kl_estimator == "k1":
+        actor = self.actor
+        in_loss = actor.kl_in == "loss" and actor.kl_ctl > 0
+        if in_loss and actor.kl_estimator == "k1" and not actor.kl_unbiased:
             raise ValueError(
-                "actor.kl_estimator=k1 has no expected gradient as a loss: use k2 or k3, or actor.kl_in=reward"
+                "actor.kl_estimator=k1 has no expected gradient as a loss: use k2 or k3, actor.kl_unbiased=true, or "
+                "actor.kl_in=reward"
             )
-        if self.train_dataset.batch_size % self.actor.ppo_n_minibatches:
+        if actor.kl_unbiased and not in_loss:
+            raise ValueError(
+                f"actor.kl_unbiased has no effect with actor.kl_ctl={actor.kl_ctl} and actor.kl_in={actor.kl_in}: "
+                "raise the first and set the second to loss, or drop it"
+            )
+        if actor.opsm_delta is not None and actor.recompute_logprob is not False and not actor.has_several_updates:
+            raise ValueError(
+                f"actor.opsm_delta={actor.opsm_delta} has no effect with one update a step, before which the policy is "
+                "the old one: raise actor.ppo_n_minibatches, or set actor.recompute_logprob=false"
+            )
+        if self.train_dataset.batch_size % actor.ppo_n_minibatches:
             raise ValueError(
                 f"train_dataset.batch_size={self.train_dataset.batch_size} must be a multiple of "
                 f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches}, so that groups stay whole"

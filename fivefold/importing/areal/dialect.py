@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import CORRECTION, correct_rollout
 from fivefold.importing.areal.defaults import CRITICS, ENGINES, NORMALISATION, RUN
 from fivefold.importing.areal.rules import FREQUENCIES, RULES
+from fivefold.importing.corrections import decoupled
 from fivefold.importing.critic import ADVANTAGE, NOT_NORMALISED, WHITENS, ForCritic, has_critic
 from fivefold.importing.defaults import own_default
 from fivefold.importing.dialect import Dialect
@@ -306,15 +306,16 @@ def _decoupled(draft: Draft) -> None:
     if draft.get(key, False) is True:
         if draft.get(recompute) is not True:
             draft.implied(recompute, f"{key} computes them anyway")
-        cap = "actor.behav_imp_weight_cap"
-        if (most := draft.get(cap)) is not None:
-            bounds = {"weight": "token", "mask": "token", "mask_above": draft.read(cap, number), "mask_below": 0.0}
-            correct_rollout(draft, cap, bounds, f"weights above {most} are left out")
-            draft.mapped(key, CORRECTION + "method", "custom", "weight=token")
-        else:
-            correct_rollout(draft, key, {"weight": "token"})
+        decoupled(draft, key)
     else:
-        for name in ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_*", "actor.prox_logp_method"):
+        names = (
+            "behav_imp_weight_cap",
+            "behave_imp_weight_*",
+            "prox_logp_method",
+            "rejection_sampling*",
+            "m2_threshold",
+        )
+        for name in (f"actor.{name}" for name in names):
             for unused in draft.keys(name):
                 draft.implied(unused, f"{key} is off")
 

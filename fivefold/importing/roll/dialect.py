@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fivefold.importing import megatron, reasons
+from fivefold.importing import corrections, megatron, reasons
 from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic
 from fivefold.importing.defaults import UNKNOWN
@@ -90,6 +90,7 @@ def convert(draft: Draft) -> None:
     _advantages(draft)
     _kl(draft)
     _clipping(draft)
+    corrections.of_roll(draft)
     _micro_batches(draft)
     _critics_batches(draft)
     draft.awaiting |= {ACCUMULATION, WARMUP}

@@ -19,7 +19,15 @@ from fivefold.importing.dialect import Dialect, merged
 from fivefold.importing.distillation import COEFF, NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.rules import under
-from fivefold.importing.settings import TOKEN_BUDGET_KEY, advantages, rollout_engine, warmup
+from fivefold.importing.settings import (
+    ADVANTAGE,
+    MEAN_LEVEL,
+    STD_LEVEL,
+    TOKEN_BUDGET_KEY,
+    advantages,
+    rollout_engine,
+    warmup,
+)
 from fivefold.importing.source import INTERPOLATION, Document
 from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, SFT, Sign
 from fivefold.importing.trinity.defaults import ENGINE, RUN, TASKS
@@ -32,7 +40,7 @@ from fivefold.importing.trinity.rules import (
     TYPE,
     is_on,
 )
-from fivefold.importing.values import KL_ESTIMATOR, number, positive, whole
+from fivefold.importing.values import number, positive, whole
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import ACTOR
 from fivefold.importing.verl.defaults import CRITICS
@@ -43,6 +51,17 @@ CLIPPED = ("ppo", "grpo", "dapo", "rloo", "reinforceplusplus", "remax")
 """Algorithms that differ in their advantages only, and have PPO's clipped loss unless another is written."""
 GROUP_SIZES = {"ppo": 1, "dapo": 16}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
+ESTIMATORS = {
+    **dict.fromkeys(("dapo", "gspo", "sapo", "cispo"), "grpo"),
+    "topr": "reinforce",
+    "sppo": "opmd",
+}
+"""Advantages of algorithms that have not their own name."""
+WITHOUT_KL = ("dapo", "rec", "sppo", "asymre", "raft", ON_POLICY)
+"""Algorithms that have no KL term unless one is written."""
+LOSS_FN = "algorithm.policy_loss_fn"
+KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "abs": "abs", "corrected_k3": "k3"}
+"""Estimators of the KL divergence; the corrected one is weighted by p / p_old."""
 
 
 SIGNS = (
@@ -121,17 +140,56 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     if algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
         choose_loss(draft, "algorithm.algorithm_type", algorithm)
     key = "algorithm.advantage_fn"
-    estimator = str(draft.get(key, {"dapo": "grpo", "gspo": "grpo"}.get(algorithm, algorithm)))
+    estimator = str(draft.get(key, ESTIMATORS.get(algorithm, algorithm)))
     written = key if draft.writes(key) else "algorithm.algorithm_type"
     if estimator in ("gae", "ppo"):
         draft.assume(under(TREE, CRITICS))
         constants = {f"{key}_args.gamma": "actor.discount", f"{key}_args.lam": "actor.gae_lambda"}
         gae(draft, written, constants)
+    elif estimator in ("opmd", "asymre", "rec", "reinforce"):
+        _centred(draft, written, estimator)
     else:
         advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
+    _scale_of_opmd(draft, algorithm, estimator)
     if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
         draft.implied("algorithm.algorithm_type", f"{key} overrides it")
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
+
+
+def _centred(draft: Draft, key: str, estimator: str) -> None:
+    """Convert an advantage that is the reward less some mean of the group's, and that no deviation divides."""
+    baseline = str(draft.get(f"{ADVANTAGE_FN}_args.opmd_baseline", "mean"))
+    divides = estimator == "rec" and draft.get(f"{ADVANTAGE_FN}_args.std_normalize") is True
+    if estimator == "asymre" or (estimator == "opmd" and baseline == "logavgexp"):
+        draft.recipe.setdefault(ADVANTAGE, estimator)
+        draft.mapped(key, ADVANTAGE, estimator)
+    else:
+        level = "none" if estimator == "reinforce" else "group"
+        draft.recipe.setdefault(STD_LEVEL, "group" if divides else "none")
+        draft.recipe.setdefault(MEAN_LEVEL, level)
+        draft.mapped(key, MEAN_LEVEL, level, f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
+    draft.implied(f"{ADVANTAGE_FN}_args.opmd_baseline", f"it follows in {key}")
+    draft.implied(f"{ADVANTAGE_FN}_args.std_normalize", f"it follows in {key}")
+
+
+def _scale_of_opmd(draft: Draft, algorithm: str, estimator: str) -> None:
+    """Convert the factor 1 / (1 + tau) of OPMD's loss to one of the rewards, and so of their baselines."""
+    loss = draft.get(LOSS_FN, "opmd" if algorithm in ("opmd", "asymre") else "")
+    tau = draft.read(f"{LOSS_FN}_args.tau", number, 1.0)
+    scale = 1.0 / (1.0 + tau) if loss == "opmd" else 1.0
+    shift, temperature = f"{ADVANTAGE_FN}_args.baseline_shift", f"{ADVANTAGE_FN}_args.tau"
+    if loss == "opmd":
+        draft.recipe["actor.reward_scaling"] = scale
+        draft.mapped(f"{LOSS_FN}_args.tau", "actor.reward_scaling", scale, "1 / (1 + tau)")
+    if estimator == "asymre":
+        draft.recipe["actor.advantage_kwargs.baseline_shift"] = scale * draft.read(shift, number, -0.1)
+        draft.mapped(
+            shift, "actor.advantage_kwargs.baseline_shift", draft.recipe["actor.advantage_kwargs.baseline_shift"]
+        )
+    if draft.recipe.get(ADVANTAGE) == "opmd":
+        draft.recipe["actor.advantage_kwargs.tau"] = scale * draft.read(temperature, number, 1.0)
+        draft.mapped(temperature, "actor.advantage_kwargs.tau", draft.recipe["actor.advantage_kwargs.tau"])
+    draft.implied(temperature, "only the baseline logavgexp reads this")
 
 
 def _distillation(draft: Draft) -> None:
@@ -157,12 +215,14 @@ def _kl(draft: Draft, algorithm: str) -> None:
         draft.implied("algorithm.kl_loss_fn_args.kl_coef", "the trainer's own file says so")
         return
     loss, penalty = "algorithm.kl_loss_fn", "algorithm.kl_penalty_fn"
-    term = draft.get(loss, "none" if algorithm in ("dapo", ON_POLICY) else "k2")
+    term = draft.get(loss, "none" if algorithm in WITHOUT_KL else "k2")
     place = "loss" if term != "none" else "reward"
     key = loss if place == "loss" else penalty
     kind, weight = draft.get(key, term), f"{key}_args.kl_coef"
     if kind != "none":
-        estimator = KL_ESTIMATOR(kind) if str(kind).lower() in ("k1", "k2", "k3", "low_var_kl") else None
+        estimator = KL_ESTIMATORS.get(str(kind).lower())
+        if kind == "corrected_k3" and place == "loss":
+            draft.recipe["actor.kl_unbiased"] = True
         draft.recipe["actor.kl_in"] = place
         draft.recipe["actor.kl_ctl"] = draft.read(weight, number, 0.001)
         draft.mapped(weight, "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
@@ -171,7 +231,7 @@ def _kl(draft: Draft, algorithm: str) -> None:
         if estimator is not None:
             draft.recipe["actor.kl_estimator"] = estimator
             draft.mapped(key, "actor.kl_estimator", estimator)
-        draft.unsupported(key, f"the estimator {kind!r} is not offered; there are k1, k2 and k3")
+        draft.unsupported(key, f"the estimator {kind!r} is not offered; there are {', '.join(KL_ESTIMATORS)}")
     if draft.get(penalty, "none") != "none" and place == "loss":
         draft.unsupported(penalty, reasons.ONE_KL)
     for name in (loss, penalty):

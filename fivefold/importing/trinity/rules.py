@@ -28,6 +28,7 @@ from fivefold.importing.values import (
     DTYPE,
     LOSS_AGGREGATION,
     LR_SCHEDULE,
+    Convert,
     number,
     one_of,
     run_name,
@@ -126,12 +127,65 @@ ADAPTIVE: Mapping[str, Rule] = {
     "horizon": _of_adaptive_weight(to("actor.kl_horizon", whole)),
 }
 
+
+def _sequence_masking(draft: Draft, key: str) -> None:
+    """Convert off-policy sequence masking, whose bound is 0.1 unless it is written."""
+    section = "algorithm.policy_loss_fn_args."
+    if draft.get(section + "enable_sequence_masking") is True:
+        draft.mapped(key, "actor.opsm_delta", draft.read(section + "delta_sequence_masking", number, 0.1))
+    draft.implied(key, "sequence masking is switched off")
+
+
+REC_OPTIONS: Mapping[str, tuple[str, Convert]] = {
+    "epsilon_low": ("actor.eps_clip", number),
+    "epsilon_high": ("actor.eps_clip_higher", number),
+    "epsilon_low_prime": ("actor.loss_kwargs.ring_low", number),
+    "epsilon_high_prime": ("actor.loss_kwargs.ring_high", number),
+    "clip_mode": (
+        "actor.loss_kwargs.region",
+        one_of(none="none", one_side="one_side", two_side="two_side", ring="ring"),
+    ),
+    "weight": (
+        "actor.loss_kwargs.weight",
+        one_of(none="none", importance_sampling="ratio", advantage="advantage"),
+    ),
+    "regularizer": ("actor.loss_kwargs.penalty", one_of(none="none", k2="k2", forward_kl="forward_kl")),
+    "regularizer_coef": ("actor.loss_kwargs.penalty_coeff", number),
+    "temp": ("actor.loss_kwargs.weight_temperature", number),
+}
+"""Options of the loss `rec`, each with the recipe's key and a conversion."""
+
+
+def _is_loss(draft: Draft, name: str) -> bool:
+    return draft.get("algorithm.policy_loss_fn", draft.get(TYPE)) == name
+
+
+def _of_rec(target: tuple[str, Convert]) -> Rule:
+    def rule(draft: Draft, key: str) -> None:
+        if _is_loss(draft, "rec"):
+            draft.mapped(key, target[0], target[1](draft.get(key)))
+        draft.implied(key, "only the loss rec reads this")
+
+    return rule
+
+
+def _range_of_sppo(draft: Draft, key: str) -> None:
+    """Convert sPPO's range of ratios, from 1 / (1 + epsilon) to 1 + epsilon."""
+    if _is_loss(draft, "sppo"):
+        epsilon = number(draft.get(key))
+        draft.recipe["actor.eps_clip"] = epsilon / (1.0 + epsilon)
+        draft.mapped(key, "actor.eps_clip_higher", epsilon, "actor.eps_clip=epsilon / (1 + epsilon)")
+    draft.implied(key, "only the loss sppo reads this")
+
+
 ALGORITHM: Mapping[str, Rule] = {
     "policy_loss_fn": loss_by_name("ppo"),
     "policy_loss_fn_args.clip_ratio_c": to("actor.c_clip", number),
     "policy_loss_fn_args.loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
-    "policy_loss_fn_args.enable_sequence_masking": off("sequences are not masked by their KL divergence"),
-    "policy_loss_fn_args.delta_sequence_masking": implied("only enable_sequence_masking reads this"),
+    "policy_loss_fn_args.enable_sequence_masking": _sequence_masking,
+    "policy_loss_fn_args.delta_sequence_masking": _sequence_masking,
+    **{f"policy_loss_fn_args.{name}": _of_rec(to_) for name, to_ in REC_OPTIONS.items()},
+    "policy_loss_fn_args.epsilon": _range_of_sppo,
     "policy_loss_fn_args.fallback_to_policy_gradient": off("old log-probabilities are always known"),
     **{
         f"policy_loss_fn_args.{tau}": option_of_loss(tau, "sapo", "algorithm.policy_loss_fn", "sapo")
@@ -140,7 +194,6 @@ ALGORITHM: Mapping[str, Rule] = {
     "policy_loss_fn_args.*": unknown("the loss"),
     "loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
     "advantage_fn_args.epsilon": to("actor.reward_norm.eps", number),
-    "advantage_fn_args.baseline_shift": to("actor.advantage_kwargs.baseline_shift", number),
     "advantage_fn_args.*": unsupported("advantages are rewards, normalised over groups or the batch"),
     "entropy_loss_fn": only(
         "default",

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.algorithms import correct_rollout, loss_by_name, option_of_loss
+from fivefold.importing.algorithms import loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import loaded_contents, weights_in_checkpoints
-from fivefold.importing.draft import Draft, Rule
+from fivefold.importing.corrections import truncated_weights
+from fivefold.importing.draft import Rule
 from fivefold.importing.rules import if_on, implied, moments_on_host, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, STATE_PLACE, flag, number, text, whole
@@ -115,13 +116,6 @@ OPTIMIZER: Mapping[str, Rule] = {
 }
 
 
-def _truncated_weights(draft: Draft, key: str) -> None:
-    """Convert the cap of truncated importance sampling; 0 and negative numbers switch it off."""
-    if (cap := number(draft.get(key))) > 0:
-        correct_rollout(draft, key, {"weight": "token", "weight_cap": cap})
-    draft.implied(key, "it is switched off")
-
-
 ACTOR_RULES: Mapping[str, Rule] = {
     **ENGINE,
     **under("megatron.", ACTOR_OFFLOADING),
@@ -146,7 +140,7 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "data_loader_seed": implied(reasons.ONE_SEED),
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),
     "policy_loss.loss_mode": loss_by_name("vanilla"),
-    "tis_imp_ratio_cap": _truncated_weights,
+    "tis_imp_ratio_cap": truncated_weights,
     "checkpoint.async_save": implied(reasons.IN_BACKGROUND),
     **dict.fromkeys(
         ("checkpoint.save_contents", "checkpoint.contents"),

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fivefold.importing import reasons
-from fivefold.importing.algorithms import correct_rollout
+from fivefold.importing import corrections, reasons
 from fivefold.importing.checkpoints import goes_on, kept, only_newest
 from fivefold.importing.critic import only_with_critic
 from fivefold.importing.draft import Draft, Rule
@@ -135,45 +134,16 @@ def _rounds(draft: Draft, key: str) -> None:
     draft.implied(key, "dynamic sampling is switched off")
 
 
-def _part_of_correction(name: str, otherwise: str) -> Rule:
-    """Map a key of verl's correction that says by what tokens are weighted or left out, unless it is switched off."""
-
-    def rule(draft: Draft, key: str) -> None:
-        level = str(draft.get(key)).lower()
-        if level in ("none", "null", "false", "disabled", ""):
-            draft.implied(key, "it is switched off")
-        elif level in ("token", "sequence") or (name == "mask" and level == "geometric"):
-            correct_rollout(draft, key, {name: level})
-        else:
-            draft.unsupported(key, f"{level!r} is not offered: {otherwise}")
-
-    return rule
-
-
-def _bound_of_correction(name: str, needs: str) -> Rule:
-    """Map a bound of verl's correction, which has an effect if the key `needs` beside it is set."""
-
-    def rule(draft: Draft, key: str) -> None:
-        switch = str(draft.get(key.rpartition(".")[0] + f".{needs}")).lower()
-        if needs and switch in ("none", "null", "false"):
-            draft.implied(key, f"only {needs} reads this")
-        elif needs:
-            draft.mapped(key, f"actor.rollout_correction.{name}", number(draft.get(key)))
-        else:
-            correct_rollout(draft, key, {name: number(draft.get(key))})
-
-    return rule
-
-
 ROLLOUT_CORRECTION: Mapping[str, Rule] = {
-    "rollout_is": _part_of_correction("weight", "weights are those of tokens or of sequences"),
-    "rollout_is_threshold": _bound_of_correction("weight_cap", "rollout_is"),
-    "rollout_rs": _part_of_correction("mask", "masks are by token, sequence or geometric mean"),
-    "rollout_rs_threshold": _bound_of_correction("mask_above", "rollout_rs"),
-    "rollout_rs_threshold_lower": _bound_of_correction("mask_below", "rollout_rs"),
-    "rollout_token_veto_threshold": _bound_of_correction("veto_below", ""),
+    "rollout_is": corrections.weights,
+    "rollout_is_threshold": corrections.cap_of_weights,
+    "rollout_rs": corrections.masks,
+    "rollout_rs_threshold": corrections.bounds_of_mask,
+    "rollout_rs_threshold_lower": corrections.lower_bound_of_mask,
+    "rollout_token_veto_threshold": corrections.veto,
     "rollout_is_batch_normalize": off("weights are not normalised over the batch"),
-    "bypass_mode": off("set actor.recompute_logprob=false: the rollout's log-probs are then the old ones"),
+    "bypass_mode": corrections.bypass,
+    "loss_type": corrections.loss_of_bypass,
     "rollout_correction.*": unknown("the correction"),
     "rollout_is*": unknown("the correction"),
 }
@@ -189,7 +159,7 @@ ALGORITHM_RULES: Mapping[str, Rule] = {
     "use_pf_ppo": off("samples are not reweighted"),
     "pf_ppo.*": implied("only use_pf_ppo reads this"),
     **under("rollout_correction.", ROLLOUT_CORRECTION),
-    **ROLLOUT_CORRECTION,
+    **{key: rule for key, rule in ROLLOUT_CORRECTION.items() if key not in ("bypass_mode", "loss_type")},
     "algorithm_name": implied("adv_estimator is what counts"),
     "workflow_type": only(
         "default", "DEFAULT", holds="a step is prompt, response and reward", otherwise=reasons.NO_AGENTS

@@ -211,7 +211,7 @@ def _advantages(draft: Draft, at: str) -> None:
         draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
         return
     advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
-    if estimator == "grpo":
+    if estimator in ("grpo", "grpo_vectorized"):
         draft.mapped(std, STD_LEVEL, "group" if divides else "none")
     draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
     for other in draft.keys(at + "critic.*"):

@@ -116,6 +116,10 @@ def asymre(shift: float) -> Oracle:
     return lambda group, groups: [advantage - shift for advantage in less_mean(group, groups)]
 
 
+def raft(group: list[Completion], _: list[list[Completion]]) -> list[float]:
+    return [1.0 if reward >= 1 else 0.0 for reward in rewards(group)]
+
+
 def opmd(tau: float) -> Oracle:
     def advantages(group: list[Completion], _: list[list[Completion]]) -> list[float]:
         mean = sum(math.exp(r / tau) for r in rewards(group)) / len(group)
@@ -145,6 +149,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("asymre", {"advantage_kwargs": {"baseline_shift": 0.3}}, asymre(0.3)),
     ("opmd", {}, opmd(1.0)),
     ("opmd", {"advantage_kwargs": {"tau": 0.3}}, opmd(0.3)),
+    ("raft", {}, raft),
     ("gae", {}, plain),
     ("none", {}, lambda group, _: [0.0] * len(group)),
 ]
@@ -192,7 +197,7 @@ def test_whitening_is_over_the_tokens_of_all_sequences() -> None:
     assert white == pytest.approx([0.0, *expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_kl_estimates_and_gradients_equal_the_formula(estimator: KLEstimator) -> None:
     rng = random.Random(estimator)
     for _ in range(300):
@@ -201,8 +206,11 @@ def test_kl_estimates_and_gradients_equal_the_formula(estimator: KLEstimator) ->
         value = kl_estimate(logprob, torch.tensor(ref, dtype=torch.float64), estimator)
         d = p - ref
         expected, slope = {
-            "k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(ref - p) - 1 + d, 1 - math.exp(ref - p))
-        }[estimator]  # fmt: skip
+            "k1": (d, 1.0),
+            "k2": (d * d / 2, d),
+            "k3": (math.exp(ref - p) - 1 + d, 1 - math.exp(ref - p)),
+            "abs": (abs(d), math.copysign(1.0, d)),
+        }[estimator]
         (gradient,) = torch.autograd.grad(value, logprob)
         assert value.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert gradient.item() == pytest.approx(slope, rel=1e-9, abs=1e-12)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import exp, log
+from math import exp, log, prod
 
 import pytest
 import torch
@@ -27,12 +27,14 @@ from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.kimi import Kimi
 from fivefold.algorithms.losses.kl_cov import KLCov
 from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.losses.rec import REC
 from fivefold.algorithms.losses.registry import LOSSES
 from fivefold.algorithms.losses.reinforce import Reinforce
 from fivefold.algorithms.losses.sapo import SAPO
 from fivefold.algorithms.losses.surrogate import Surrogate
 from fivefold.algorithms.losses.topr import TOPR
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.second_moment import KEPT_TOKENS
 from fivefold.config import presets
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
 
@@ -55,6 +57,8 @@ class Token:
     advantage: float
     is_chosen: bool
     """Whether Clip-Cov or KL-Cov chose the token."""
+    is_kept: bool
+    """Whether M2PO's mask keeps the token."""
 
     @property
     def ratio(self) -> Scalar:
@@ -196,6 +200,25 @@ def dppo(kind: str, low: float, high: float, largest: float) -> Oracle:
     return lambda tokens: [cost(token) for token in tokens]
 
 
+def rec(region: str, low: float, high: float, weigh: Callable[[Token], float], penalty: str, coeff: float) -> Oracle:
+    """The ring is between 1 - 0.6 and 1 - low, and between 1 + high and 1 + 2."""
+
+    def is_inside(t: Token) -> bool:
+        r, a = t.ratio.item(), t.advantage
+        if region == "none" or (region == "one_side" and a == 0) or 1 - low <= r <= 1 + high:
+            return True
+        if region == "one_side":
+            return r < 1 if a > 0 else r > 1
+        return region == "ring" and (r <= 0.4 if a >= 0 else r >= 3)
+
+    def cost(t: Token) -> Scalar:
+        gain = -weigh(t) * t.advantage * t.logprob if is_inside(t) else number(0.0)
+        terms = {"none": number(0.0), "k2": (t.logprob - t.old) ** 2, "forward_kl": -t.logprob}
+        return gain + coeff * terms[penalty]
+
+    return lambda tokens: [cost(token) for token in tokens]
+
+
 CASES: dict[str, list[tuple[Surrogate, Oracle]]] = {
     "ppo": [(PPO(0.2, 0.28), ppo(0.2, 0.28)), (PPO(0.3, None, 1.5), ppo(0.3, 0.3, 1.5))],
     "reinforce": [(Reinforce(), reinforce)],
@@ -210,6 +233,21 @@ CASES: dict[str, list[tuple[Surrogate, Oracle]]] = {
     "cpgd": [(CPGD(0.2, 0.3, 0.1), cpgd(0.2, 0.3, 0.1))],
     "dppo_tv": [(DPPOTV(0.02, 0.03, 1.5), dppo("tv", 0.02, 0.03, 1.5)), (DPPOTV(), dppo("tv", 0.2, 0.2, 20.0))],
     "dppo_kl": [(DPPOKL(0.01, 0.02), dppo("kl", 0.01, 0.02, 20.0))],
+    "rec": [
+        (REC(0.2, 0.3), rec("one_side", 0.2, 0.3, lambda t: 1.0, "none", 0.0)),
+        (
+            REC(0.1, None, "two_side", weight="ratio", penalty="k2", penalty_coeff=0.3),
+            rec("two_side", 0.1, 0.1, lambda t: t.ratio.item(), "k2", 0.3),
+        ),
+        (
+            REC(region="ring", weight="advantage", weight_temperature=2.0),
+            rec("ring", 0.2, 0.2, lambda t: exp(t.advantage / 2), "none", 0.0),
+        ),
+        (
+            REC(region="none", penalty="forward_kl", penalty_coeff=0.1),
+            rec("none", 0, 0, lambda t: 1.0, "forward_kl", 0.1),
+        ),
+    ],
 }
 CORRECTIONS = [
     None,
@@ -221,10 +259,18 @@ CORRECTIONS = [
     RolloutCorrection("token", None, "token", 1.5, 0.6),
     RolloutCorrection(None, None, "geometric", 1.05, 0.95),
     RolloutCorrection("token", 1.3, "geometric", None, 0.9, veto_below=0.5),
+    RolloutCorrection("token", 1.1, "token", 0.02, mask_by="k2", weight_floor=0.9),
+    RolloutCorrection(None, None, "sequence", 0.05, mask_by="k3"),
+    RolloutCorrection(None, None, "geometric", 0.02, mask_by="k3"),
+    RolloutCorrection("sequence", None, "largest", 0.05, mask_by="k2", weight_floor=0.5),
+    RolloutCorrection(None, None, "largest", 1.3, 0.5),
+    RolloutCorrection(None, None, "token", 0.01, mask_by="binary_kl"),
+    RolloutCorrection("token", None, "second_moment", 0.05),
 ]
 
 
 def random_loss(rng: random.Random, surrogate: Surrogate) -> PolicyLoss:
+    correction = rng.choice(CORRECTIONS)
     return PolicyLoss(
         temperature=1.0,
         surrogate=surrogate,
@@ -232,20 +278,23 @@ def random_loss(rng: random.Random, surrogate: Surrogate) -> PolicyLoss:
         length=rng.randint(1, 9),
         entropy_coeff=rng.choice([0.0, 0.05]),
         kl_coeff=rng.choice([0.0, 0.1]),
-        kl_estimator=rng.choice(["k1", "k2", "k3"]),
-        correction=rng.choice(CORRECTIONS),
+        kl_estimator=rng.choice(["k1", "k2", "k3", "abs"]),
+        correction=correction,
+        old_is_rollout=rng.random() < 0.2 and (correction is None or correction.before is None),
+        opsm_delta=rng.choice([None, None, 0.0, 0.1]),
+        kl_unbiased=rng.random() < 0.3,
     )
 
 
-def tokens_of(sampled: Sampled) -> list[list[Token]]:
+def tokens_of(sampled: Sampled, old: str = "old_logprobs") -> list[list[Token]]:
     batch = sampled.batch
-    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
-    chosen_T = batch.fields.get(CHOSEN, torch.zeros(batch.n_tokens))
+    names = (old, "rollout_logprobs", "ref_logprobs", "advantages")
+    chosen_T, kept_T = (batch.fields.get(name, torch.zeros(batch.n_tokens)) for name in (CHOSEN, KEPT_TOKENS))
     return [
         [
             Token(
                 sampled.logprobs_T[t], sampled.entropy_T[t], *(float(batch.fields[name][t]) for name in names),
-                is_chosen=bool(chosen_T[t]),
+                is_chosen=bool(chosen_T[t]), is_kept=bool(kept_T[t]),
             )
             for t in range(start, end)
             if batch.mask_T[t]
@@ -254,21 +303,40 @@ def tokens_of(sampled: Sampled) -> list[list[Token]]:
     ]  # fmt: skip
 
 
-def correct(correction: RolloutCorrection | None, tokens: list[Token]) -> list[tuple[float, bool]]:
+def measured(by: str, trainer: float, rollout: float) -> float:
+    """Return the measure of a token by which a mask decides; w itself for `ratio`."""
+    d = trainer - rollout
+    if by == "binary_kl":
+        (p, p_other), (q, q_other) = (
+            (exp(x), 1 - exp(x)) if exp(x) < 1 - 1e-8 else (1 - 1e-8, 1e-8) for x in (trainer, rollout)
+        )
+        return max(p * log(p / q) + p_other * log(p_other / q_other), q * log(q / p) + q_other * log(q_other / p_other))
+    return {"ratio": exp(d), "k2": d * d / 2, "k3": exp(d) - 1 - d}[by]
+
+
+def correct(loss: PolicyLoss, tokens: list[Token]) -> list[tuple[float, bool]]:
     """Return the weight of each token of a sequence, and whether it is kept."""
+    correction = loss.correction
     if correction is None:
         return [(1.0, True)] * len(tokens)
-    by_token = [exp(t.old - t.rollout) for t in tokens]
-    whole = exp(sum(t.old - t.rollout for t in tokens))
-    values = {"token": by_token, "sequence": [whole] * len(tokens), "geometric": [whole ** (1 / len(tokens))] * 9}
+    trainer = [t.logprob.item() if loss.old_is_rollout else t.old for t in tokens]
+    by_token = [exp(p - t.rollout) for p, t in zip(trainer, tokens, strict=True)]
+    measures = [measured(correction.mask_by, p, t.rollout) for p, t in zip(trainer, tokens, strict=True)]
+    is_ratio, n = correction.mask_by == "ratio", len(tokens)
+    whole = prod(measures) if is_ratio else sum(measures)
+    levels = {"sequence": whole, "geometric": whole ** (1 / n) if is_ratio else whole / n, "largest": max(measures)}
     result = []
-    for i in range(len(tokens)):
-        weight = 1.0 if correction.weight is None else values[correction.weight][i]
+    for i, token in enumerate(tokens):
+        weight = {None: 1.0, "token": by_token[i], "sequence": prod(by_token)}[correction.weight]
         if correction.weight_cap is not None:
             weight = min(weight, correction.weight_cap)
+        if correction.weight_floor is not None:
+            weight = max(weight, correction.weight_floor)
         kept = correction.veto_below is None or min(by_token) >= correction.veto_below
-        if correction.mask is not None:
-            judged = values[correction.mask][i]
+        if correction.mask == "second_moment":
+            kept &= token.is_kept
+        elif correction.mask is not None:
+            judged = levels.get(correction.mask, measures[i])
             kept &= correction.mask_above is None or judged <= correction.mask_above
             kept &= correction.mask_below is None or judged >= correction.mask_below
         result.append((weight, kept))
@@ -282,12 +350,16 @@ def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Sca
         total = number(0.0)
         if not tokens:
             continue
-        corrected = correct(loss.correction, tokens)
+        corrected = correct(loss, tokens)
+        drift = sum(t.old - t.logprob.item() for t in tokens) / len(tokens)
         for t, cost, (weight, kept) in zip(tokens, oracle(tokens), corrected, strict=True):
             if not kept:
                 continue
             d = t.logprob - t.ref
-            kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[loss.kl_estimator]
+            kls = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d if d > 0 else -d}
+            kl = kls[loss.kl_estimator] * (t.ratio if loss.kl_unbiased else 1.0)
+            if loss.opsm_delta is not None and t.advantage < 0 and drift > loss.opsm_delta:
+                weight = 0.0
             total = total + weight * cost - loss.entropy_coeff * t.entropy + loss.kl_coeff * kl
         sums.append(total / len(tokens) if loss.aggregation == "sequence_mean" else total)
     n_tokens = sum(map(len, sequences))
@@ -308,11 +380,11 @@ def gradients(value: torch.Tensor, sampled: Sampled) -> list[torch.Tensor]:
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 
-def prepared(sampled: Sampled, surrogate: Surrogate) -> Sampled:
+def prepared(sampled: Sampled, loss: PolicyLoss) -> Sampled:
     """Return the batch after what the loss computes over a whole mini-batch, on one replica."""
-    if not isinstance(surrogate, ClipCov | KLCov):
+    if loss.before is None:
         return sampled
-    return replace(sampled, batch=surrogate.before(sampled.batch, lambda tensor: [tensor]))
+    return replace(sampled, batch=loss.before(sampled.batch, lambda tensor: [tensor]))
 
 
 def test_every_loss_has_a_golden_case() -> None:
@@ -324,11 +396,13 @@ def test_values_and_gradients_equal_the_formula_under_every_split(name: str) -> 
     rng = random.Random(name)
     for _ in range(BATCHES):
         surrogate, oracle = rng.choice(CASES[name])
-        loss, sampled = random_loss(rng, surrogate), prepared(sample(rng), surrogate)
+        loss = random_loss(rng, surrogate)
+        sampled = prepared(sample(rng), loss)
         scale = loss.normalizer(sampled.batch.totals())
         total, metrics = loss(sampled.inputs())
         value = total / scale
-        wanted = naive(loss, oracle, tokens_of(sampled))
+        old = "rollout_logprobs" if loss.old_is_rollout else "old_logprobs"
+        wanted = naive(loss, oracle, tokens_of(sampled, old))
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
         got = gradients(value, sampled)
         trained_T = sampled.batch.mask_T.bool()

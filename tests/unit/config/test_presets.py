@@ -88,7 +88,10 @@ STALE = "rollout.max_head_offpolicyness=1"
             "needs the rollout's log-probs of every",
         ),
         (["actor.rollout_correction.method=tis", "gconfig.top_p=0.9"], "a truncated distribution"),
-        (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "they are the same"),
+        (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "weights losses by p / q, but with"),
+        (["algorithm=m2po", "actor.recompute_logprob=false", "actor.loss=reinforce"], "they are the same"),
+        (["actor.opsm_delta=0.1"], "no effect with one update a step"),
+        (["actor.kl_unbiased=true"], "no effect with actor.kl_ctl=0"),
         (
             ["rollout.max_concurrent_rollouts=8"],
             "max_concurrent_rollouts has no effect with rollout.max_head_offpolicy",

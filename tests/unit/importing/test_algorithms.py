@@ -25,6 +25,8 @@ def test_losses_keep_their_clip_range() -> None:
         ("siirl", f"{ACTOR}use_cpgd_loss=True", verl, "cpgd"),
         ("trinity", "algorithm.policy_loss_fn=gspo", trinity, "gspo"),
         ("trinity", "algorithm.algorithm_type=gspo", trinity, "gspo"),
+        ("trinity", "algorithm.policy_loss_fn=rec", [f"{LOSS}epsilon_low=3e-4", f"{LOSS}epsilon_high=4e-4"], "rec"),
+        ("areal", "actor.use_cispo_loss=true", areal, "cispo"),
         ("areal", "actor.importance_sampling_level=sequence", areal, "gspo"),
         ("roll", "importance_sampling=seq", roll, "gspo"),
     ]
@@ -75,8 +77,6 @@ def test_the_clip_range_of_a_loss_that_is_not_offered_is_not_that_of_ppo() -> No
             f"{ACTOR}clip_ratio_low=3e-4",
             "'brand_new' is not offered",
         ),
-        ("trinity", "algorithm.algorithm_type=opmd", f"{LOSS}clip_range_low=3e-4", "OPMD"),
-        ("areal", "actor.m2_threshold=0.04", "actor.eps_clip=3e-4", "M2PO"),
     ]
     for framework, name, clip, words in cases:
         key = name.partition("=")[0]
@@ -135,8 +135,8 @@ def test_estimators_have_their_names_or_are_unsupported() -> None:
             },
         ),
         ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd": None}),
-        ("trinity", "algorithm.advantage_fn", {"remax": "remax", "reinforceplusplus": "reinforce_pp", "opmd": None}),
-        ("trinity", "algorithm.algorithm_type", {"asymre": "asymre"}),
+        ("trinity", "algorithm.advantage_fn", {"remax": "remax", "reinforceplusplus": "reinforce_pp"}),
+        ("trinity", "algorithm.algorithm_type", {"asymre": "asymre", "raft": "raft"}),
         ("roll", "adv_estimator", {"gigpo": None, "step_reinforce": None}),
     ]
     for framework, key, names in cases:
@@ -162,6 +162,54 @@ def test_corrections_of_the_rollouts_log_probs() -> None:
             {"weight": "sequence", "weight_cap": 3.0, "mask": "geometric", "mask_above": 1.01, "mask_below": 0.99, **custom},
         ),
         ("verl", ["algorithm.rollout_correction.rollout_is=null"], {}),
+        (
+            "verl",
+            [f"algorithm.rollout_correction.{w}" for w in ("rollout_is=token", "rollout_is_threshold=0.5_5.0")],
+            {"weight": "token", "mask": "token", "mask_below": 0.5, "mask_above": 5.0, **custom},
+        ),
+        (
+            "verl",
+            [f"algorithm.rollout_correction.{w}" for w in ("rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.9_1.2")],
+            {"mask": "geometric", "mask_below": 0.9, "mask_above": 1.2, **custom},
+        ),
+        (
+            "verl",
+            [f"algorithm.rollout_correction.{w}" for w in ("rollout_rs=seq_max_k3", "rollout_rs_threshold=0.01")],
+            {"mask": "largest", "mask_by": "k3", "mask_above": 0.01, **custom},
+        ),
+        (
+            "areal",
+            ["actor.use_decoupled_loss=true", "actor.m2_threshold=0.04"],
+            {"weight": "token", "mask": "second_moment", "mask_above": 0.04, **custom},
+        ),
+        ("areal", ["actor.m2_threshold=0.04"], {}),
+        (
+            "areal",
+            [
+                "actor.use_decoupled_loss=true",
+                *(f"actor.rejection_sampling.{w}" for w in ("level=sequence", "metric=kl_k3", "agg=max", "upper=0.5")),
+            ],
+            {"weight": "token", "mask": "largest", "mask_by": "k3", "mask_above": 0.5, **custom},
+        ),
+        (
+            "areal",
+            [
+                "actor.use_decoupled_loss=true",
+                *(f"actor.rejection_sampling.{w}" for w in ("action=clamp", "upper=2.0", "lower=0.5")),
+            ],
+            {"weight": "token", "weight_cap": 2.0, "weight_floor": 0.5, **custom},
+        ),
+        (
+            "roll",
+            [
+                *(f"train_infer_correction.is_weight.{w}" for w in ("enabled=true", "upper_bound=1.5")),
+                *(f"train_infer_correction.filters.0.{w}" for w in ("agg_type=geometric", "ratio_high=1.1")),
+            ],
+            {
+                "weight": "token", "weight_cap": 1.5, "mask": "geometric", "mask_below": 0.8, "mask_above": 1.1,
+                **custom,
+            },
+        ),
         ("areal", ["actor.use_decoupled_loss=true"], {"weight": "token", **custom}),
         (
             "areal",
@@ -221,3 +269,52 @@ def test_a_weight_of_the_kl_term_that_is_adapted() -> None:
     for framework, words in cases:
         recipe = convert_words(framework, *words).recipe
         assert (recipe["actor.kl_target"], recipe["actor.kl_horizon"]) == (0.2, 500), framework
+
+
+def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones() -> None:
+    section = "algorithm.rollout_correction."
+    words = [f"{section}{word}" for word in ("bypass_mode=true", "rollout_is=token", "rollout_is_threshold=2.0")]
+    clipped = convert_words("verl", *words)
+    assert clipped.recipe["actor.recompute_logprob"] is False
+    assert "actor.rollout_correction.weight" not in clipped.recipe
+    assert clipped[f"{section}rollout_is"].outcome == "implied"
+    gradient = convert_words("verl", *words, f"{section}loss_type=reinforce").recipe
+    assert (gradient["actor.loss"], gradient["actor.rollout_correction.weight"]) == ("reinforce", "token")
+    assert gradient["actor.recompute_logprob"] is False
+
+
+def test_losses_of_trinity_with_options_of_rec() -> None:
+    cases: list[tuple[list[str], dict[str, Any]]] = [
+        (["policy_loss_fn=importance_sampling"], {"loss": "rec", "region": "none", "weight": "ratio"}),
+        (
+            ["algorithm_type=sppo", "policy_loss_fn_args.epsilon=0.25"],
+            {"loss": "rec", "region": "two_side", "eps_clip": 0.2, "eps_clip_higher": 0.25, "std_level": "none"},
+        ),
+        (
+            ["algorithm_type=rec", *(f"policy_loss_fn_args.{w}" for w in ("clip_mode=one-side", "weight=none"))],
+            {"loss": "rec", "region": "one_side", "weight": "none", "std_level": "none"},
+        ),
+        (
+            ["algorithm_type=opmd", "policy_loss_fn_args.tau=3.0", "kl_loss_fn=none"],
+            {"loss": "reinforce", "reward_scaling": 0.25, "mean_level": "group", "std_level": "none"},
+        ),
+        (
+            ["algorithm_type=opmd", "advantage_fn_args.opmd_baseline=logavgexp", "advantage_fn_args.tau=0.5"],
+            {"loss": "reinforce", "advantage": "opmd", "reward_scaling": 0.5, "tau": 0.25},
+        ),
+        (
+            ["algorithm_type=asymre", "policy_loss_fn_args.tau=0.0", "advantage_fn_args.baseline_shift=-0.2"],
+            {"loss": "reinforce", "advantage": "asymre", "reward_scaling": 1.0, "baseline_shift": -0.2},
+        ),
+        (
+            ["policy_loss_fn_args.enable_sequence_masking=true", "policy_loss_fn_args.delta_sequence_masking=0.2"],
+            {"opsm_delta": 0.2},
+        ),
+        (["kl_loss_fn=corrected_k3", "kl_loss_fn_args.kl_coef=0.01"], {"kl_unbiased": True, "kl_estimator": "k3"}),
+    ]
+    for words, wanted in cases:
+        two_updates = ["algorithm.repeat_times=4", "buffer.batch_size=8", "buffer.train_batch_size=16"]
+        conversion = convert_words("trinity", *(f"algorithm.{word}" for word in words), *two_updates)
+        found = {key.rpartition(".")[2]: value for key, value in conversion.recipe.items() if key.startswith("actor.")}
+        assert wanted.items() <= found.items(), (words, found)
+        assert not {f"algorithm.{word.partition('=')[0]}" for word in words} & conversion.unsupported(), words

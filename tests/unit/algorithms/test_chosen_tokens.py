@@ -1,4 +1,4 @@
-"""The tokens that Clip-Cov and KL-Cov choose, against a loop, however replicas share the mini-batch."""
+"""The tokens that Clip-Cov, KL-Cov and M2PO choose, against a loop, however replicas share the mini-batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from threading import Barrier
 import pytest
 import torch
 
+from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, random_numbers
+from fivefold.algorithms.second_moment import KEPT_TOKENS, SecondMomentMask, largest_kept
 from fivefold.types import Batch
 from tests.unit.algorithms.random_batches import random_split, sample
 
 
-def chosen_by(choice: CovarianceChoice, batch: Batch, split: list[list[int]]) -> list[bool]:
-    """Return which tokens are chosen if one thread a replica has the sequences that `split` gives it."""
+def chosen_by(choice: BatchStep, batch: Batch, split: list[list[int]], field: str = CHOSEN) -> list[bool]:
+    """Return on which tokens `field` is 1 if one thread a replica has the sequences that `split` gives it."""
     barrier, given = Barrier(len(split)), [torch.empty(0)] * len(split)
 
     def run(replica: int) -> Batch:
@@ -34,7 +36,7 @@ def chosen_by(choice: CovarianceChoice, batch: Batch, split: list[list[int]]) ->
         parts = list(pool.map(run, range(len(split))))
     rows: dict[int, list[bool]] = {}
     for part, indices in zip(parts, split, strict=True):
-        rows |= dict(zip(indices, [row.bool().tolist() for row in part.split(part.fields[CHOSEN])], strict=True))
+        rows |= dict(zip(indices, [row.bool().tolist() for row in part.split(part.fields[field])], strict=True))
     return [is_chosen for index in range(len(batch)) for is_chosen in rows[index]]
 
 
@@ -75,3 +77,26 @@ def test_random_numbers_are_spread_evenly() -> None:
     counts = torch.histc(numbers_T, 10, 0, 1)
     assert counts.min() > 330
     assert counts.max() < 470
+
+
+def test_the_second_moment_of_the_kept_tokens_is_below_its_bound_and_no_further_one_could_be_kept() -> None:
+    rng = random.Random(5)
+    for _ in range(80):
+        batch, bound = sample(rng).batch, rng.choice([1e-5, 0.01, 0.1, 10.0])
+        old_T, rollout_T = batch.fields["old_logprobs"], batch.fields["rollout_logprobs"]
+        squares = {t: (old_T[t] - rollout_T[t]).item() ** 2 for t in range(batch.n_tokens) if batch.mask_T[t]}
+        smallest = sorted(squares, key=lambda t: squares[t])
+        wanted: set[int] = set()
+        for t in smallest:
+            if sum(squares[other] for other in {*wanted, t}) / (len(wanted) + 1) > bound:
+                break
+            wanted.add(t)
+        for split in ([list(range(len(batch)))], random_split(rng, len(batch))):
+            got = chosen_by(SecondMomentMask(bound), batch, split, KEPT_TOKENS)
+            assert {t for t, is_kept in enumerate(got) if is_kept} == wanted
+
+
+def test_tokens_of_equal_weights_are_kept_or_left_out_together() -> None:
+    assert largest_kept(torch.tensor([1.0, 1.0, 0.0, 1.0]).double(), 0.6) == 0.0
+    assert largest_kept(torch.tensor([1.0, 1.0, 0.0, 1.0]).double(), 0.75) == 1.0
+    assert largest_kept(torch.tensor([2.0, 2.0]).double(), 1.0) == -float("inf")
