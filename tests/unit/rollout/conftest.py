@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -49,6 +52,21 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LATENT = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale_all_dim": 1.0, "mscale": 1.0}
+YARN |= {"original_max_position_embeddings": 16}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
     "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
@@ -86,6 +104,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         use_qk_norm=True,
         num_mtp_layers=0,
     ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **LATENT, q_lora_rank=12, n_group=2, topk_group=1, rope_parameters=YARN, num_mtp_layers=0
+    ),
+    "deepseek_v2": lambda: DeepseekV2Config(**LATENT, q_lora_rank=None),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**LATENT, q_lora_rank=12),
 }
 
 

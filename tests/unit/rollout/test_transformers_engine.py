@@ -27,6 +27,7 @@ from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 
 FAMILIES = ["llama", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"]
+FAMILIES += ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"]
 VOCABULARY = 67
 END = 2
 
