@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.config.schema.megatron import RecomputeModule
-from fivefold.families.shape import ModelShape
+from fivefold.families.shape import LatentAttention, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
 
@@ -87,7 +87,7 @@ def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is
 def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
     """Return the bytes between the norm and the residual sum: (saved, needed by the backward pass)."""
     element, tp = work.element_bytes, layout.tp
-    keys = shape.key_width + shape.value_width
+    keys, padding = shape.key_width + shape.value_width, _padding(shape)
     joint = shape.query_width + keys
     # With context parallelism the two local chunks of a sequence see prefixes of (2 cp + 1) chunks together.
     key_tokens = tokens if layout.cp == 1 else tokens * (2 * layout.cp + 1) / 2
@@ -96,19 +96,37 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     if shape.qk_norm:
         saved += element * tokens * joint / tp
     if shape.latent is not None:
-        mla = shape.latent
-        saved += element * tokens / tp * (2 * mla.latent_dim + mla.rope_dim)
+        saved += element * tokens / tp * _latents(shape.latent)
+    if padding:
+        # The copies with zeros of values and output; values that were gathered stay beside theirs, with their keys.
+        gathered = shape.value_width + padding if layout.cp > 1 else padding
+        saved += element * (tokens * (shape.output_width + padding) + key_tokens * gathered) / tp
     # Gradients of the output, of q, k, v and of their joint projection; flash attention sums q's in float32.
     backward = element * (tokens * (shape.output_width + shape.query_width + joint) + key_tokens * keys) / tp
     backward += _FLOAT * tokens * shape.query_width / tp
+    backward += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp if padding else 0
     if layout.cp > 1:
         backward += element * tokens * layout.cp * keys / tp
     return saved, backward
 
 
+def _padding(shape: ModelShape) -> int:
+    """Return the channels of zeros that flash attention needs behind all value heads, to be as wide as query heads."""
+    return max(0, shape.query_width - shape.output_width)
+
+
+def _latents(latent: LatentAttention) -> int:
+    """Return the channels that are saved before the projections up: latents, before and after their norms."""
+    return 2 * latent.latent_dim + latent.rope_dim
+
+
 def _projections(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
-    """Return the bytes of the joint projection of q, k and v, and of the output projection's input."""
+    """Return the bytes of what attention is computed again from, and of the output projection's input."""
     joint = shape.query_width + shape.key_width + shape.value_width
+    if (latent := shape.latent) is not None:
+        # All heads share the keys' part with positions, which is one of the latents, or with other ranks a copy.
+        joint += _latents(latent) - shape.n_heads * latent.rope_dim
+        joint += layout.tp * latent.rope_dim if layout.tp > 1 else 0
     return work.element_bytes * tokens * (joint + shape.output_width) / layout.tp
 
 

@@ -87,6 +87,9 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 }
 
 
+RECOMPUTING_MODELS = {"megatron:p2": "qwen2_moe", "megatron:(attn:t2|ffn:e2)": "deepseek_v3"}
+
+
 @pytest.fixture(scope="module")
 def gradients_of(workers: Workers, models: Path) -> Callable[[str, str | None], Gradients]:
     """Returns what a layout computes, with what it recomputes."""
@@ -94,12 +97,12 @@ def gradients_of(workers: Workers, models: Path) -> Callable[[str, str | None], 
     def compute(layout: str, name: str | None) -> Gradients:
         case = Case(layout, MegatronConfig(**({} if name is None else RECOMPUTED[name])))
         run = workers(case.world_size).run
-        return run(megatron_cases.gradients, case, models / "qwen2_moe", uneven_batch(), SFTLoss())[0]
+        return run(megatron_cases.gradients, case, models / RECOMPUTING_MODELS[layout], uneven_batch(), SFTLoss())[0]
 
     return cache(compute)
 
 
-@pytest.mark.parametrize("layout", ["megatron:p2", "megatron:(attn:t2|ffn:e2)"])
+@pytest.mark.parametrize("layout", RECOMPUTING_MODELS)
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_gradients_are_the_same_whatever_is_recomputed(
     gradients_of: Callable[[str, str | None], Gradients], name: str, layout: str

@@ -1,0 +1,132 @@
+"""Multi-head latent attention with flash attention's kernel: unlike heads become alike, and memory is as planned."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_cases import Case
+from worker_pool import Workers
+
+from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
+from fivefold.engine import varlen
+from fivefold.engine.rope import cos_sin, inverse_frequencies
+from fivefold.engine.sequences import localize
+from fivefold.engine.varlen import plan_attention, varlen_attention
+from fivefold.families.read import load_shape
+from fivefold.layout.parser import parse_backend
+from fivefold.mcore.attention import PackedSequences
+from fivefold.mcore.latent_attention import LatentSelfAttention
+from fivefold.planning.activations import layer_costs
+from fivefold.planning.workload import Workload
+from fivefold.types import Batch
+
+LENGTH, HIDDEN = 64, 32
+CPU = torch.device("cpu")
+
+
+class Kernel(torch.autograd.Function):
+    """What flash attention keeps for its backward pass: its inputs, its output, and a number for each query and head.
+
+    The output is that of one whole sequence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        scores_HQK = torch.einsum("qhd,khd->hqk", query, key) * scale
+        hidden_QK = torch.ones(scores_HQK.shape[1:], dtype=torch.bool).triu(1 + len(key) - len(query))
+        weights_HQK = scores_HQK.masked_fill(hidden_QK, -torch.inf).softmax(-1)
+        output = torch.einsum("hqk,khd->qhd", weights_HQK, value).contiguous()
+        ctx.save_for_backward(query, key, value, output, output.new_empty(*output.shape[:2], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]), None
+
+
+class Norm(torch.autograd.Function):
+    """What the fused norm of CUDA keeps for its backward pass: its input, besides a number for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def norm(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    output: torch.Tensor = Norm.apply(x)
+    return output
+
+
+def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "flash attention wants heads of one width"
+    output: torch.Tensor = Kernel.apply(query, key, value, options["scale"])
+    return output
+
+
+@pytest.mark.parametrize(("width", "value_width", "scale"), [(6, 4, 0.3), (6, 4, None), (4, 6, None), (4, 4, 0.5)])
+def test_heads_of_unlike_widths_attend_as_a_softmax_says(width: int, value_width: int, scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(width)
+    query, key, value = (torch.randn(9, 2, size, generator=generator) for size in (width, width, value_width))
+    scores_HTT = torch.einsum("qhd,khd->hqk", query, key) * (scale or 1 / math.sqrt(width))
+    weights_HTT = scores_HTT.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    wanted = torch.einsum("hqk,khd->qhd", weights_HTT, value)
+    with patch.object(varlen, "_flash", lambda: flash):
+        for uses_flash in (True, False):
+            plan = plan_attention([(9, 9)], flash=uses_flash, device=CPU)
+            torch.testing.assert_close(varlen_attention(query, key, value, plan, scale), wanted)
+
+
+def saved_bytes(case: Case, folder: Path) -> int:
+    """In a worker: return the bytes that a layer's attention keeps for its backward pass, weights apart."""
+    engine = case.engine(folder)
+    module = engine.modules_of(LatentSelfAttention)[0]
+    cp = engine.groups.cp
+    batch = Batch((LENGTH,), torch.zeros(LENGTH, dtype=torch.int64), torch.ones(LENGTH))
+    local = localize(batch, cp_rank=cp.rank(), cp_size=cp.size(), total=LENGTH, flash=True, device=CPU)
+    frequencies = inverse_frequencies(engine.shape, CPU)
+    tables = cos_sin(local.positions_T, frequencies, torch.bfloat16, engine.shape.rope_scaling)
+    packed = PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=tables[0], sin_T1D=tables[1])
+    n_tokens = LENGTH // (cp.size() * engine.groups.tp.size())
+    hidden = torch.randn(n_tokens, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    known = [hidden, *tables, *module.parameters(), local.attention.first_keys_K, local.attention.second_keys_K]
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in known if tensor is not None}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    kernels = patch.object(varlen, "_flash", lambda: flash), patch.object(torch.nn.functional, "rms_norm", norm)
+    with kernels[0], kernels[1], torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        module(hidden, packed_seq_params=packed)
+    return sum(storage.nbytes() for place, storage in storages.items() if place not in ignored)
+
+
+RECOMPUTING = MegatronConfig(
+    recompute="selective", transformer=MegatronTransformerFields(recompute_modules=["core_attn"])
+)
+
+
+@pytest.mark.parametrize("megatron", [MegatronConfig(), RECOMPUTING], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v2"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2"])
+def test_attention_keeps_what_is_planned(
+    workers: Workers, models: Path, layout: str, model: str, megatron: MegatronConfig
+) -> None:
+    case, shape, parsed = Case(layout, megatron, dtype="bfloat16"), load_shape(models / model), parse_backend(layout)
+    found = workers(case.world_size).run(saved_bytes, case, models / f"{model}-bf16")
+    costs = layer_costs(shape, parsed, Workload(LENGTH, 1, LENGTH), is_moe=False)
+    # Besides, the plan counts the residual stream, its norm (the input here) and two norms' float32 statistics.
+    statistics = 2 * LENGTH // (parsed.cp * parsed.tp) * 4
+    again = costs.core_attention if megatron is RECOMPUTING else 0
+    assert sum(found) / len(found) == costs.attention - again - 2 * costs.input - statistics
