@@ -19,7 +19,6 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parser import parse_backend
-from fivefold.layout.stages import stage_split
 from fivefold.roles.engines import build_engine
 from fivefold.roles.trainer_roles import engine_config
 from fivefold.sync.device_buckets import checksum
@@ -55,7 +53,7 @@ def main() -> None:
         write_config(Path(folder), args.model, num_hidden_layers=args.layers)
         config, optimizer = described(args, folder)
         shape = load_shape(Path(config.path))
-        layout = replace(parse_backend(config.backend), split=stage_split(config.megatron))
+        layout = parse_backend(config.backend)
         engine = build_engine(config, layout, seed=1, optimizer=optimizer, total_steps=args.steps)
     batch = make_batch(args, shape.vocab)
     share = engine.planner.plan(batch.lengths).share(batch, rank_grid(layout)[dist.get_rank()].dp)

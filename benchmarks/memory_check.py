@@ -24,8 +24,8 @@ from actor_update import engine_section
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
+from fivefold.layout.parallel import with_stages
 from fivefold.layout.parser import parse_backend
-from fivefold.layout.stages import stage_split
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.question_sources import engine_work
 from fivefold.planning.role_plans import trainer_memory
@@ -85,7 +85,7 @@ def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[
     """Return the estimated peak of a rank's allocator in a run, in GB (1e9 bytes), and the seconds of a step."""
     config = engine_section(".", row["backend"], row["recompute"], row["micro_tokens"], chunk, row.get("set", []))
     parsed, model = parse_backend(row["backend"]), shape(row["model"], row["layers"])
-    layout = replace(parsed, split=stage_split(config.megatron))
+    layout = with_stages(parsed, config.megatron)
     work = replace(engine_work(config, parsed.backend, sequence, row["tokens_per_step"] // sequence), n_fields=1)
     memory = [stage.allocated / 1e9 for stage in trainer_memory(layout, model, work)]
     together = ranks_together(from_node_start(layout, gpus_per_node=8), is_moe=model.is_moe)

@@ -20,7 +20,8 @@ _DROPLESS = "no token is ever dropped, because the log-probs of rollout and trai
 _NO_NOISE = "the forward pass has no noise, so that log-probs are the same on every layout and in every pass"
 _UNREAD = "Megatron-Core reads it in no module that is in use"
 _GRAPHS = "CUDA graphs need batches of one shape, and sequences are packed at their own lengths"
-_OVERLAP = "Megatron-Core overlaps expert exchange and computation only with TransformerEngine's modules"
+_OVERLAP = "its plans interleave Megatron-Core's own layers and loss over padded batches; here, tokens are packed"
+_DELAY = "only TransformerEngine's linear layers can postpone the gradients of their weights"
 _DISTRIBUTED = "the optimizer's state is always divided over data-parallel ranks, in one instance"
 _FSDP = "it belongs to Megatron-Core's own FSDP, which is not in use"
 _ADAM = "the optimizer is AdamW"
@@ -111,8 +112,9 @@ _TRANSFORMER: dict[str, str] = {
         "moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_fusion "
         "disable_parameter_transpose_cache use_te_activation_func symmetric_ar_type",
     ),
-    **_each(_OVERLAP, "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release"),
-    "moe_shared_expert_overlap": "the shared expert is not computed during the exchange of tokens",
+    "overlap_moe_expert_parallel_comm": _OVERLAP,
+    "ep_overlap_early_attn_memory_release": _OVERLAP,
+    "delay_wgrad_compute": _DELAY,
     **_each(
         _ACTIVATIONS,
         "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
@@ -155,7 +157,7 @@ _DDP: dict[str, str] = {
     **_each(
         "it needs an allocator that Megatron-Core compiles while it runs", "nccl_ub disable_symmetric_registration"
     ),
-    "delay_wgrad_compute": _OVERLAP,
+    "delay_wgrad_compute": _DELAY,
 }
 
 _OPTIMIZER: dict[str, str] = {

@@ -30,9 +30,22 @@ def megatron_problems(
     if role == "critic" and config.megatron.bridge_type == "mbridge":
         yield "critic.megatron.bridge_type=mbridge has no value heads: set it to fivefold"
     yield from _router_problems(prefix, config, shape)
+    if config.megatron.transformer.moe_shared_expert_overlap:
+        yield from _overlap_problems(f"{prefix}.moe_shared_expert_overlap=true", config, shape, layout)
     yield from _recompute_problems(prefix, config, shape)
     yield from _recomputed_layers_problems(prefix, config, shape, layout)
     yield from _schedule_problems(prefix, config, layout.pp, layout.vpp)
+
+
+def _overlap_problems(
+    key: str, config: EngineConfig, shape: ModelShape, layout: ParallelLayout | RoleAllocation
+) -> Iterator[str]:
+    if not shape.shared_expert_ffn_hidden:
+        yield f"{key} is about shared experts, and {shape.family} has none: drop it"
+    elif layout.ep == layout.etp == 1:
+        yield f"{key} computes while tokens travel, and all experts of a layer are on one rank: drop it, or write e2"
+    if "shared_experts" in config.megatron.recompute_modules(is_moe=shape.is_moe):
+        yield f"{key} does not work with shared_experts in recompute_modules: drop one of them"
 
 
 def _router_problems(prefix: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:

@@ -30,6 +30,7 @@ HANDED_ON: Mapping[str, frozenset[str]] = {
         {
             "bias_activation_fusion",
             "moe_deepep_num_sms",
+            "moe_shared_expert_overlap",
             "deallocate_pipeline_outputs",
             "batch_p2p_sync",
             "microbatch_group_size_per_vp_stage",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from fivefold.layout.backends import BACKENDS
-from fivefold.layout.stages import NEARLY_EQUAL, StageSplit
+from fivefold.layout.stages import NEARLY_EQUAL, StageSplit, stage_split
+
+if TYPE_CHECKING:
+    from fivefold.config.schema.megatron import MegatronConfig
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class ParallelLayout:
         return self.dp * self.tp * self.cp * self.pp
 
     @property
+    def gathers_replicas(self) -> bool:
+        """Whether ranks that hold slices of the same experts, and so gather their tokens, are of several replicas."""
+        return self.tp * self.cp % self.etp > 0
+
+    @property
     def is_training(self) -> bool:
         """Whether the backend trains; otherwise it only generates."""
         return BACKENDS[self.backend].trains
@@ -68,3 +77,22 @@ class ParallelLayout:
     def is_server(self) -> bool:
         """Whether the backend runs in a server process of its own."""
         return BACKENDS[self.backend].is_server
+
+
+def with_stages(layout: ParallelLayout, config: MegatronConfig) -> ParallelLayout:
+    """Return a layout whose stages have the layers that a section `megatron` says; all else stays.
+
+    A section that says nothing leaves the layout as it is: a reference is divided as the actor whose processes it is
+    in.
+
+    Raises:
+        ValueError: the section says something else than the layout.
+    """
+    split = stage_split(config)
+    if split == NEARLY_EQUAL or split == layout.split:
+        return layout
+    if layout.split != NEARLY_EQUAL:
+        raise ValueError(
+            f"the layout has stages of {layout.split}, and megatron.transformer says {split}: keep one of them"
+        )
+    return replace(layout, split=split)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers, mappings
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 from fivefold.engine.main_grad import add_matmul
@@ -35,8 +34,6 @@ def prepare() -> None:
     if not torch.cuda.is_available():
         _redirect_cuda_runtime()
         _redirect_rng_tracker()
-        _convert_splits_to_lists()
-        _allow_uneven_collectives_on_gloo()
         _CudaToCpu().__enter__()
     _prepared = True
 
@@ -150,56 +147,3 @@ def _redirect_rng_tracker() -> None:
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[assignment]
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-
-def _convert_splits_to_lists() -> None:
-    """Symptom: all_to_all gets tensors as split sizes and refuses them.
-
-    Cause: `maybe_move_tensor_to_cpu(as_numpy=True)` converts CUDA tensors only. Remove when: it converts all.
-    """
-    original = moe_utils.maybe_move_tensor_to_cpu
-
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and torch.is_tensor(tensor):
-            return tensor.numpy()
-        return original(tensor, as_numpy, record_stream)
-
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-
-
-def _allow_uneven_collectives_on_gloo() -> None:
-    """Symptom: expert tensor parallelism fails in gloo's all_gather and reduce_scatter.
-
-    Cause: experts get unequal numbers of tokens, and gloo wants equal sizes. Remove when: gloo takes uneven sizes.
-    """
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-
-    def uneven_gather(
-        input_: torch.Tensor,
-        group: Any,
-        output_split_sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> torch.Tensor:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, output_split_sizes, use_global_buffer)
-        sizes = [int(size) for size in output_split_sizes]
-        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
-        padded[: input_.shape[0]] = input_
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    def uneven_reduce_scatter(
-        input_: torch.Tensor,
-        group: Any,
-        input_split_sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> torch.Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        total = input_.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
-
-    mappings._gather_along_first_dim = uneven_gather
-    mappings._reduce_scatter_along_first_dim = uneven_reduce_scatter

@@ -1,10 +1,17 @@
-"""Dropless all-to-all token dispatch on stock PyTorch: sort by expert, exchange, sort again, and the same way back.
+"""Dropless token dispatch on stock PyTorch: gather, sort by expert, exchange, sort again, and the same way back.
 
-    tokens [T, H] ─ sorted by expert ─> [T * k, H] ─ all-to-all over expert ranks ─> sorted by local expert ─> experts
-    tokens [T, H] <─ sum of k rows ──── [T * k, H] <─ all-to-all back ───────────── order of arrival <──────── experts
+    tokens [T, H] ─ gathered over expert-tensor ranks ─> [G, H] ─ sorted by expert ─> [G * k, H]
+                                  ─ all-to-all over expert ranks ─> sorted by local expert ─> experts
+
+    tokens [T, H] <─ reduce-scatter over expert-tensor ranks ─ [G, H] <─ sum of k rows ─ [G * k, H]
+                                  <─ all-to-all back ─────────────── order of arrival <────── experts
+
+G = T * etp: ranks that hold slices of the same experts need all of each other's tokens. They exchange each token once,
+before it is copied for its k experts, and sum what their slices make of it after its k rows are one again.
 
 Both sorts are row gathers whose backward passes are row gathers too: no atomics, the same bits every time. With one
-expert-parallel rank, the device never waits for the host.
+expert-parallel rank, the device never waits for the host; with several, the host learns how many rows travel while the
+device sorts them.
 """
 
 from __future__ import annotations
@@ -13,14 +20,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.host_copy import HostCopy
 from fivefold.engine.kernels import sum_rows
 
 
@@ -37,91 +46,119 @@ def check_deepep(config: MegatronConfig) -> None:
         )
 
 
-def install(decoder: nn.Module, config: TransformerConfig) -> None:
-    """Give every MoE layer a `SortingDispatcher`. Tensor-parallel experts keep Megatron-Core's own dispatcher."""
-    if config.moe_token_dispatcher_type != "alltoall" or config.expert_tensor_parallel_size > 1:
+def install(decoder: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Give every MoE layer a `SortingDispatcher`, unless the recipe chooses another dispatcher."""
+    if config.moe_token_dispatcher_type != "alltoall":
         return
     for module in decoder.modules():
         if isinstance(module, MoELayer):
-            module.token_dispatcher = SortingDispatcher(module.num_local_experts, config, module.ep_group)
+            module.token_dispatcher = SortingDispatcher(module.num_local_experts, config, groups)
+            if config.moe_shared_expert_overlap and module.use_shared_expert:
+                module.token_dispatcher.set_shared_experts(module.shared_experts)
 
 
 class SortingDispatcher(MoETokenDispatcher):
-    """The steps of Megatron-Core's MoE layer, in the order of its calls. Attributes hold a forward pass's state."""
+    """The steps of Megatron-Core's MoE layer, in the order of its calls. Attributes hold a forward pass's state.
 
-    def __init__(self, n_local_experts: int, config: TransformerConfig, ep_group: dist.ProcessGroup) -> None:
-        self.config = config
-        self.group = ep_group
+    With `moe_shared_expert_overlap`, it is the dispatcher that computes the shared experts: Megatron-Core puts them on
+    a stream of their own, where they run while tokens travel, the first half on the way there, the second on the way
+    back.
+    """
+
+    def __init__(self, n_local_experts: int, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(config, groups)
         self.n_local_experts = n_local_experts
-        self.shared_experts = None
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy each token once for each of its k experts, sorted by expert.
+        """Copy each token of the expert-tensor ranks once for each of its k experts, sorted by expert.
 
         Returns:
-            Rows [T * k, H], and their router probabilities [T * k].
+            Rows [G * k, H], and their router probabilities [G * k].
         """
         self.shape = hidden_states.shape
+        self._count(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
         top_k = self.config.moe_router_topk
         # Every token has exactly k experts, so this order is known without asking the device how many there are.
         expert_TK = routing_map.to(torch.uint8).topk(top_k, dim=1).indices
-        order_N = expert_TK.flatten().argsort(stable=True)
-        self.row_TK = invert(order_N).view(-1, top_k)
+        prob_GK = self._gather(probs.gather(1, expert_TK))
+        order_N = self._gather(expert_TK.int()).flatten().argsort(stable=True)
+        self.row_GK = invert(order_N).view(-1, top_k)
         self.token_N = order_N // top_k
-        self.counts_E = routing_map.sum(0)
-        rows = _CopyRows.apply(hidden_states.view(-1, self.shape[-1]), self.token_N, self.row_TK)
-        return rows, probs.gather(1, expert_TK).flatten()[order_N]
+        token_GH = self._gather(hidden_states.view(-1, self.shape[-1]))
+        return _CopyRows.apply(token_GH, self.token_N, self.row_GK), prob_GK.flatten()[order_N]
+
+    def _count(self, routing_map: torch.Tensor) -> None:
+        """Find how many rows each expert-parallel rank has for each expert, and begin to tell the host."""
+        counts = gather_from_sequence_parallel_region(routing_map.sum(0), group=self.tp_ep_group)
+        # Expert-tensor ranks are side by side, and each of them has the rows of all.
+        counts_SE = counts.view(self.ep_size, self.tp_size, -1).sum(1)
+        first = self.ep_group.rank() * self.n_local_experts
+        self.received_SE = counts_SE[:, first : first + self.n_local_experts].contiguous()
+        if self.ep_size > 1:
+            sent = counts_SE[self.ep_group.rank()].view(self.ep_size, self.n_local_experts).sum(1)
+            self.splits = HostCopy(torch.stack((sent, self.received_SE.sum(1))))
+
+    def _gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all expert-tensor ranks. Each of them uses all rows, so their gradients are summed."""
+        if self.tp_size == 1:
+            return local
+        return gather_from_sequence_parallel_region(local, group=self.tp_group)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send each row and its probability to the rank that has its expert; return those that this rank receives."""
-        if self.group.size() == 1:
+        if self.ep_size == 1:
             return hidden_states, probs
-        # [sender, expert]: how many rows each rank has for each expert.
-        counts = gather_from_sequence_parallel_region(self.counts_E, group=self.group).view(self.group.size(), -1)
-        first = self.group.rank() * self.n_local_experts
-        self.received = counts[:, first : first + self.n_local_experts].contiguous()
-        sent = self.counts_E.view(self.group.size(), self.n_local_experts).sum(1)
-        self.sent_splits, self.received_splits = torch.stack((sent, self.received.sum(1))).tolist()
+        self.sent, self.received = self.splits.tolist()
         return (
-            all_to_all(self.group, hidden_states, self.received_splits, self.sent_splits),
-            all_to_all(self.group, probs, self.received_splits, self.sent_splits),
+            all_to_all(self.ep_group, hidden_states, self.received, self.sent),
+            all_to_all(self.ep_group, probs, self.received, self.sent),
         )
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sort the received rows by local expert. Returns rows, number of rows of each expert, and probabilities."""
-        if self.group.size() == 1:
-            return hidden_states, self.counts_E, probs
-        expert_of_run = torch.arange(self.n_local_experts, device=hidden_states.device).repeat(self.group.size())
-        expert_N = expert_of_run.repeat_interleave(self.received.flatten(), output_size=hidden_states.shape[0])
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        if self.ep_size == 1:
+            return hidden_states, self.received_SE[0], probs
+        expert_of_run = torch.arange(self.n_local_experts, device=hidden_states.device).repeat(self.ep_size)
+        expert_N = expert_of_run.repeat_interleave(self.received_SE.flatten(), output_size=hidden_states.shape[0])
         self.order_N = expert_N.argsort(stable=True)
         self.inverse_N = invert(self.order_N)
         hidden_states = _ReorderRows.apply(hidden_states, self.order_N, self.inverse_N)
-        return hidden_states, self.received.sum(0), probs[self.order_N]
+        return hidden_states, self.received_SE.sum(0), probs[self.order_N]
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sort the rows back into the order in which they arrived."""
-        if self.group.size() == 1:
+        if self.ep_size == 1:
             return hidden_states
         return _ReorderRows.apply(hidden_states, self.inverse_N, self.order_N)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Send each row back to the rank of its token."""
-        if self.group.size() == 1:
+        """Send each row back to the rank that sorted it."""
+        if self.ep_size == 1:
             return hidden_states
-        return all_to_all(self.group, hidden_states, self.sent_splits, self.received_splits)
+        return all_to_all(self.ep_group, hidden_states, self.sent, self.received)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sum each token's k rows (already weighted by the experts), in the input's shape."""
-        tokens: torch.Tensor = _SumRows.apply(hidden_states, self.row_TK, self.token_N).view(self.shape)
+        """Sum each token's k rows (already weighted by the experts) over all slices, in the input's shape."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+        tokens: torch.Tensor = _SumRows.apply(hidden_states, self.row_GK, self.token_N)
+        if self.tp_size > 1:
+            tokens = reduce_scatter_to_sequence_parallel_region(tokens, group=self.tp_group)
+        tokens = tokens.view(self.shape)
         # What stays until the next pass keeps the blocks of CUDA's allocator that it lies in: gigabytes for megabytes.
-        del self.row_TK, self.token_N, self.counts_E
-        if self.group.size() > 1:
-            del self.received, self.order_N, self.inverse_N
-        return tokens
+        del self.row_GK, self.token_N, self.received_SE
+        if self.ep_size > 1:
+            del self.splits, self.order_N, self.inverse_N
+        return tokens if self.shared_experts is None else tokens + self.shared_experts.get_output()
 
 
 def invert(order_N: torch.Tensor) -> torch.Tensor:
@@ -132,26 +169,26 @@ def invert(order_N: torch.Tensor) -> torch.Tensor:
 
 
 class _CopyRows(torch.autograd.Function):
-    """rows[n] = tokens[token_N[n]]. row_TK holds the rows of each token's k copies."""
+    """rows[n] = tokens[token_N[n]]. row_GK holds the rows of each token's k copies."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, token_N: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(row_TK)
+    def forward(ctx: Any, tokens: torch.Tensor, token_N: torch.Tensor, row_GK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_GK)
         return tokens.index_select(0, token_N)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (row_TK,) = ctx.saved_tensors
-        return sum_rows(grad.contiguous(), row_TK), None, None
+        (row_GK,) = ctx.saved_tensors
+        return sum_rows(grad.contiguous(), row_GK), None, None
 
 
 class _SumRows(torch.autograd.Function):
-    """tokens[t] = sum over k of rows[row_TK[t, k]]: the transpose of `_CopyRows`."""
+    """tokens[t] = sum over k of rows[row_GK[t, k]]: the transpose of `_CopyRows`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, row_TK: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, row_GK: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(token_N)
-        return sum_rows(rows, row_TK)
+        return sum_rows(rows, row_GK)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -53,7 +53,7 @@ from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import rank_grid
-from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.bridges import build_bridge
@@ -63,6 +63,7 @@ from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_par
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
+from fivefold.mcore.stage_timers import StageTimers
 from fivefold.types import StepResult
 
 
@@ -102,6 +103,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         compat.prepare()
         if config.megatron.use_deterministic_algorithms:
             make_deterministic()
+        layout = with_stages(layout, config.megatron)
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         shape = load_shape(self._folder)
@@ -169,7 +171,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
-            same_length=config.megatron.token_dispatcher == "allgather",
+            same_length=config.megatron.token_dispatcher == "allgather" or layout.gathers_replicas,
             flash=self._device.type == "cuda" and config.dtype == "bfloat16",
             device=self._device,
         )
@@ -207,11 +209,14 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._megatron_config.grad_scale_func = lambda value: value * scale
         step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
         start_mini_batch(self._routers)
+        timers = StageTimers() if self.layout.pp > 1 else None
         with self._earlier_gradients():
-            kept = self._run(share, step, loss, backward=True)
+            kept = self._run(share, step, loss, backward=True, timers=timers)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
+        if timers is not None:
+            metrics["pipeline/bubble"] = timers.bubble(self.groups.pp)
         if self.shape.is_moe:
             load_LE = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
@@ -332,7 +337,15 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             buffer.grad_data += gradients
         self._has_gradients = True
 
-    def _run(self, share: Share, step: LossStep, options: HeadOptions, *, backward: bool) -> list[Any]:
+    def _run(
+        self,
+        share: Share,
+        step: LossStep,
+        options: HeadOptions,
+        *,
+        backward: bool,
+        timers: StageTimers | None = None,
+    ) -> list[Any]:
         """Run Megatron's schedule over the share. Returns what `step` kept of each micro-batch, on the last stage."""
         micro_batches = self._builder.build(share)
         steps = [(micro_batch, self._packed(micro_batch.local)) for micro_batch in micro_batches]
@@ -350,7 +363,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             decoder = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             return chunk(micro_batch.local, packed), partial(predict_and_lose, micro_batch, decoder)
 
-        with self._gradient_functions() if backward else nullcontext():
+        with self._training_functions(timers) if backward else nullcontext():
             kept: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(steps) for _ in self._chunks],
@@ -379,19 +392,19 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return whole_sequences(micro_batch, own, self.groups.cp)
 
     @contextmanager
-    def _gradient_functions(self) -> Iterator[None]:
+    def _training_functions(self, timers: StageTimers | None) -> Iterator[None]:
         """Inside the block, Megatron's schedules have the functions that delay and finish the gradients' reduction.
 
         They do not stay: through them, the configuration refers to the engine by way of C++ objects, which Python's
-        garbage collector cannot follow, so no engine would ever be freed.
+        garbage collector cannot follow, so no engine would ever be freed. `timers` are those of the schedule.
         """
         config, no_sync = self._megatron_config, [chunk.no_sync for chunk in self._chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        config.finalize_model_grads_func = self._finalize_gradients
+        config.finalize_model_grads_func, config.timers = self._finalize_gradients, timers
         try:
             yield
         finally:
-            config.no_sync_func = config.finalize_model_grads_func = None
+            config.no_sync_func = config.finalize_model_grads_func = config.timers = None
 
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         """Run Megatron's reductions, without its division by the token count: the loss is normalised already."""

@@ -85,7 +85,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
         chunk.routers = routers_of([chunk])
-        dispatcher.install(chunk, config)
+        dispatcher.install(chunk, config, groups)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 

@@ -172,24 +172,25 @@ def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
 def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
     """Return the bytes of router, dispatch, experts and shared expert: (saved, forward, backward)."""
     element = work.element_bytes
-    sent = tokens / layout.tp * shape.top_k
-    rows = sent * layout.etp
+    gathered = tokens / layout.tp * layout.etp
+    rows = gathered * shape.top_k
     row = element * shape.hidden
     width = element * shape.expert_ffn_hidden / layout.etp
-    exchanges = layout.ep > 1 or layout.etp > 1
-    indices = sent * 5 * _INDEX + (rows * 2 * _INDEX if exchanges else 0)
-    saved = rows * (row + 3 * width + _FLOAT) + sent * _FLOAT + indices
-    # The rows as they were sent and, with other ranks, as they arrived stay in the frames of the forward pass until
-    # the layer is done.
-    held = (2 if layout.ep > 1 else 1) * sent * row
-    forward = rows * row + (held + rows * row if exchanges else 0)
+    exchanges = layout.ep > 1
+    indices = rows * (7 if exchanges else 5) * _INDEX
+    saved = rows * (row + 3 * width + 2 * _FLOAT) + indices
+    # The rows as they were sent and as they arrived stay in the frames of the forward pass until the layer is done.
+    forward = (4 if exchanges else 1) * rows * row
+    # Slices of experts make partial sums for the tokens of all their ranks, whose gradient is gathered again.
+    sums = gathered * row if layout.etp > 1 else 0.0
     router = tokens / layout.tp * (_FLOAT * (shape.hidden + 3 * shape.n_experts))
-    forward = max(forward, router)
+    forward = max(forward + sums, router)
     # After the activation's backward pass there are its gradient, the rows' gradient, and an empty gradient of the
     # weight, which only starts the hook: the kernel has added the real one. The activation's tensors are freed.
     weight = element * shape.n_experts / layout.ep * 2 * shape.expert_ffn_hidden / layout.etp * shape.hidden
     backward = weight + rows * (row + 2 * width) - rows * 3 * width
     backward = max(backward, weight + rows * (row + width), (3 if exchanges else 1) * rows * row - rows * 3 * width)
+    backward += sums
     if shape.shared_expert_ffn_hidden:
         saved += _shared_expert(shape, layout, work, tokens)
     return saved, forward, backward

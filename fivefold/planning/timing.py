@@ -48,9 +48,7 @@ PLAIN_LAYERS = 1.4
 LAUNCH_SECONDS = 0.003
 """Seconds of Python and CUDA launches of one layer and micro-batch, forward and backward."""
 EXCHANGE_SECONDS = 0.003
-"""Seconds that one MoE layer and micro-batch waits with ep or etp > 1, until the host knows how many rows arrive."""
-SPLIT_EXPERTS_SECONDS = 0.008
-"""Seconds that one MoE layer and micro-batch takes more with etp > 1, where Megatron-Core's dispatcher gathers rows."""
+"""Seconds that one MoE layer and micro-batch waits with ep > 1, until the host knows how many rows arrive."""
 SLACK = 0.7
 """Share of the estimated MFU that real steps reach at least."""
 
@@ -205,11 +203,8 @@ class _StageTime:
         repeated, _ = repeated_halves(stage, work)
         launch = LAUNCH_SECONDS * stage.n_layers * (1 + repeated / 3)
         launching = max(0.0, launch - layers - again - exposed)
-        is_folded = BACKENDS[layout.backend].folds_experts
-        if is_folded and (layout.ep > 1 or layout.etp > 1):
+        if BACKENDS[layout.backend].folds_experts and layout.ep > 1:
             launching += EXCHANGE_SECONDS * stage.n_moe
-        if is_folded and layout.etp > 1:
-            launching += SPLIT_EXPERTS_SECONDS * stage.n_moe
         return _StageTime(layers=layers, head=head, recompute=again, launching=launching, exposed=exposed)
 
 

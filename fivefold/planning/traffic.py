@@ -4,8 +4,8 @@
           parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
           weights' gradients
     cp    all-gather of keys and values, reduce-scatter of their gradients
-    ep    all-to-all of routed rows, there and back, forward and backward
-    etp   all-gather and reduce-scatter of routed rows
+    ep    all-to-all of routed rows, there and back, forward and backward; with etp, each rank sends those of all etp
+    etp   all-gather and reduce-scatter of tokens, of which every rank then routes all
     pp    one residual stream a micro-batch and boundary, each way
     dp    once a step: reduce-scatter of gradients, all-gather of weights; the experts' over edp. On FSDP, in each
           micro-batch: all-gather of weights before either pass, reduce-scatter of gradients in float32
@@ -109,12 +109,12 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     # The forward pass communicates the stream twice, the backward pass three times, and recomputation twice again.
     attention, mlps = 5 + 2 * again[0], 5 + 2 * again[1]
     is_fsdp = layout.backend == "fsdp"
-    # FSDP's tensor parallelism sums the stream behind the experts too, where Megatron-Core moves routed rows.
+    # FSDP's tensor parallelism sums the stream behind the experts too, where Megatron-Core has etp.
     shared = stage.n_moe if is_fsdp or shape.shared_expert_ffn_hidden else 0
     passes = stage.n_layers * attention + (n_dense + shared) * mlps
     passes += 2 * stage.has_embedding + 2 * stage.has_head
     keys = element * tokens * layout.cp * (shape.key_width + shape.value_width) / tp
-    rows = stream / tp * shape.top_k
+    gathered = stream / tp * (1 if is_fsdp else layout.etp)
     parameters = rank_parameters(layout, shape, stage)
     boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
     exchanged: float = work.gradient_bytes + element
@@ -123,8 +123,8 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     return {
         "tp": _share(tp) * stream * passes,
         "cp": _share(layout.cp) * keys * stage.n_layers * (2 + again[0]),
-        "ep": _share(layout.ep) * rows * stage.n_moe * (4 + 2 * again[1]),
-        "etp": 0.0 if is_fsdp else _share(layout.etp) * rows * layout.etp * stage.n_moe * (4 + 2 * again[1]),
+        "ep": _share(layout.ep) * gathered * shape.top_k * stage.n_moe * (4 + 2 * again[1]),
+        "etp": 0.0 if is_fsdp else _share(layout.etp) * gathered * stage.n_moe * (4 + 2 * again[1]),
         "pp": stream / tp * boundaries if layout.pp > 1 else 0.0,
         "dp": _share(layout.dp * layout.cp) * parameters.dense * exchanged,
         "edp": _share(layout.edp) * parameters.experts * exchanged,

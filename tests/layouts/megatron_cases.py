@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
-from fivefold.layout.stages import stage_split
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
 
@@ -73,8 +72,7 @@ class Case(EngineCase[OpenEngine]):
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
     def _build(self, config: dict[str, Any], options: dict[str, Any]) -> OpenEngine:
-        layout = replace(lay_out(self.layout), split=stage_split(self.megatron))
-        return OpenEngine(EngineConfig(**config, megatron=self.megatron), layout, **options)
+        return OpenEngine(EngineConfig(**config, megatron=self.megatron), lay_out(self.layout), **options)
 
 
 def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,58 @@ def kept_by_dispatchers(case: Case, folder: Path, batch: Batch) -> list[str]:
 def test_dispatchers_keep_no_tensors_after_a_pass(workers: Workers, models: Path, layout: str) -> None:
     case = Case(layout, MegatronConfig(recompute="full"))
     assert not any(workers(case.world_size).run(kept_by_dispatchers, case, models / "qwen3_moe", uneven_batch()))
+
+
+def waits_of_dispatchers(case: Case, folder: Path, batch: Batch) -> tuple[int, int]:
+    """In a worker: return how often dispatchers read a tensor on the host in a mini-batch, and how often they work."""
+    engine, counts = case.engine(folder, OptimizerConfig()), Counter[str]()
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            # On the CPU, PyTorch calls the patched method a second time, through the mode that stands in for CUDA.
+            with torch._C.DisableTorchFunction():
+                return method(*args, **options)
+
+        return call
+
+    # The experts' own products are not the dispatcher's.
+    for layer in engine.modules_of(MoELayer):
+        layer.experts.register_forward_pre_hook(lambda *_: counts.subtract(experts=counts["reads"]))
+        layer.experts.register_forward_hook(lambda *_: counts.update(experts=counts["reads"]))
+        layer.register_forward_pre_hook(lambda *_: counts.subtract(layers=counts["reads"]))
+        layer.register_forward_hook(lambda *_: counts.update(layers=counts["reads"], passes=1))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "item", "numpy", "cpu"):
+            patch.setattr(torch.Tensor, name, counted("reads", getattr(torch.Tensor, name)))
+        engine.forward_backward_of(batch, SFTLoss())
+    return counts["layers"] - counts["experts"], counts["passes"]
+
+
+@pytest.mark.parametrize(("layout", "waits"), [("megatron:(attn:t2|ffn:t2)", 0), (FOLDED, 1)])
+def test_dispatchers_wait_only_for_the_numbers_of_rows_that_travel(
+    workers: Workers, models: Path, layout: str, waits: int
+) -> None:
+    for reads, passes in workers(2).run(waits_of_dispatchers, Case(layout), models / "qwen3_moe", uneven_batch()):
+        assert reads == waits * passes
+        assert passes >= 4
+
+
+def bubble(case: Case, folder: Path, batch: Batch) -> float | None:
+    return case.engine(folder, OptimizerConfig()).forward_backward_of(batch, SFTLoss()).get("pipeline/bubble")
+
+
+def test_the_stages_of_a_pipeline_wait_for_each_other_at_least_as_its_schedule_says(
+    workers: Workers, models: Path
+) -> None:
+    """With one micro-batch, one of two stages works at a time."""
+    one, several = (Case("megatron:p2", micro_batches=MicroBatchConfig(max_tokens_per_mb=n)) for n in (100_000, 20))
+    folder = models / "qwen3_moe"
+    first, second = workers(2).run(bubble, one, folder, uneven_batch())
+    assert first == second
+    assert 0.5 <= first < 1
+    assert 0 < workers(2).run(bubble, several, folder, uneven_batch())[0] < first
+    assert workers(1).run(bubble, Case("megatron:d1"), folder, uneven_batch()) == [None]
 
 
 # --- determinism and random weights

@@ -54,6 +54,12 @@ SCHEDULES = {
     "fused activation": ("megatron:t2", "qwen2", {"bias_activation_fusion": True}),
     "fused activation of shared experts": ("megatron:t2", "qwen2_moe", {"bias_activation_fusion": True}),
     "embeddings not copied": ("megatron:t2", "qwen2", {"clone_scatter_output_in_embedding": False}),
+    "shared experts during the exchange": (
+        "megatron:(attn:t2|ffn:e2)",
+        "qwen2_moe",
+        {"moe_shared_expert_overlap": True},
+    ),
+    "shared experts beside slices": ("megatron:(attn:t2|ffn:t2)", "qwen2_moe", {"moe_shared_expert_overlap": True}),
 }
 """Layout, model and fields of ways to compute the same."""
 
@@ -118,6 +124,7 @@ def test_gradients_are_the_same_whatever_is_recomputed(
         ("megatron:p2", {"microbatch_group_size_per_vp_stage": 2}, "no virtual stages"),
         ("megatron:p2v2", {"microbatch_group_size_per_vp_stage": 3}, "must be a multiple of the 2 stages"),
         ("megatron:d1", {"moe_layer_recompute": True}, "qwen3 has none"),
+        ("megatron:d1", {"moe_shared_expert_overlap": True}, "is about shared experts, and qwen3 has none"),
         ("megatron:p2", {"recompute_num_layers": 3}, "does not divide the 2 layers of a"),
     ],
 )

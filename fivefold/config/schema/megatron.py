@@ -83,6 +83,9 @@ class MegatronTransformerFields(MegatronFields):
     """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
     moe_deepep_num_sms: Positive = 20
     """With `token_dispatcher: flex`: multiprocessors of the GPU that DeepEP takes for the exchange."""
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts on a stream of their own while tokens travel to the other experts and back. It needs
+    expert parallelism, or slices of experts on several ranks."""
     bias_activation_fusion: bool = False
     """Compute the activation of dense MLPs and shared experts in one kernel, which saves memory."""
     deallocate_pipeline_outputs: bool = False
@@ -256,6 +259,11 @@ class MegatronConfig(Section):
     def _check_dispatcher(self) -> MegatronConfig:
         if self.token_dispatcher == "flex" and self.router_dtype != "fp32":
             raise ValueError("token_dispatcher=flex sends probabilities in float32: set router_dtype to fp32")
+        if self.transformer.moe_shared_expert_overlap and self.token_dispatcher != "alltoall":
+            raise ValueError(
+                f"moe_shared_expert_overlap=true does not go with token_dispatcher={self.token_dispatcher}: "
+                "set that to alltoall"
+            )
         return self
 
     @property

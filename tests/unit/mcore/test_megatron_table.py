@@ -28,8 +28,8 @@ from fivefold.config.schema.megatron import (
 )
 from fivefold.families.megatron_settings import FIELDS_FILE
 from fivefold.families.read import find_shape
+from fivefold.layout.parallel import with_stages
 from fivefold.layout.parser import parse_backend
-from fivefold.layout.stages import stage_split
 from fivefold.mcore import settings
 
 SECTIONS: dict[str, tuple[type[MegatronFields], type]] = {
@@ -40,6 +40,17 @@ SECTIONS: dict[str, tuple[type[MegatronFields], type]] = {
 ROOT = Path(__file__).resolve().parents[3]
 MOE = "Qwen3-30B-A3B"
 LAYOUT = "megatron:(attn:d2p2v2t2|ffn:e4)"
+
+
+def test_the_section_divides_layers_where_the_layout_does_not() -> None:
+    plain, uneven = parse_backend("megatron:p2"), {"num_layers_in_first_pipeline_stage": 3}
+    config = MegatronConfig.model_validate({"transformer": uneven})
+    divided = with_stages(plain, config)
+    assert divided.split.first == 3
+    assert with_stages(divided, config) == divided == with_stages(divided, MegatronConfig())
+    other = MegatronConfig.model_validate({"transformer": {"num_layers_in_first_pipeline_stage": 2}})
+    with pytest.raises(ValueError, match="keep one of them"):
+        with_stages(divided, other)
 
 
 def test_the_table_of_fields_is_that_of_the_installed_megatron_core() -> None:
@@ -125,7 +136,7 @@ def test_every_key_reaches_its_field(section: str, key: str) -> None:
     value, others = VALUES.get(key, (not SECTIONS[section][0].model_fields[key].default, {}))
     megatron = MegatronConfig.model_validate({section: {key: value, **BESIDE.get(key, {})}, **others})
     config = EngineConfig(path="unused", backend=LAYOUT, megatron=megatron)
-    layout, shape = replace(parse_backend(LAYOUT), split=stage_split(megatron)), find_shape(MOE)
+    layout, shape = with_stages(parse_backend(LAYOUT), megatron), find_shape(MOE)
     if key.startswith("account_for"):
         shape = replace(shape, n_layers=47, moe_layers=shape.moe_layers[:47])
     got: Any = {

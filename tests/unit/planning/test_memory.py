@@ -15,9 +15,8 @@ from fivefold.families.check import layout_problems
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
-from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.layout.parser import parse_backend
-from fivefold.layout.stages import stage_split
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
 from fivefold.planning.question_sources import engine_work
@@ -51,7 +50,7 @@ def planned(run: dict[str, Any]) -> tuple[ParallelLayout, ModelShape, Workload]:
     assert not problems
     config = EngineConfig.model_validate(values)
     work = engine_work(config, layout.backend, 4096, run["tokens_per_step"] // 4096)
-    return replace(layout, split=stage_split(config.megatron)), shape, replace(work, n_fields=1)
+    return with_stages(layout, config.megatron), shape, replace(work, n_fields=1)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
