@@ -63,7 +63,7 @@ from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_par
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
-from fivefold.mcore.stage_timers import StageTimers
+from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.types import StepResult
 
 
@@ -216,7 +216,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
         if timers is not None:
-            metrics["pipeline/bubble"] = timers.bubble(self.groups.pp)
+            metrics[BUBBLE] = timers.bubble(self.groups.pp)
         if self.shape.is_moe:
             load_LE = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)

