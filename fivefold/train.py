@@ -56,6 +56,7 @@ from fivefold.roles.run_roles import Roles
 from fivefold.roles.speed import StepSpeed, device_peak
 from fivefold.roles.state_owners import state_owners
 from fivefold.roles.teacher import Teacher
+from fivefold.roles.weights_beside import copy_weights, give_weights
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.sync.transport import TITLES, Route, choose_route
@@ -191,6 +192,7 @@ def _loop(
         state = loop.begin(state)
         for step in range(state.step + 1, setup.total_steps + 1):
             state = loop.step(step, state)
+        source.settle()
     return state
 
 
@@ -215,6 +217,7 @@ class _Loop:
         """Give the rollout the actor's weights, and evaluate a model that is not trained yet."""
         self._send_weights(state.step)
         if state.step == 0:
+            self.source.settle()
             evaluation = _evaluate(self.setup, self.roles, self.run, step=0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         self.run.timers.take()
@@ -240,8 +243,15 @@ class _Loop:
         return state
 
     def _send_weights(self, version: int) -> None:
-        self.roles.send_weights(version, self.run.timers)
-        self.source.weights_sent(version)
+        """Give the rollout the actor's weights: beside the next step, or if the route does not allow that, at once."""
+        timers = self.run.timers
+        self.source.settle()
+        if self.setup.route.beside_training:
+            copy = copy_weights(self.roles.actor, version, timers)
+            self.source.weights_follow(version, lambda: give_weights(self.roles.rollout, copy, timers))
+        else:
+            self.roles.send_weights(version, timers)
+            self.source.weights_sent(version)
 
     def _write_samples(self, samples: Sequence[Sample], step: int) -> int:
         """Log the samples of a step, as many as the recipe wants. Returns their number."""
@@ -281,6 +291,7 @@ class _Loop:
                 _save(self.setup, self.roles, self.run, state.step)
                 self.saver.done()
             if self.evaluator.is_due(state.step):
+                self.source.settle()
                 state = replace(state, evaluation_last=_evaluate(self.setup, self.roles, self.run, state.step))
                 metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
                 self.evaluator.done()

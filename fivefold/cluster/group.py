@@ -7,6 +7,7 @@
     control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
+    feed_beside  the same, in a second thread          -> results of all ranks
     deal         every rank takes jobs from one queue  -> summaries, and references, each as soon as it is there
     keep_on      one rank, without waiting             -> a call; first_kept waits for the first of several
 
@@ -269,10 +270,33 @@ class WorkerGroup:
 
         An item is released once every rank has taken it. Returns the results by rank.
         """
+        return self._feed(None, method.__name__, items, kwargs, args)
+
+    def feed_beside(
+        self,
+        method: Callable[Concatenate[Any, Iterator[Any], P], R],
+        items: Iterable[Remote],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Do what `feed` does, in a second thread of each worker, beside the method in progress.
+
+        The held object must allow that. A worker has one feed at a time.
+        """
+        return self._feed("control", method.__name__, items, kwargs, args)
+
+    def _feed(
+        self, side: str | None, method: str, items: Iterable[Remote], kwargs: Mapping[str, Any], args: Sequence[Any]
+    ) -> list[Any]:
+        """Feed a method that runs in the thread of `side`; None: in that of all other methods."""
         feed_id = next(_feed_ids)
         shared = _put(args)
-        running: Pending[R] = self._pend(
-            [worker.consume.remote(feed_id, method.__name__, True, kwargs, *shared) for worker in self._workers]
+        options = {} if side is None else {"concurrency_group": side}
+        running: Pending[Any] = self._pend(
+            [
+                worker.consume.options(**options).remote(feed_id, method, True, kwargs, *shared)
+                for worker in self._workers
+            ]
         )
         for item in items:
             self._pend([worker.push.options(**_FEED).remote(feed_id, item) for worker in self._workers]).wait()

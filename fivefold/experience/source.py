@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,12 @@ class Source(Protocol):
 
     def weights_sent(self, version: int) -> None:
         """Take note that the rollout has weights of version `version`, which is the number of steps behind them."""
+
+    def weights_follow(self, version: int, give: Callable[[], None]) -> None:
+        """Call `give`, which gives the rollout weights of version `version`, beside the next step if that may be."""
+
+    def settle(self) -> None:
+        """Wait until the rollout has the weights that were last given to it; raise what has failed beside training."""
 
     @property
     def owners(self) -> Mapping[str, StateOwner]:

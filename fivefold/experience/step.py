@@ -9,7 +9,7 @@ next prompts ─> samples ─> rewards ─> groups with signal ─> enough? ─>
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -54,6 +54,13 @@ class StepSource:
 
     def weights_sent(self, version: int) -> None:
         """Do nothing: every step begins after the weights were sent."""
+
+    def weights_follow(self, version: int, give: Callable[[], None]) -> None:
+        """Call `give`: the next step begins with the weights that it gives the rollout."""
+        give()
+
+    def settle(self) -> None:
+        """Do nothing: nothing goes on between two steps."""
 
     def take(self, step: int) -> Experience:
         """Return the experience of training step `step`, counted from 1."""

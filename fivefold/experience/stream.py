@@ -4,6 +4,7 @@
                             ^                                                              │
     thread "rewards"   groups with rewards <─── queue <─── groups                          v
     thread "rollout"                                          └── replicas <── jobs <── the rule of data/turns.py
+    thread "weights"   gives the replicas new weights, where training goes on meanwhile  ──┘
 
 Step s trains the same prompts in the same order as without a look-ahead, with the same seeds. What differs is which
 weights have sampled their tokens. The number of groups that wait is bounded by the rule, so nothing is ever dropped.
@@ -34,8 +35,8 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.responses import Generated, Group
+from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import Job
@@ -118,6 +119,8 @@ class StreamSource:
         self._judged: dict[int, Judged] = {}
         self._failure: BaseException | None = None
         self._has_ended = False
+        self._update: threading.Thread | None = None
+        """Gives the replicas the last weights, beside the training."""
         self._progress = self._last_take = time.perf_counter()
         """Times at which the last group finished, and at which the last step was taken."""
         self._busy = [0.0] * len(self._stream.busy_s)
@@ -140,12 +143,44 @@ class StreamSource:
             return self._sampler.state_dict(ahead=len(self._read))
 
     def weights_sent(self, version: int) -> None:
-        """Let the prompts begin that are young enough with weights of version `version`."""
+        """Let the prompts begin that are young enough with weights of version `version`, which all replicas have."""
+        self._read_for(version)
+        self._have_weights(version)
+
+    def weights_follow(self, version: int, give: Callable[[], None]) -> None:
+        """Call `give`, which gives all replicas weights of version `version`, in a thread beside the next step.
+
+        The prompts that they make young enough begin behind it. What it raises ends the wait for the next samples.
+        """
+        self.settle()
+        self._read_for(version)
+
+        def update() -> None:
+            give()
+            self._have_weights(version)
+
+        self._update = threading.Thread(target=self._guarded, args=(update,), name="weights", daemon=True)
+        self._update.start()
+
+    def settle(self) -> None:
+        """Wait until the replicas have the weights that were last given to them; raise what failed beside training."""
+        if self._update is not None:
+            self._update.join()
+            self._update = None
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+
+    def _read_for(self, version: int) -> None:
+        """Read the turns whose prompts may begin with weights of a version."""
+        with self._changed:
+            # All at once, not as they begin: what a sampler was told before each turn is then the same in every run.
+            self._read_until(version)
+
+    def _have_weights(self, version: int) -> None:
         with self._changed:
             self._stream.weights_sent()
             self._turns.version = version
-            # All at once, not as they begin: what a sampler was told before each turn is then the same in every run.
-            self._read_until(version)
             self._admit()
 
     def take(self, step: int) -> Experience:
@@ -161,8 +196,10 @@ class StreamSource:
         with self._timers.phase("rollout"):
             self._progress = max(self._progress, began)
             while not self._are_judged(numbers):
-                self._resend(turn)
-                self.weights_sent(turn)
+                self.settle()
+                if self._stream.needs_weights:
+                    self._resend(turn)
+                    self.weights_sent(turn)
             with self._changed:
                 groups = [self._judged.pop(number) for number in numbers]
                 for number in numbers:
@@ -216,7 +253,8 @@ class StreamSource:
             return dict(self._groups)
 
     def _running(self) -> dict[int, Sequence[GenerationRequest]]:
-        """Return the requests of groups that are being answered, with their tokens so far."""
+        """Return the requests of groups that are being answered, with their tokens up to the last weights."""
+        self.settle()
         with self._changed:
             restored = {number: self._job(number).requests for number in self._so_far}
         begun = {index // self._size: requests for index, requests in self._rollout.unfinished().items()}
@@ -332,5 +370,5 @@ class StreamSource:
             self._changed.notify_all()
         self._finished.abandon()
         self._rollout.gate.end()
-        for thread in self._threads:
+        for thread in [*self._threads, *filter(None, [self._update])]:
             thread.join(ENDING_S)

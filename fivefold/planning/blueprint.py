@@ -57,7 +57,23 @@ class Blueprint:
         return not any(host_problems(self._host_memory(copies_state=True), question.host_memory_gib))
 
     def _host_memory(self, *, copies_state: bool) -> dict[int, HostMemory]:
-        return host_memory(self.trainers, self.rollouts, self.offloaded, copies_state=copies_state)
+        return host_memory(
+            self.trainers,
+            self.rollouts,
+            self.offloaded,
+            copies_state=copies_state,
+            copied_weights=self._copied_weights,
+        )
+
+    @property
+    def _copied_weights(self) -> int:
+        """Bytes of the weights that a rollout takes through host memory while the actor trains on; 0: it does not."""
+        question = self.question
+        if not (question.overlaps_weight_sync and self.rollouts) or self.placement.sharers("rollout"):
+            return 0
+        if pick_transport(question.weight_transport, self.placement) != "folder":
+            return 0
+        return question.shape.n_parameters * question.rollout_bytes
 
 
 def draw_up(question: Question) -> Blueprint:
@@ -260,7 +276,7 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
 def _host_notes(blueprint: Blueprint) -> Iterator[str]:
     """Yield a line if state or a copy of it is in host memory."""
     _, most = fullest(blueprint.host_memory)
-    if blueprint.question.gpus_per_node > 0 and (most.state or most.snapshots):
+    if blueprint.question.gpus_per_node > 0 and most.total > most.processes:
         limit = blueprint.question.host_memory_gib
         of = "" if limit is None else f", of the {gb(limit * GIB)} GB of cluster.host_memory_gib"
         yield f"a node needs up to {gb(most.total)} GB of host memory{of}: {most.describe()}"

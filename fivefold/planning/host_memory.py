@@ -22,14 +22,21 @@ class HostMemory:
     """Bytes of pinned memory for state that is kept on the host or is moved there."""
     snapshots: int = 0
     """Bytes of pinned memory for the copies from which checkpoints are written."""
+    weights: int = 0
+    """Bytes of the weights that a rollout takes while the actor trains on."""
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.processes + self.state + self.snapshots
+        return self.processes + self.state + self.snapshots + self.weights
 
     def __add__(self, other: HostMemory) -> HostMemory:
-        return HostMemory(self.processes + other.processes, self.state + other.state, self.snapshots + other.snapshots)
+        return HostMemory(
+            self.processes + other.processes,
+            self.state + other.state,
+            self.snapshots + other.snapshots,
+            self.weights + other.weights,
+        )
 
     def describe(self) -> str:
         """Return the parts as text, in GB."""
@@ -37,6 +44,7 @@ class HostMemory:
             "processes": self.processes,
             "pinned weights and optimizer state": self.state,
             "copies for checkpoints": self.snapshots,
+            "weights on their way to the rollout": self.weights,
         }
         return ", ".join(f"{gb(size)} GB of {name}" for name, size in parts.items() if size)
 
@@ -47,6 +55,7 @@ def host_memory(
     offloaded: tuple[Kind, ...],
     *,
     copies_state: bool,
+    copied_weights: int = 0,
 ) -> dict[int, HostMemory]:
     """Return the host memory that the roles need, by node.
 
@@ -55,10 +64,15 @@ def host_memory(
         rollouts: plans of the roles that generate.
         offloaded: what the actor moves off its GPUs.
         copies_state: whether trainers copy their state to host memory for checkpoints.
+        copied_weights: bytes of the weights that the rollouts take through host memory while the actor trains on; they
+            are on the node of the actor's first rank, which copies them, and on those of the rollouts.
     """
     needed: dict[int, HostMemory] = {}
+    holding: set[int] = set()
     for trainer in trainers:
         placed = trainer.placed
+        if placed.role == "actor":
+            holding.add(placed.devices[0].node)
         per_stage = placed.layout.world_size // placed.layout.pp
         moved = offloaded if placed.role == "actor" else trainer.offloaded
         for rank, device in enumerate(placed.devices):
@@ -68,6 +82,9 @@ def host_memory(
     for rollout in rollouts:
         for device in rollout.placed.devices:
             needed[device.node] = needed.get(device.node, HostMemory()) + HostMemory(PROCESS_BYTES)
+            holding.add(device.node)
+    for node in holding:
+        needed[node] += HostMemory(weights=copied_weights)
     return needed
 
 
@@ -88,6 +105,8 @@ def host_problems(needed: Mapping[int, HostMemory], host_memory_gib: int | None)
     ]
     if most.snapshots:
         relief.append("write checkpoints without a copy (recover.snapshot=blocking)")
+    if most.weights:
+        relief.append("let training wait for the rollout's new weights (rollout.overlap_weight_sync=false)")
     yield (
         f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(host_memory_gib * GIB)} GB of "
         f"cluster.host_memory_gib: {most.describe()}; {', or '.join(relief)}"

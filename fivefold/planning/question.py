@@ -92,6 +92,8 @@ class Question:
     """Host memory of a node in GiB; None if it is not known."""
     weight_transport: Transport | Literal["auto"] = "auto"
     """How weights go from the actor to the rollout."""
+    overlaps_weight_sync: bool = False
+    """Whether the actor trains on, if it can, while a rollout takes a copy of its weights."""
     writes_checkpoints: bool = False
     """Whether the run writes checkpoints."""
     snapshot: Literal["auto", "copy", "blocking"] = "auto"

@@ -115,6 +115,16 @@ class Rollout:
         offer.close()
         self.version = offer.version
 
+    def stage_weights(self, offer: WeightOffer) -> None:
+        """Give every replica the weights of the next `swap_weights`, while it generates."""
+        self._group.feed_beside(RolloutWorker.stage_weights, offer.buckets, offer.version)
+        offer.close()
+
+    def swap_weights(self, version: int) -> None:
+        """Let every replica go on with the weights that it was last given, which are of `version`."""
+        self._group.call(RolloutWorker.swap_weights)
+        self.version = version
+
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
         self.version = None

@@ -19,7 +19,7 @@ from fivefold.rollout.engines import build_engine, weights_device
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.sync.buckets import unpack
+from fivefold.sync.buckets import Bucket, unpack
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Columns, Completion, Prompt, Trajectory
@@ -117,16 +117,25 @@ class RolloutWorker:
             The report on the jobs that are done, and the columns of their trajectories, as from `generate`.
         """
         began = time.perf_counter()
+        if not self._engine.has_weights:
+            # Its server has died while it took weights, which is told here.
+            lost = self._take_lost() | {job.indices.start: list(job.requests) for job in jobs}
+            return replace(self._reported((), began)[0], lost=lost, has_weights=False), None
         for job in jobs:
             self._jobs[job.indices.start] = job
             self._engine.submit(job.indices.start, job.requests, sampling)
         done = self._engine.collect(seconds)
         report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
+        lost = self._take_lost()
+        n_running, has_weights = self._engine.n_running, self._engine.has_weights
+        return replace(report, n_running=n_running, lost=lost, has_weights=has_weights), columns
+
+    def _take_lost(self) -> dict[int, list[GenerationRequest]]:
+        """Forget the jobs that the engine has lost; return their requests with what is known of their completions."""
         lost = self._engine.take_lost()
         for number in lost:
             del self._jobs[number]
-        n_running, has_weights = self._engine.n_running, self._engine.has_weights
-        return replace(report, n_running=n_running, lost=lost, has_weights=has_weights), columns
+        return lost
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs of the stream that are not done, by their first index, with their tokens so far."""
@@ -158,6 +167,14 @@ class RolloutWorker:
             self._engine.update_weights(unpack(buckets, self._device), version)
         else:
             self._engine.load_buckets(buckets, version)
+
+    def stage_weights(self, buckets: Iterator[Bucket], version: int) -> None:
+        """Take the weights of the next `swap_weights`, in buckets in host memory; this runs beside `advance`."""
+        self._engine.stage_weights(unpack(buckets), version)
+
+    def swap_weights(self) -> None:
+        """Replace all weights by those of the last `stage_weights`."""
+        self._engine.swap_weights()
 
     def meeting(self) -> Meeting:
         """Return how the server enters an NCCL group."""

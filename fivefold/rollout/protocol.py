@@ -208,6 +208,24 @@ class RolloutEngine(Protocol):
             RuntimeError: the engine is asleep.
         """
 
+    def stage_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take weights for the next `swap_weights`; a thread of its own may call this beside `collect`.
+
+        Args:
+            weights: as in `update_weights`, in host memory that stays as it is.
+            version: version of the weights.
+
+        Raises:
+            ValueError: as `update_weights`; the engine then goes on with the weights that it has.
+        """
+
+    def swap_weights(self) -> None:
+        """Replace all weights in place by those of the last `stage_weights`, which are then forgotten.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+
     def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         """Do what `update_weights` does, with buckets on the trainer's devices, each done before the next is taken.
 

@@ -13,7 +13,7 @@ from fivefold.rollout.checks import check_requests
 from fivefold.rollout.decode import decode_wave
 from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
-from fivefold.rollout.hf_weights import file_tensors, receive_weights
+from fivefold.rollout.hf_weights import audited, file_tensors, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
@@ -54,6 +54,8 @@ class TransformersEngine:
         self._stream: EmbeddedStream | None = None
         self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
+        self._staged: tuple[int, list[tuple[str, Tensor]]] | None = None
+        """Version and tensors of the next `swap_weights`."""
         self._shapes = [parameter.shape for parameter in model.parameters()]
         self._device = model.device
 
@@ -192,6 +194,20 @@ class TransformersEngine:
         self._state.begin_update()
         receive_weights(self._tensors, weights)
         self._state.end_update(version)
+
+    def stage_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Keep `weights` for `swap_weights`, without a copy of them (`RolloutEngine`).
+
+        Raises:
+            ValueError: as `update_weights`; the engine then goes on with the weights that it has.
+        """
+        self._staged = version, list(audited(self._tensors, weights))
+
+    def swap_weights(self) -> None:
+        """Copy the staged weights into the model, and forget them (`RolloutEngine`)."""
+        assert self._staged is not None, "stage_weights comes first"
+        (version, weights), self._staged = self._staged, None
+        self.update_weights(weights, version)
 
     def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         """Copy the weights out of buffers that the trainer has on this engine's GPU, as `update_weights` does.

@@ -30,6 +30,9 @@ class Route:
     """With `ipc`, the trainer's ranks whose devices an engine is on."""
     n_receivers: int = 0
     """With `nccl`, the processes of all engines."""
+    beside_training: bool = False
+    """Whether the trainer goes on with its next step as soon as a copy of the weights is in host memory, from which the
+    engines take them."""
 
     @property
     def readers(self) -> frozenset[int]:
@@ -45,7 +48,8 @@ def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
     """Return the route of a recipe's weights: the one it names, or the fastest that its engine and placement allow.
 
     Raises:
-        ValueError: `rollout.weight_transport` names one that cannot work, or nothing can check what arrives.
+        ValueError: `rollout.weight_transport` names one that cannot work, nothing can check what arrives, or the
+            trainer is to go on where it cannot.
     """
     transport = pick_transport(recipe.rollout.weight_transport, placement)
     if recipe.rollout.verify_weights and placement["rollout"].layout.backend == "sglang":
@@ -53,10 +57,25 @@ def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
             "rollout.verify_weights=true compares what arrived, which SGLang does not tell: drop it, or use vllm"
         )
     rollout, actor = placement["rollout"].devices, placement["actor"].devices
+    asked, obstacle = recipe.rollout.overlap_weight_sync, _obstacle_to_overlap(recipe, placement, transport)
+    if asked and obstacle is not None:
+        raise ValueError(f"rollout.overlap_weight_sync=true, but {obstacle}: set it to null")
     return Route(
         transport,
         recipe.rollout.dtype or recipe.actor.dtype,
         recipe.rollout.verify_weights,
         exporters=frozenset(rank for rank, device in enumerate(actor) if device in rollout and transport == "ipc"),
         n_receivers=len(rollout) if transport == "nccl" else 0,
+        beside_training=obstacle is None and asked is not False,
     )
+
+
+def _obstacle_to_overlap(recipe: TrainRecipe, placement: Placement, transport: Transport) -> str | None:
+    """Return why the trainer waits until the engines have its weights; None: it need not."""
+    if recipe.rollout.max_head_offpolicyness == 0:
+        return "with max_head_offpolicyness=0 the next step begins with samples of these weights"
+    if placement.sharers("rollout"):
+        return "the rollout shares devices with other roles, which work in turn"
+    if transport != "folder":
+        return f"with weight_transport={transport} the trainer takes part until the last engine has its weights"
+    return None

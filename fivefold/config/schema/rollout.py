@@ -95,5 +95,9 @@ class RolloutConfig(Section):
     weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
+    overlap_weight_sync: bool | None = None
+    """Let the trainer begin its next step while the engines take its weights, with `max_head_offpolicyness` above 0,
+    devices of their own and `weight_transport: folder`. It costs a copy of the weights in host memory. null: where it
+    can be."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""

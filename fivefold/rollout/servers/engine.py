@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.layout.backends import BACKENDS
-from fivefold.observe.gpu_memory import least_gpu_memory
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
@@ -24,8 +22,9 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
+from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied, ServerProcess
-from fivefold.rollout.servers.room import Room, asks_of
+from fivefold.rollout.servers.room import Room, asks_of, take_finished
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -40,6 +39,19 @@ PAUSE_S = 60.0
 """Seconds that a server has to abort its requests; one that does not is ended as if it had died."""
 STALL_S = 300.0
 """Seconds without an answer of a stream after which its server is asked what it has."""
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Weights that a server can load."""
+
+    version: int
+    folder: Path
+    """The server's model folder with the weights."""
+    sent: Checksum
+    """Their checksum, if the route has one."""
+    files: ExitStack
+    """Removes the folder when it is closed."""
 
 
 class ServerEngine:
@@ -69,7 +81,7 @@ class ServerEngine:
         self._config = model.config
         max_length = min(spec.max_length, self._config.max_position_embeddings)
         spec = replace(spec, path=path, tokenizer_path=tokenizer_path, max_length=max_length)
-        self._spec = spec = _with_share(spec)
+        self._spec = spec = with_share(spec)
         self._tensors = file_tensors(model)
         self._end_token_ids = sorted(end_tokens(model, generation, load_tokenizer(tokenizer_path)))
         sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
@@ -77,6 +89,8 @@ class ServerEngine:
         self._state = EngineState(0 if spec.load_weights else None)
         self._stream: ServerStream | None = None
         self._is_interrupted = False
+        self._staged: _Staged | None = None
+        """Weights of the next `swap_weights`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with their server, and that `take_lost` has not told."""
         self._n_restarts = 0
@@ -146,7 +160,7 @@ class ServerEngine:
 
         def complete(ask: Ask) -> list[Completion]:
             with room.held(ask):
-                return [_completion(answer, version) for answer in self._answers(ask, sampling)]
+                return [answer.completion(version) for answer in self._answers(ask, sampling)]
 
         running: dict[int, list[Future[list[Completion]]]] = {}
         threads = ThreadPoolExecutor(most)
@@ -155,9 +169,9 @@ class ServerEngine:
                 check_requests(requests, sampling, self._config)
                 asks = asks_of(requests, sampling, most)
                 running[number] = [threads.submit(complete, ask) for ask in room.taken(asks)]
-                yield from _finished(running)
+                yield from take_finished(running)
             for _ in as_completed([future for futures in running.values() for future in futures]):
-                yield from _finished(running)
+                yield from take_finished(running)
         finally:
             threads.shutdown(cancel_futures=True)
 
@@ -258,7 +272,8 @@ class ServerEngine:
         """Let an interrupted server answer again, if it has all of its memory and its weights."""
         if self._is_interrupted and self._state.memory == "all":
             assert self._stream is not None
-            self._stream.resumed(self._state.require_weights())
+            self._stream.resumed()
+            self._state.require_weights()
             with self._served():
                 self._dialect.resume(self._http)
             self._is_interrupted = False
@@ -271,13 +286,29 @@ class ServerEngine:
                 generate until an update succeeds.
             RuntimeError: the engine is asleep, or the server failed.
         """
-        self._interrupt()
         self._state.begin_update()
+        self.stage_weights(weights, version)
+        self.swap_weights()
+
+    def stage_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write weights, cast to the server's dtype, to the files that it loads in `swap_weights` (`RolloutEngine`).
+
+        The server answers meanwhile.
+
+        Raises:
+            ValueError: as `update_weights`; the engine then goes on with the weights that it has.
+        """
         sent = Checksum(self._cast(audited(self._tensors, weights)), self._spec.route.checksum)
-        with self._weights.holding(sent, version) as folder, self._served(), self._checked(lambda: sent.total):
-            self._dialect.load(self._http, folder, version)
-        self._state.end_update(version)
-        self._go_on()
+        with ExitStack() as files:
+            folder = files.enter_context(self._weights.holding(sent, version))
+            self._staged = _Staged(version, folder, sent, files.pop_all())
+
+    def swap_weights(self) -> None:
+        """Let the server load the staged weights, between two tokens of its requests (`RolloutEngine`)."""
+        assert self._staged is not None, "stage_weights comes first"
+        staged, self._staged = self._staged, None
+        with staged.files, self._replacing(staged.version), self._checked(lambda: staged.sent.total):
+            self._dialect.load(self._http, staged.folder, staged.version)
 
     def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         """Replace all weights of the server by those in buckets on the trainer's devices.
@@ -287,8 +318,6 @@ class ServerEngine:
                 generate until an update succeeds.
             RuntimeError: the engine is asleep, the server failed, or what arrived is not what was sent.
         """
-        self._interrupt()
-        self._state.begin_update()
         sent: list[DeviceBucket] = []
 
         def noted() -> Iterator[DeviceBucket]:
@@ -296,11 +325,31 @@ class ServerEngine:
                 sent.append(bucket)
                 yield bucket
 
-        assert self._loader is not None
-        with self._served(), self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
-            self._loader.load(noted(), version)
-        for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
-            pass
+        with self._replacing(version):
+            assert self._loader is not None
+            with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
+                self._loader.load(noted(), version)
+            for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
+                pass
+
+    @contextmanager
+    def _replacing(self, version: int) -> Iterator[None]:
+        """Interrupt the server for the block, which replaces its weights by those of `version`; it then goes on.
+
+        One that answers a stream and dies meanwhile is started again, and has no weights before the next update.
+        """
+        self._interrupt()
+        self._state.begin_update()
+        if self._stream is not None:
+            self._stream.expect(version)
+        try:
+            with self._served():
+                yield
+        except ServerDied as death:
+            if self._stream is None:
+                raise
+            self._restart(death)
+            return
         self._state.end_update(version)
         self._go_on()
 
@@ -333,8 +382,7 @@ class ServerEngine:
     @property
     def device_share(self) -> int | None:
         """Bytes of each of its devices that the awake server takes; None: it settles that itself, or has no GPU."""
-        memory, share = least_gpu_memory(), self._spec.memory_fraction
-        return None if memory is None or share is None else int(share * memory)
+        return share_bytes(self._spec)
 
     def wake_weights(self) -> None:
         """Make the server take the memory of its weights again. An engine that has it stays as it is."""
@@ -388,34 +436,3 @@ class ServerEngine:
             except ServerDied as death:
                 raise death from None
             raise gone from None
-
-
-def _finished(running: dict[int, list[Future[list[Completion]]]]) -> Iterator[tuple[int, Mapping[int, Completion]]]:
-    """Remove the jobs that have finished, and yield them; raise the failure of one that failed."""
-    for number in [number for number, futures in running.items() if all(future.done() for future in futures)]:
-        yield number, dict(enumerate(one for future in running.pop(number) for one in future.result()))
-
-
-def _completion(answer: Answer, version: int) -> Completion:
-    if answer.finish_reason == "abort":
-        raise RuntimeError(f"the server ended a completion with {answer.finish_reason!r}: it is not whole")
-    logprobs_T = answer.logprobs_T
-    if logprobs_T is None:
-        logprobs_T = np.full(len(answer.token_ids_T), np.nan, dtype=np.float32)
-    return Completion.of(answer.token_ids_T, logprobs_T, answer.finish_reason, version)
-
-
-def _with_share(spec: ReplicaSpec) -> ReplicaSpec:
-    """Return `spec` with the share of the memory that other roles on the devices leave to the server."""
-    if spec.memory_fraction is not None or not spec.can_sleep:
-        return spec
-    memory = least_gpu_memory()
-    if memory is None:
-        raise ValueError(f"{spec.backend} shares GPUs with other roles, but this process sees no GPU")
-    left = BACKENDS[spec.backend].memory_share - spec.reserved / memory
-    if left <= 0:
-        raise ValueError(
-            f"the roles that share a GPU with {spec.backend} keep {spec.reserved / 1e9:.1f} GB of it, which leaves "
-            "nothing for the server: give them devices of their own (rollout.colocate=false), or split them further"
-        )
-    return replace(spec, memory_fraction=round(left, 3))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TypeVar
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Ask
+from fivefold.types import Completion
 
 Job = TypeVar("Job")
 
@@ -83,3 +85,11 @@ class Room:
 
 def _weight(ask: Ask) -> int:
     return (ask.n + 1) // 2
+
+
+def take_finished(
+    running: dict[int, list[Future[list[Completion]]]],
+) -> Iterator[tuple[int, Mapping[int, Completion]]]:
+    """Remove the jobs that have finished, and yield them; raise the failure of one that failed."""
+    for number in [number for number, futures in running.items() if all(future.done() for future in futures)]:
+        yield number, dict(enumerate(one for future in running.pop(number) for one in future.result()))

@@ -158,12 +158,18 @@ class ServerStream:
         """
         wait(self._sent, GRACE_S)
 
-    def resumed(self, version: int) -> None:
-        """Record that the server has weights of version `version`, and answers with them what it held back."""
-        self.quiet_s = 0.0
+    def expect(self, version: int) -> None:
+        """Record that an interrupted server is about to get weights, with which it answers what it has held back.
+
+        This comes before the weights, because a server may answer as soon as it has them.
+        """
         for future, sent in self._sent.items():
             if not future.done():
                 sent.version = version
+
+    def resumed(self) -> None:
+        """Record that an interrupted server goes on."""
+        self.quiet_s = 0.0
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the requests of all jobs with the tokens that have arrived."""

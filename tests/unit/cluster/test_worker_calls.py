@@ -14,7 +14,7 @@ import pytest
 from engines import Engine, GlooEngine, gone, listening_addresses
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup
+from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup, put
 from fivefold.cluster.nodes import Node
 from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
 from fivefold.cluster.role import Role
@@ -47,9 +47,11 @@ def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(session: 
     assert group.call_each(Engine.total_length, [(first, second), (second,)]) == [8, 5]
 
 
-def test_a_control_call_is_answered_while_a_method_runs(session: Session) -> None:
+def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(session: Session) -> None:
     group = launch(session, 2)
     running = group.start(Engine.run_until_told)
+    items = [put(bytes([0, number])) for number in range(4)]
+    assert group.feed_beside(Engine.total, items, 10) == [16, 16]
     assert group.control(Engine.tell_to_stop, "enough") == ["0 heard enough", "1 heard enough"]
     assert running.wait() == ["enough", "enough"]
 

@@ -27,14 +27,14 @@ from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.resolve import resolve_rewards
+from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Responses
-from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, Prompt, Trajectory
@@ -371,3 +371,34 @@ def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:
     finish(tmp_path, owner.write_snapshot())
     saved = read_waiting(tmp_path)
     assert (saved.groups, saved.begun) == ([], [])
+
+
+def test_weights_that_come_beside_a_step_let_prompts_begin_when_they_are_there() -> None:
+    worker, may_give = ScriptedWorker(), threading.Event()
+
+    def give() -> None:
+        assert may_give.wait(20)
+
+    with scripted(worker, full_marks) as source:
+        source.weights_sent(0)
+        source.take(1)
+        source.weights_follow(1, give)
+        for step in (2, 3):  # samples of the weights before
+            assert len(source.take(step).samples) == BATCH * SAMPLES
+        assert worker.n_answered == 3 * BATCH
+        may_give.set()
+        source.settle()
+        assert len(source.take(4).samples) == BATCH * SAMPLES
+
+
+def test_weights_that_fail_beside_a_step_end_it_and_name_the_failure() -> None:
+    def give() -> None:
+        raise OSError("the engine refuses the weights")
+
+    with scripted(ScriptedWorker(), full_marks) as source:
+        source.weights_sent(0)
+        source.weights_follow(1, give)
+        with pytest.raises(OSError, match="the engine refuses the weights"):
+            source.settle()
+        with pytest.raises(OSError, match="the engine refuses the weights"):
+            source.take(4)

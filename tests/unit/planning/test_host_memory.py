@@ -91,3 +91,16 @@ def test_offloaded_weights_are_copied_to_the_host() -> None:
 
 def test_cpu_processes_offload_nothing_by_themselves() -> None:
     assert planned("cluster.n_gpus_per_node=0", "rollout.backend=transformers:d2").offloaded == ()
+
+
+def test_weights_that_a_rollout_takes_beside_the_training_are_counted_once_on_each_node() -> None:
+    keys = ["actor.backend=megatron:d1", "rollout.backend=sglang:d1", "rollout.colocate=false"]
+    ahead = [*keys, "rollout.max_head_offpolicyness=1"]
+    with_copy, without = planned(*ahead), planned(*ahead, "rollout.overlap_weight_sync=false")
+    n_bytes = 2 * find_shape("Qwen3-30B-A3B").n_parameters
+    assert needed(with_copy) - needed(without) == n_bytes
+    assert needed(without) == needed(planned(*keys))
+    assert any("61.1 GB of weights on their way to the rollout" in note for note in with_copy.notes)
+    assert needed(planned(*ahead, "rollout.backend=vllm:d1")) == needed(without), "by NCCL, the trainer waits"
+    two_nodes = planned(*ahead, "cluster.n_nodes=2", "cluster.n_gpus_per_node=1")
+    assert [memory.weights for memory in two_nodes.host_memory.values()] == [n_bytes, n_bytes]

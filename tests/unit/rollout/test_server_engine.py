@@ -17,7 +17,7 @@ from torch import Tensor
 import fivefold
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest
-from fivefold.rollout.servers import engine as engine_module
+from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
@@ -168,7 +168,7 @@ def test_a_server_that_dies_while_it_loads_is_an_error(model_folder: Folder, tmp
 def test_a_server_that_shares_devices_takes_the_memory_that_others_leave(
     backend: str, share: float, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "least_gpu_memory", lambda: 80_000)
+    monkeypatch.setattr(memory_share, "least_gpu_memory", lambda: 80_000)
     options = {"python": write_python(tmp_path), "memory_fraction": None, "reserved": 20_000}
     spec = spec_of(backend, model_folder("qwen3_moe"), **options)
     start(spec).close()

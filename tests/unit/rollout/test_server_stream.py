@@ -6,17 +6,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
+from fivefold.rollout.servers import stream as stream_of_servers
+from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.dialect import Answer, Ask
+from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
@@ -146,13 +151,86 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
     stream.hold()
     is_paused.set()
     stream.interrupted()
-    stream.resumed(1)
+    stream.resumed()
     done: dict[int, list[Completion]] = {}
     while len(done) < 3:
         done |= dict(stream.collect(1, 5.0))
     assert asked == [(0,), (0, 9), (1,), (2,)]
     assert done[0][0].versions.tolist() == [0, 1]
     assert done[1][0].versions.tolist() == done[2][0].versions.tolist() == [1]
+
+
+def test_what_a_server_holds_back_is_answered_by_the_weights_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_of_servers, "GRACE_S", 0.01)
+    has_weights = threading.Event()
+
+    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+        assert has_weights.wait(20)
+        return [Answer(np.array([9], np.int32), np.array([-1.0], np.float32), "stop")]
+
+    stream = ServerStream(complete, sampling(), most=1)
+    stream.submit(0, [GenerationRequest((0,), 0)])
+    assert stream.collect(0, 0.1) == []
+    stream.interrupted()
+    stream.expect(1)
+    # Servers resume at the end of an update, before the engine says so.
+    has_weights.set()
+    wait(stream._sent, 20)
+    stream.resumed()
+    [(_, [completion])] = stream.collect(1, 5.0)
+    assert completion.versions.tolist() == [1]
+
+
+def test_a_server_answers_until_the_weights_that_it_is_to_load_are_there(server: Served) -> None:
+    server.engine.wake()
+    server.update(0)
+    params, pause = sampling(max_new_tokens=20), PAUSES[server.backend]
+    server.engine.submit(0, [long_request(1)], params)
+    server.engine.submit(1, requests_of(1), params)
+    before, answers = len(server.log.posts()), dict[int, list[Completion]]()
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number, weight in enumerate(server.weights.items()):
+            if number == 1:
+                answers.update(collected(server, 1))
+            yield weight
+
+    server.engine.stage_weights(weights(), 1)
+    assert set(answers) == {1}
+    assert not set(server.log.posts()[before:]) & set(pause)
+    server.engine.swap_weights()
+    assert [path for path in server.log.posts()[before:] if path in pause] == [*pause]
+    assert server.left_behind() == []
+    [[completion]] = collected(server, 1).values()
+    assert completion.versions.tolist() == [0] * LONG_TOKENS + [1] * (len(completion.versions) - LONG_TOKENS)
+
+
+def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_folder("qwen3_moe")
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    engine = start(spec)
+    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
+    served.update(0)
+    engine.submit(4, [long_request(1)], sampling(max_new_tokens=20))
+    assert engine.collect(0.5) == []
+
+    def die(self: SGLangDialect, http: HttpClient, folder: Path, version: int) -> None:
+        os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
+        http.post("/flush_cache")
+
+    with monkeypatch.context() as dying:
+        dying.setattr(SGLangDialect, "load", die)
+        served.update(1)
+    assert not engine.has_weights
+    assert served.left_behind() == []
+    [lost] = engine.take_lost()[4]
+    assert lost.begun is not None
+    assert lost.begun.versions.tolist() == [0] * LONG_TOKENS
+    served.update(1)
+    assert engine.has_weights
+    engine.close()
 
 
 @pytest.mark.parametrize("dies_before", ["a report", "new weights"])

@@ -91,3 +91,26 @@ def test_a_way_that_cannot_work_is_refused(allocation: str, n_gpus: int, rollout
 
 def test_the_folder_can_be_asked_for_on_shared_gpus() -> None:
     assert route_of("vllm:d2|megatron:d2", 2, {"weight_transport": "folder"}) == Route("folder", "bfloat16", False)
+
+
+AHEAD = {"max_head_offpolicyness": 1}
+
+
+@pytest.mark.parametrize(
+    ("allocation", "rollout", "beside"),
+    [
+        ("sglang:d1+megatron:d1", AHEAD, True),
+        ("sglang:d1+megatron:d1", {}, False),
+        ("sglang:d2|megatron:d2", AHEAD, False),
+        ("vllm:d1+megatron:d1", AHEAD, False),
+        ("vllm:d1+megatron:d1", AHEAD | {"weight_transport": "folder"}, True),
+    ],
+)
+def test_the_trainer_goes_on_where_a_copy_of_its_weights_is_all_that_the_engines_need(
+    allocation: str, rollout: dict[str, Any], beside: bool
+) -> None:
+    assert route_of(allocation, 2, rollout).beside_training == beside
+    if not beside:
+        with pytest.raises(ValueError, match=r"overlap_weight_sync=true, but .*: set it to null"):
+            route_of(allocation, 2, rollout | {"overlap_weight_sync": True})
+    assert not route_of(allocation, 2, rollout | {"overlap_weight_sync": False}).beside_training
