@@ -107,8 +107,10 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     n_dense = stage.n_layers - stage.n_moe
     again = repeated_halves(stage, work)
     # The forward pass communicates the stream twice, the backward pass three times, and recomputation twice again.
-    attention, mlps = 5 + 2 * again[0], 5 + 2 * again[1]
+    mlps = 5 + 2 * again[1]
     is_fsdp = layout.backend == "fsdp"
+    # It is gathered once, again for the gradients of the weights, and its gradient is scattered; the rest is output.
+    attention = (3 + again[0]) * (1.0 if is_fsdp else _gathered(shape)) + 2 + again[0]
     # FSDP's tensor parallelism sums the stream behind the experts too, where Megatron-Core has etp.
     shared = stage.n_moe if is_fsdp or shape.shared_expert_ffn_hidden else 0
     passes = stage.n_layers * attention + (n_dense + shared) * mlps
@@ -129,6 +131,13 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
         "dp": _share(layout.dp * layout.cp) * parameters.dense * exchanged,
         "edp": _share(layout.edp) * parameters.experts * exchanged,
     }
+
+
+def _gathered(shape: ModelShape) -> float:
+    """Return the channels that attention gathers, over those of the stream: latents, if each rank makes its tokens'."""
+    if (latent := shape.latent) is None:
+        return 1.0
+    return ((latent.query_rank or shape.hidden) + latent.kv_rank + latent.rope_dim) / shape.hidden
 
 
 def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:

@@ -55,6 +55,14 @@ def test_keys_and_values_travel_for_context_parallelism() -> None:
     assert sent["cp"].bytes == pytest.approx(36 * 2 * gathered * 3 / 4)
 
 
+def test_latents_are_gathered_in_the_place_of_hidden_states() -> None:
+    sent = traffic("megatron:t2", "DeepSeek-V3")
+    # A token has latents of 1536 and 512 channels, and a key of 64. They are gathered twice, and their gradient once;
+    # the output and its gradient are as wide as hidden states. The MLPs, of which 58 are shared experts, gather those.
+    passes = 61 * (3 * (1536 + 512 + 64) / 7168 + 2) + 61 * 5 + 4
+    assert sent["tp"].bytes == pytest.approx(passes * 64 * 4096 * 7168 * 2 / 2)
+
+
 def test_links_decide_the_time() -> None:
     inside = Traffic("ep", 8, 8, 1e9, exchanges_pairs=True)
     across = Traffic("ep", 16, 8, 1e9, exchanges_pairs=True)
