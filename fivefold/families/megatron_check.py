@@ -27,8 +27,14 @@ def megatron_problems(
 ) -> Iterator[str]:
     """Yield a line for each key of a role's section `megatron` that its model or its pipeline cannot take."""
     prefix = f"{role}.megatron.transformer"
-    if role == "critic" and config.megatron.bridge_type == "mbridge":
-        yield "critic.megatron.bridge_type=mbridge has no value heads: set it to fivefold"
+    if config.megatron.bridge_type == "mbridge":
+        if role == "critic":
+            yield "critic.megatron.bridge_type=mbridge has no value heads: set it to fivefold"
+        if shape.latent is not None:
+            yield (
+                f"{role}.megatron.bridge_type=mbridge has no latent attention, which {shape.family} needs: set it to "
+                "fivefold"
+            )
     yield from _router_problems(prefix, config, shape)
     if config.megatron.transformer.moe_shared_expert_overlap:
         yield from _overlap_problems(f"{prefix}.moe_shared_expert_overlap=true", config, shape, layout)

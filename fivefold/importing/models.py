@@ -7,7 +7,10 @@ import re
 from fivefold.families.read import find_config, find_shape
 from fivefold.families.shape import ModelShape
 
-MOE_NAME = re.compile(r"moe|mixtral|deepseek-?(v2|v3|r1)|glm-?4\.[5-7]|\d+(\.\d+)?b-?a\d+(\.\d+)?b", re.IGNORECASE)
+MOE_NAME = re.compile(
+    r"moe|mixtral|deepseek-?(v2|v3|r1(?!-distill))|moonlight|kimi-?k2|glm-?4\.[5-7]|\d+(\.\d+)?b-?a\d+(\.\d+)?b",
+    re.IGNORECASE,
+)
 """Names of mixture-of-experts models, for models whose shape is not known."""
 
 

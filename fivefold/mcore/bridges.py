@@ -61,8 +61,6 @@ class MBridge(Bridge):
             )
         if shape.value_head:
             raise ValueError("bridge_type=mbridge has no value heads: set bridge_type to fivefold")
-        if shape.latent is not None:
-            raise ValueError("bridge_type=mbridge takes no latent attention: set bridge_type to fivefold")
         from mbridge import AutoBridge
 
         try:

@@ -11,6 +11,7 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import check_layout, layout_problems
+from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parser import parse_backend
 from fivefold.preflight import check_recipe
@@ -181,6 +182,13 @@ def test_a_temperature_that_the_engine_does_not_take_is_refused(section: str) ->
             check_recipe(with_temperature(refused), MOE)
         check_recipe(with_temperature(refused, "sglang:d2t2"), MOE)
         check_recipe(with_temperature(refused, "transformers:d2"), MOE)
+
+
+def test_mbridge_has_no_latent_attention() -> None:
+    actor = {"path": "m", "backend": "megatron:d2", "megatron": {"bridge_type": "mbridge"}}
+    check_recipe(recipe(actor=actor), MOE)
+    with pytest.raises(RecipeError, match=r"bridge_type=mbridge has no latent attention, which deepseek_v3 needs"):
+        check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
 
 
 def test_router_losses_need_a_router() -> None:
