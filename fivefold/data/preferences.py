@@ -25,10 +25,8 @@ import numpy as np
 from fivefold.config.schema.data import DPORowsConfig, PreferenceRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
-from fivefold.data.prompts import render, render_chat
 from fivefold.data.rows import load_rows, require_column
-from fivefold.data.sft import SFTExample, end_token
-from fivefold.data.tokens import tokenize
+from fivefold.data.sft import Answers, SFTExample, is_chat
 from fivefold.types import Columns
 
 if TYPE_CHECKING:
@@ -114,7 +112,7 @@ def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> 
         if label not in (0, 1):
             raise ValueError(f"{where}: {config.label_key!r} must be true or false, not {label!r:.200}")
         prompt, answer = row[config.prompt_key], row[config.response_key]
-        example = _Answers(prompt, config, tokenizer, where, as_chat=_is_chat(answer)).tokenized(
+        example = Answers(prompt, config, tokenizer, where, as_chat=is_chat(answer)).tokenized(
             answer, config.response_key
         )
         if example.n_tokens <= config.max_length:
@@ -143,18 +141,14 @@ def _refuse_answers(config: PreferenceRowsConfig) -> None:
         )
 
 
-def _is_chat(answer: Any) -> bool:
-    return isinstance(answer, list)
-
-
 def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> Pair:
     chosen, rejected = row[config.chosen_key], row[config.rejected_key]
-    if _is_chat(chosen) != _is_chat(rejected):
+    if is_chat(chosen) != is_chat(rejected):
         raise ValueError(
             f"{where}: {config.chosen_key!r} and {config.rejected_key!r} must both be texts, or both lists of messages"
         )
     prompt = row.get(config.prompt_key)
-    if _is_chat(chosen) and _is_conversation(chosen) and _is_conversation(rejected):
+    if is_chat(chosen) and _is_conversation(chosen) and _is_conversation(rejected):
         n = _n_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
         if not prompt or not chosen or not rejected:
@@ -167,7 +161,7 @@ def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizer
             f"{where} has no column {config.prompt_key!r}, which prompt_key asks for unless {config.chosen_key!r} and "
             f"{config.rejected_key!r} are whole conversations; its columns are {sorted(row)}: set prompt_key"
         )
-    answers = _Answers(prompt, config, tokenizer, where, as_chat=_is_chat(chosen))
+    answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(chosen))
     return Pair(answers.tokenized(chosen, config.chosen_key), answers.tokenized(rejected, config.rejected_key))
 
 
@@ -182,44 +176,3 @@ def _n_common(one: list[Any], other: list[Any]) -> int:
     while n < min(len(one), len(other)) - 1 and one[n] == other[n]:
         n += 1
     return n
-
-
-class _Answers:
-    """Tokenizes the answers to one prompt."""
-
-    def __init__(
-        self,
-        prompt: Any,
-        config: PreferenceRowsConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        where: str,
-        *,
-        as_chat: bool,
-    ) -> None:
-        """Tokenize the prompt; a text that chat messages answer is the message of a user."""
-        self._messages = [{"role": "user", "content": prompt}] if as_chat and isinstance(prompt, str) else prompt
-        self._config, self._tokenizer, self._where = config, tokenizer, where
-        self._end = end_token(tokenizer)
-        self._text, self._ids = render(self._messages, config, tokenizer, where, config.max_length)
-
-    def tokenized(self, answer: Any, key: str) -> SFTExample:
-        """Return the prompt with an answer, which the end-of-sequence token ends."""
-        text = self._rendered(answer, key) if _is_chat(answer) else answer
-        if not isinstance(text, str):
-            raise ValueError(f"{self._where}: {key!r} must be a text or a list of chat messages, not {answer!r:.200}")
-        learned = tokenize(
-            text, self._tokenizer, add_special_tokens=False, at_most=self._config.max_length, where=self._where
-        )
-        return SFTExample(self._ids, (*learned, self._end))
-
-    def _rendered(self, answer: list[Any], key: str) -> str:
-        """Return the text that an answer's messages add to the prompt's, without the end token behind it."""
-        whole = render_chat([*self._messages, *answer], self._tokenizer, self._where, is_prompt=False)
-        if not whole.startswith(self._text):
-            raise ValueError(
-                f"{self._where}: with {key!r} the chat template of {self._tokenizer.name_or_path!r} writes the "
-                "prompt's messages in another way than without, so nothing tells the answer from the prompt: give texts"
-            )
-        text = whole.removeprefix(self._text)
-        end = str(self._tokenizer.eos_token)
-        return text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text

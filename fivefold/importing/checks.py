@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.role_sections import model_paths
-from fivefold.config.schema.train import TrainRecipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.families.check import replica_problems, server_problems
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
@@ -13,7 +13,7 @@ from fivefold.layout.placement import place
 from fivefold.preflight import check_recipe
 
 
-def problems_of_recipe(recipe: TrainRecipe) -> list[str]:
+def problems_of_recipe(recipe: Recipe) -> list[str]:
     """Return a line for each problem that can be found without data, weights or GPUs.
 
     Where the model's sizes are not known, the checks that need them are left out.

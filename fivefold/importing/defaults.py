@@ -16,15 +16,16 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from fivefold.config.problems import section_of
+from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 
 UNKNOWN: Final[Any] = object()
 """Stands in a table for a default that is not known here."""
 
 
-def own_default(key: str) -> Any:
-    """Return the recipe's default of a dotted key; None if there is none."""
-    section: type[BaseModel] | None = TrainRecipe
+def own_default(key: str, schema: type[Recipe] = TrainRecipe) -> Any:
+    """Return the default of a recipe's dotted key; None if there is none."""
+    section: type[BaseModel] | None = schema
     *sections, name = key.split(".")
     for part in sections:
         field = section.model_fields.get(part) if section is not None else None

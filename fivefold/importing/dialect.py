@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.importing.draft import Draft
 from fivefold.importing.source import Document
-from fivefold.importing.tasks import Sign
+from fivefold.importing.tasks import Sign, Task
 
 
 def merged(documents: Sequence[Document]) -> Document:
@@ -24,18 +24,26 @@ def nothing_after_layout(draft: Draft) -> None:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """How the keys of a framework's sources for one task are converted."""
+
+    convert: Callable[[Draft], None]
+    """Gives each key that it knows an entry in the draft, or a place in a role's plan."""
+    defaults: Mapping[str, Any]
+    """The framework's table of defaults: one for each key that its rules map."""
+    after_layout: Callable[[Draft], None] = nothing_after_layout
+    """Gives the keys in `Draft.awaiting` their entries, once the devices of the role plans are known."""
+
+
+@dataclass(frozen=True)
 class Dialect:
     """How a framework's keys are converted."""
 
     title: str
     """The framework's name, as its authors write it."""
-    convert: Callable[[Draft], None]
-    """Gives each key that it knows an entry in the draft, or a place in a role's plan."""
-    defaults: Mapping[str, Any]
-    """The framework's table of defaults: one for each key that its rules map."""
+    tasks: Mapping[Task, Conversion]
+    """The conversion of each task that is imported; reinforcement learning is among them."""
     signs: Sequence[Sign] = ()
     """Keys that tell that a source is not for reinforcement learning."""
-    after_layout: Callable[[Draft], None] = nothing_after_layout
-    """Gives the keys in `Draft.awaiting` their entries, once the devices of the role plans are known."""
     merge: Callable[[Sequence[Document]], Document] = merged
     """Merges the files and the overrides."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from fivefold.config.schema.preferences import DPORecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.defaults import UNKNOWN, own_default
 from fivefold.importing.reasons import LEADS_NOWHERE
 from fivefold.importing.values import Convert, Unfit, positive
@@ -77,12 +80,19 @@ class Draft:
         values: the source's keys and values.
         defaults: the framework's table of defaults, as `fivefold.importing.defaults` describes it.
         caveats: for some keys, what their value depends on that is not known here.
+        schema: the kind of recipe that is drafted.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], defaults: Mapping[str, Any], caveats: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        caveats: Mapping[str, str] | None = None,
+        schema: type[Recipe] = TrainRecipe,
     ) -> None:
         self._values = values
+        self.schema = schema
+        """The kind of recipe that is drafted."""
         self._defaults: dict[str, Any] = {}
         self._caveats = caveats or {}
         self._entries: dict[str, Entry] = {}
@@ -112,6 +122,11 @@ class Draft:
                 self.unknown_defaults.append(key)
             else:
                 self._defaults[key] = value
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the recipe has a reference model: that of DPO, or of a KL term."""
+        return self.schema is DPORecipe or bool(self.recipe.get("actor.kl_ctl"))
 
     @property
     def entries(self) -> list[Entry]:
@@ -172,7 +187,7 @@ class Draft:
         return self._settle(key, "mapped", to, "; ".join(filter(None, (note, caveat))))
 
     def _map_default(self, key: str, to: str, value: Any, note: str) -> None:
-        if value == own_default(to):
+        if value == own_default(to, self.schema):
             self.implied(key, "it is Fivefold's default too")
         elif self.recipe.setdefault(to, value) == value:
             self._settle(key, "mapped", to, note)

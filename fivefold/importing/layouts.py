@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fivefold.config.schema.preferences import DPORecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.critic import NOT_TRAINED, has_critic
 from fivefold.importing.distillation import COEFF
 from fivefold.importing.draft import Draft, Role, RolePlan
@@ -33,14 +35,14 @@ def lay_out(draft: Draft) -> None:
     The keys of a plan that does not fit its devices become unsupported; the role then takes all devices that there are.
     """
     _check_strings(draft)
-    if not draft.recipe.get("actor.kl_ctl"):
+    if not draft.compares_with_reference:
         _drop_reference(draft)
     if not has_critic(draft):
         _drop_critic(draft)
     _read_device_lists(draft)
     actor = _settle(draft, "actor")
     _settle(draft, "rollout")
-    if actor is not None and "rollout" not in draft.plans:
+    if actor is not None and "rollout" not in draft.plans and draft.schema is TrainRecipe:
         draft.recipe |= {"rollout.backend": ANY_ROLLOUT, "rollout.colocate": True}
         draft.notes.append(f"rollout.backend={ANY_ROLLOUT}, on the actor's devices: the source lays out no rollout")
     if draft.is_shared is not None and {"actor", "rollout"} <= set(draft.plans):
@@ -228,7 +230,7 @@ def _read_device_lists(draft: Draft) -> None:
     last = max(device for devices in lists.values() for device in devices)
     draft.recipe.setdefault("cluster.n_nodes", last // per_node + 1)
     sets = {role: set(devices) for role, devices in lists.items()}
-    if {"actor", "rollout"} <= set(sets) and not _is_told_by_colocation(sets):
+    if _needs_lists(draft, sets):
         _place_by_lists(draft, lists)
         return
     if {"actor", "rollout"} <= set(sets):
@@ -261,14 +263,18 @@ def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
     return lists
 
 
-def _is_told_by_colocation(sets: Mapping[Role, set[int]]) -> bool:
-    """Return whether `rollout.colocate` says which devices roles share: all of them, or none.
+def _needs_lists(draft: Draft, sets: Mapping[Role, set[int]]) -> bool:
+    """Return whether roles share devices in another way than `rollout.colocate` can say: all of them, or none.
 
-    A reference without a list of its own runs in the actor's processes, and a critic on the actor's devices.
+    A reference without a list of its own runs in the actor's processes, and a critic on the actor's devices. Without a
+    rollout, lists are needed for a reference on other devices.
     """
-    actor, rollout = sets["actor"], sets["rollout"]
+    if "actor" not in sets or ("rollout" not in sets and draft.schema is not DPORecipe):
+        return False
+    actor = sets["actor"]
+    rollout = sets.get("rollout", actor)
     is_beside = all(sets.get(role, actor) == actor for role in ("ref", "critic"))
-    return (actor == rollout or not actor & rollout) and is_beside
+    return not (is_beside and (actor == rollout or not actor & rollout))
 
 
 def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None:

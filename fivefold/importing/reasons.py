@@ -33,6 +33,14 @@ NO_REWARD_MODEL = (
 OWN_REWARD = "a response's reward is what reward.fn returns, or the weighted sum of reward.rewards"
 REWARDS_TOGETHER = "rewards are computed concurrently"
 
+# Training on given answers
+
+NOTHING_GENERATED = "nothing is generated"
+TWO_EVALUATIONS = "held-out rows are evaluated before the first step and after the last one"
+ONE_UPDATE = "a step makes one update on its batch"
+NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: prepare the file"
+LAST_ANSWER = "the last message of a conversation is learnt, and no answer before it"
+
 # Models and training
 
 NO_MULTIMODAL = "models and data are text only"

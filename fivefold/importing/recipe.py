@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from fivefold.config.load import load_recipe
-from fivefold.config.problems import RecipeError, known_keys, problems_of
+from fivefold.config.problems import COMMANDS, RecipeError, known_keys, problems_of
+from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
@@ -23,15 +24,15 @@ from fivefold.importing.algorithms import settle_clip_range, settle_staleness
 from fivefold.importing.checks import problems_of_recipe
 from fivefold.importing.critic import complete
 from fivefold.importing.distillation import COEFF, TEACHER_PATH
-from fivefold.importing.draft import Draft
+from fivefold.importing.draft import Draft, Outcome
 from fivefold.importing.framework import Framework, dialect_of
 from fivefold.importing.layouts import lay_out
-from fivefold.importing.reasons import NO_REFERENCE
+from fivefold.importing.reasons import NO_REFERENCE, NOTHING_GENERATED, TWO_EVALUATIONS
 from fivefold.importing.report import Report
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold.importing.shell.commands import OVERRIDE
 from fivefold.importing.source import Document, read_document, read_overrides, resolve
-from fivefold.importing.tasks import refuse_other_tasks
+from fivefold.importing.tasks import task_of
 from fivefold.importing.values import run_name
 from fivefold.layout.placement import place
 
@@ -56,8 +57,18 @@ YIELDING = (
 )
 """If two keys of the recipe contradict each other, the one that is listed here is taken back."""
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave, because they are not offloaded"
-SAME_COLUMNS = ("prompt_key", "answer_key", "max_length", "apply_chat_template")
-"""Keys of held-out prompts that are those of the training prompts unless the source says otherwise."""
+SAME_COLUMNS = (
+    *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
+    *("max_length", "apply_chat_template"),
+)
+"""Keys of held-out rows that are those of the training rows unless the source says otherwise."""
+OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
+    "evaluator.": (TWO_EVALUATIONS, "unsupported"),
+    "rollout.": (NOTHING_GENERATED, "implied"),
+    "gconfig.": (NOTHING_GENERATED, "implied"),
+    "actor.offload.": (NOTHING_GENERATED, "implied"),
+}
+"""Why sections that only recipes of `fivefold train` have are left out of others, and the outcome for their keys."""
 
 
 def import_recipe(
@@ -139,7 +150,7 @@ def convert(
     """Return the recipe as nested keys, with `???` for values that the user has to give, and the report.
 
     Raises:
-        ValueError: a file cannot be read or is not for reinforcement learning, or a value that other keys depend on
+        ValueError: a file cannot be read or is for a task that is not imported, or a value that other keys depend on
             cannot be converted.
     """
     if not files and not overrides:
@@ -148,11 +159,13 @@ def convert(
     documents = [read_document(file, environment) for file in files]
     source = dialect.merge([*documents, read_overrides(overrides)])
     values = resolve(source.values, environment)
-    refuse_other_tasks(framework, dialect.signs, values, source.program)
-    draft = Draft(values, dialect.defaults, source.caveats)
-    dialect.convert(draft)
+    task = task_of(framework, dialect.tasks, dialect.signs, values, source.program)
+    conversion = dialect.tasks[task]
+    assert task.schema is not None
+    draft = Draft(values, conversion.defaults, source.caveats, task.schema)
+    conversion.convert(draft)
     lay_out(draft)
-    dialect.after_layout(draft)
+    conversion.after_layout(draft)
     settle_clip_range(draft)
     settle_staleness(draft)
     draft.finish(f"not a key of {dialect.title} that is known here")
@@ -171,6 +184,7 @@ def convert(
         to_give=tuple(to_give),
         notes=tuple(draft.notes),
         problems=tuple(draft.problems),
+        schema=draft.schema,
     )
 
 
@@ -203,6 +217,8 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
 def _drop_what_has_no_effect(draft: Draft) -> None:
     """Remove keys that have no effect beside others, which the recipe would refuse."""
     recipe = draft.recipe
+    if draft.schema is not TrainRecipe:
+        _drop_what_only_training_has(draft)
     if "valid_dataset.path" not in recipe:
         for key in [key for key in recipe if key.startswith(("evaluator.", "valid_dataset."))]:
             draft.demote(key, "without held-out prompts, nothing is evaluated", "implied")
@@ -210,7 +226,7 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
         draft.demote("evaluator.temperature", "evaluation is greedy", "implied")
     if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
         draft.demote("actor.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
-    if not recipe.get("actor.kl_ctl"):
+    if not draft.compares_with_reference:
         for key in ("actor.kl_target", "actor.kl_horizon"):
             draft.demote(key, "there is no KL term", "implied")
         for key in [key for key in recipe if key.startswith("ref.")]:
@@ -223,26 +239,34 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
             draft.demote(f"{section}.split", "a data set of one file has no splits", "implied")
 
 
+def _drop_what_only_training_has(draft: Draft) -> None:
+    """Remove keys that only recipes of `fivefold train` have."""
+    known = set(known_keys(draft.schema))
+    for key in [key for key in draft.recipe if key not in known]:
+        why = [why for part, why in OF_OTHER_COMMANDS.items() if key.startswith(part)]
+        draft.demote(key, *(why[0] if why else (f"a recipe of `{COMMANDS[draft.schema]}` has no {key}",)))
+
+
 def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
     """Return the recipe, nested; values that the schema refuses are removed, and their keys become unsupported."""
     while True:
         _drop_what_has_no_effect(draft)
         recipe = _nested({key: "to-be-given" if key in to_give else value for key, value in draft.recipe.items()})
         try:
-            checked = TrainRecipe.model_validate(recipe)
+            checked = draft.schema.model_validate(recipe)
         except ValidationError as error:
             if not _take_back(draft, error):
-                raise RecipeError("the converted recipe", problems_of(error, TrainRecipe)) from error
+                raise RecipeError("the converted recipe", problems_of(error, draft.schema)) from error
             continue
         if "rollout.memory_fraction" in draft.recipe and (reason := _who_settles_memory(checked)):
             draft.demote("rollout.memory_fraction", reason, "implied")
             continue
         draft.problems += problems_of_recipe(checked)
         draft.notes += _server_notes(checked)
-        return _nested(draft.recipe)
+        return _nested(draft.recipe, draft.schema)
 
 
-def _who_settles_memory(recipe: TrainRecipe) -> str | None:
+def _who_settles_memory(recipe: Recipe) -> str | None:
     """Return the reason why the recipe does not set the rollout's share of the memory; None if it does."""
     try:
         placement = place(recipe)
@@ -253,7 +277,7 @@ def _who_settles_memory(recipe: TrainRecipe) -> str | None:
     return LEFT_BY_OTHERS if placement.sharers("rollout") else None
 
 
-def _server_notes(recipe: TrainRecipe) -> list[str]:
+def _server_notes(recipe: Recipe) -> list[str]:
     """Return a note on what each server of the recipe needs; none if its roles cannot be placed."""
     try:
         placement = place(recipe)
@@ -270,7 +294,7 @@ def _server_notes(recipe: TrainRecipe) -> list[str]:
 def _take_back(draft: Draft, error: ValidationError) -> bool:
     """Remove values that the schema refuses; return whether there was one."""
     found = False
-    for detail, problem in zip(error.errors(include_url=False), problems_of(error, TrainRecipe), strict=True):
+    for detail, problem in zip(error.errors(include_url=False), problems_of(error, draft.schema), strict=True):
         location = ".".join(str(part) for part in detail["loc"])
         for key in _at_fault(draft.recipe, location, detail["type"], problem):
             draft.demote(key, problem)
@@ -290,9 +314,9 @@ def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str)
     return [key for key in inside if key.removeprefix(section) in problem][:1]
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any], schema: type[Recipe] = TrainRecipe) -> dict[str, Any]:
     """Return flat keys as a tree, with sections and keys in the order of the schema."""
-    order = {key: place_ for place_, key in enumerate(known_keys(TrainRecipe))}
+    order = {key: place_ for place_, key in enumerate(known_keys(schema))}
     tree: dict[str, Any] = {}
     for key in sorted(flat, key=lambda key: order.get(key, order.get(key.rpartition(".")[0], len(order)))):
         *sections, name = key.split(".")
@@ -304,7 +328,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
-    """Write report and recipe to one file, and read it back as `fivefold train` will."""
+    """Write report and recipe to one file, and read it back as its command will."""
     body = write_yaml(dict(recipe))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -313,4 +337,4 @@ def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
         raise ValueError(
             f"-o {output}: the recipe cannot be written there ({error.strerror}); name a file in a folder of yours"
         ) from error
-    load_recipe(output, [f"{key}=to-be-given" for key in report.to_give], TrainRecipe)
+    load_recipe(output, [f"{key}=to-be-given" for key in report.to_give], report.schema)

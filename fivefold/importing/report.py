@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
+from fivefold.config.problems import COMMANDS
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.draft import Entry, Outcome
 from fivefold.importing.key_table import KeyTable, Row
 
@@ -33,7 +36,14 @@ class Report:
     notes: tuple[str, ...]
     """Notes that belong to no single key."""
     problems: tuple[str, ...]
-    """Parts of the sources that were not read, and what `fivefold plan` or `fivefold train` would refuse."""
+    """Parts of the sources that were not read, and what `fivefold plan` or the recipe's command would refuse."""
+    schema: type[Recipe] = TrainRecipe
+    """The kind of the recipe."""
+
+    @property
+    def command(self) -> str:
+        """The command that the recipe is for."""
+        return COMMANDS[self.schema]
 
     def of(self, outcome: Outcome) -> list[Entry]:
         """Return the entries of the source's own keys with an outcome."""
@@ -55,12 +65,14 @@ class Report:
         total = sum(not entry.is_default for entry in self.entries)
         keys = "1 key" if total == 1 else f"{total} keys"
         problems = f" Problems: {len(self.problems)}." if self.problems else ""
-        return f"{keys}: {counts}. Defaults of {self.framework} that differ: {len(self.defaults)}.{problems}"
+        defaults = f"Defaults of {self.framework} that differ: {len(self.defaults)}."
+        return f"For `{self.command}`. {keys}: {counts}. {defaults}{problems}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as an object for JSON."""
         return {
             "framework": self.framework,
+            "command": self.command,
             "sources": list(self.sources),
             "counts": {outcome: len(self.of(outcome)) for outcome in ("mapped", "implied", "unsupported")},
             "entries": [

@@ -1,28 +1,59 @@
-"""What a source is for: reinforcement learning, which is imported, or another task, which is refused by name."""
+"""What a source is for: a task of one of Fivefold's commands, or another one, which is refused by name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-SFT = "supervised fine-tuning"
-PREFERENCES = "preference optimisation (DPO)"
-DISTILLATION = "distillation from a teacher"
-REWARD_MODEL = "the training of a reward model"
-EVALUATION = "evaluation or generation without training"
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 
-INSTEAD: Mapping[str, str] = {
-    SFT: "`fivefold sft` does that, but its recipes are not imported yet: write one, with the keys of docs/recipe.md",
-    PREFERENCES: "`fivefold dpo` does that, but its recipes are not imported yet: write one (docs/preferences.md)",
-    REWARD_MODEL: "`fivefold rm` does that, but its recipes are not imported yet: write one (docs/preferences.md)",
-    EVALUATION: "`fivefold eval` and `fivefold generate` do that with a recipe of `fivefold train`",
-}
-"""What Fivefold has for another task; it has nothing for the tasks that are left out."""
 
-PROGRAMS: Mapping[str, str] = {
+@dataclass(frozen=True)
+class Task:
+    """What a source is for."""
+
+    name: str
+    instead: str = "Fivefold does not do that"
+    """What to do if a framework's sources for it are not imported."""
+    schema: type[Recipe] | None = None
+    """The kind of recipe that it becomes; None: no command does it."""
+
+
+REINFORCEMENT = Task(
+    "reinforcement learning, in which responses to prompts get rewards (GRPO and its relatives)", schema=TrainRecipe
+)
+SFT = Task(
+    "supervised fine-tuning",
+    "`fivefold sft` does that: write a recipe for it, with the keys of docs/recipe.md",
+    SFTRecipe,
+)
+PREFERENCES = Task(
+    "preference optimisation (DPO)",
+    "`fivefold dpo` does that: write a recipe for it (docs/preferences.md)",
+    DPORecipe,
+)
+REWARD_MODEL = Task(
+    "the training of a reward model",
+    "`fivefold rm` does that: write a recipe for it (docs/preferences.md)",
+    RMRecipe,
+)
+DISTILLATION = Task(
+    "distillation from a teacher on given answers",
+    "`fivefold train` distils on the student's own answers (docs/distillation.md), and `fivefold sft` trains on a "
+    "teacher's answers without its probabilities",
+)
+EVALUATION = Task(
+    "evaluation or generation without training",
+    "`fivefold eval` and `fivefold generate` do that with a recipe of `fivefold train`",
+)
+
+PROGRAMS: Mapping[str, Task] = {
     "sft": SFT,
     "dpo": PREFERENCES,
     "distill": DISTILLATION,
@@ -36,10 +67,10 @@ PROGRAMS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Sign:
-    """A key that only sources of another task have, or that tells the task by its value."""
+    """A key that only sources of another task than reinforcement learning have, or that tells the task by its value."""
 
     pattern: str
-    task: str
+    task: Task
     values: tuple[str, ...] = ()
     """The values that tell the task, in lower case; empty: any value that does not switch the key off."""
 
@@ -53,26 +84,30 @@ class Sign:
         return None
 
 
-def refuse_other_tasks(framework: str, signs: Sequence[Sign], values: Mapping[str, Any], program: str) -> None:
-    """Refuse a source that is not for reinforcement learning.
+def task_of(
+    framework: str, offered: Collection[Task], signs: Sequence[Sign], values: Mapping[str, Any], program: str
+) -> Task:
+    """Return the task of a source; without a sign of another one, it is reinforcement learning.
 
     Args:
         framework: the framework's name.
-        signs: the framework's signs of other tasks.
+        offered: the tasks that are imported from the framework.
+        signs: the framework's signs of tasks.
         values: the source's keys.
         program: the program that a script starts; empty if there is none.
 
     Raises:
-        ValueError: the source is for another task; the message names what tells that.
+        ValueError: the task is not offered; the message names what tells it.
     """
     name = re.split(r"[./]", program.removesuffix(".py"))[-1].lower()
     found = [(f"the program {program}", PROGRAMS[word]) for word in re.findall("[a-z]+", name) if word in PROGRAMS]
     found += [(text, sign.task) for sign in signs if (text := sign.found(values)) is not None]
     if not found:
-        return
+        return REINFORCEMENT
     what, task = found[0]
-    instead = INSTEAD.get(task, "Fivefold does not do that")
+    if task in offered:
+        return task
     raise ValueError(
-        f"this is a source for {task}: {what}. `fivefold import --from {framework}` takes reinforcement learning, in "
-        f"which responses to prompts get rewards (GRPO and its relatives); {instead}"
+        f"this is a source for {task.name}: {what}. `fivefold import --from {framework}` takes "
+        f"{' and '.join(each.name for each in offered)}; {task.instead}"
     )

@@ -80,10 +80,22 @@ class SFTRowsConfig(RowsConfig):
     """Prompts, each with the response to learn."""
 
     response_key: str = "response"
-    """Column of the response; the end-of-sequence token is appended to it."""
+    """Column of the response, a text or a list of chat messages; the end-of-sequence token is appended to it."""
+    messages_key: str | None = None
+    """Column of whole conversations, whose last message is the response and all before it the prompt; null: prompt and
+    response have columns of their own."""
     max_length: Positive = 1024
     """Most tokens of an example: prompt, response and end token. Longer examples are dropped, and their number is
     reported."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> SFTRowsConfig:
+        strays = [name for name in ("prompt_key", "response_key") if name in self.model_fields_set]
+        if self.messages_key is not None and strays:
+            raise ValueError(
+                f"{strays[0]}={getattr(self, strays[0])} has no effect with messages_key={self.messages_key}: drop one"
+            )
+        return self
 
 
 class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):

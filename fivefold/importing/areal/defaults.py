@@ -76,6 +76,13 @@ RUN: Mapping[str, Any] = {
     ),
 }
 
+OF_DPO: Mapping[str, Any] = {
+    "beta": 0.1,
+    "loss_type": "sigmoid",
+    **none("ref.dtype", "ref.mb_spec.max_tokens_per_mb"),
+}
+"""Defaults of sources of DPO, besides those of the keys above."""
+
 NORMALISATION: Mapping[str, Any] = {"mean_level": "batch", "std_level": "batch", "eps": 1e-5}
 """Defaults of a section `reward_norm` or `adv_norm` that the source has."""
 

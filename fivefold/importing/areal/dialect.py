@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from fivefold.config.problems import known_keys
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.importing import megatron, reasons
-from fivefold.importing.areal.defaults import CRITICS, ENGINES, NORMALISATION, RUN
-from fivefold.importing.areal.rules import FREQUENCIES, RULES
+from fivefold.importing.areal.defaults import CRITICS, ENGINES, NORMALISATION, OF_DPO, RUN
+from fivefold.importing.areal.layout import TRAINERS, backends, trainers_backend
+from fivefold.importing.areal.rules import FREQUENCIES, GIVEN, GIVEN_KEYS, RULES
 from fivefold.importing.corrections import decoupled
 from fivefold.importing.critic import ADVANTAGE, NOT_NORMALISED, WHITENS, ForCritic, has_critic
 from fivefold.importing.defaults import own_default
-from fivefold.importing.dialect import Dialect
+from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.draft import Draft
 from fivefold.importing.layouts import engine_of
 from fivefold.importing.rules import under
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
-from fivefold.importing.tasks import DISTILLATION, PREFERENCES, REWARD_MODEL, SFT, Sign
+from fivefold.importing.source import Document
+from fivefold.importing.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
 from fivefold.importing.values import flag, number, positive, whole
 
-TRAINERS = ("fsdp", "megatron", "archon")
-"""The engines that AReaL trains with."""
-TRAINER = re.compile(rf"\b(?:{'|'.join(TRAINERS)})\b")
-NO_BACKEND = re.compile(r"(?:[dtpce]\d+)+")
-"""Degrees without a backend in front of them, such as `d4t2`."""
-
-
+COLUMNS = "AReaL chooses columns by the data set's name"
 SIGNS = (
     Sign("train_dataset.type", SFT, ("sft",)),
     Sign("train_dataset.type", PREFERENCES, ("dpo",)),
     Sign("train_dataset.type", REWARD_MODEL, ("rw",)),
     Sign("actor.is_critic", REWARD_MODEL),
-    Sign("model.path", SFT),
     Sign("actor.self_distillation.*", DISTILLATION),
     Sign("teacher.rl_loss_weight", DISTILLATION, ("0", "0.0")),
 )
-"""Keys of AReaL's other trainers; the first releases' fine-tuning has `model` in the place of `actor`."""
+"""Keys of AReaL's other trainers."""
 
 
 def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
     if draft.keys("critic.*"):
         _critic(draft)
-    trainers = _backends(draft)
+    trainers = backends(draft)
     _advantages(draft)
     _kl(draft)
     _unused(draft, trainers)
@@ -53,22 +53,44 @@ def convert(draft: Draft) -> None:
     _engines(draft)
     _evaluation(draft)
     draft.apply(RULES)
+    _note_data(
+        draft, "prompt_key and answer_key", "the data have the columns prompt and reward_model", longer="prompts"
+    )
+
+
+def convert_given(draft: Draft) -> None:
+    """Convert sources that train on given answers, by the rules of reinforcement learning."""
+    trainers = trainers_backend(draft)
+    _unused(draft, trainers)
+    _recompute(draft, trainers)
+    _router(draft, trainers)
+    _repeated(draft)
+    if draft.writes("valid_dataset.path") and not draft.writes("valid_dataset.split"):
+        draft.recipe["valid_dataset.split"] = "test"
+    if draft.get("ref.path") is not None and draft.get("ref.path") == draft.get("actor.path"):
+        draft.implied("ref.path", "the actor's initial weights")
+    draft.apply(GIVEN)
+    is_sft = draft.schema is SFTRecipe
+    keys = "prompt_key and response_key" if is_sft else "prompt_key, chosen_key and rejected_key"
+    columns = "prompt and response" if is_sft else "prompt, chosen and rejected"
+    _note_data(draft, keys, f"the data have the columns {columns}", longer="examples")
+
+
+def _note_data(draft: Draft, keys: str, unless: str, *, longer: str) -> None:
+    """Add notes on what AReaL does with weights and data where its keys do not say so."""
     if any(f"saver.{name}" in draft.recipe for name in FREQUENCIES):
         draft.recipe["saver.max_to_keep"] = None
         draft.notes.append("AReaL keeps all the weights that it saves: saver.max_to_keep=null, each in its own folder")
     if "train_dataset.path" in draft.recipe:
-        draft.notes.append(
-            "AReaL chooses columns by the data set's name; set prompt_key and answer_key of train_dataset and "
-            "valid_dataset, unless the data have the columns prompt and reward_model"
-        )
+        draft.notes.append(f"{COLUMNS}; set {keys} of train_dataset and valid_dataset, unless {unless}")
     if not draft.writes("train_dataset.max_length"):
         most = own_default("train_dataset.max_length")
         draft.notes.append(
-            f"AReaL trains on prompts of any length; prompts of more than {most} tokens are dropped here"
+            f"AReaL trains on {longer} of any length; {longer} of more than {most} tokens are dropped here"
         )
 
 
-# Layout
+# Algorithm
 
 
 def _critic(draft: Draft) -> None:
@@ -87,89 +109,6 @@ def _critic(draft: Draft) -> None:
     draft.recipe["critic.colocate"] = is_beside
     draft.mapped(key, "critic.colocate", is_beside)
     draft.implied(target, f"it follows from {key}")
-
-
-def _backends(draft: Draft) -> set[str]:
-    """Convert the layout: one string for all roles, or one for each; older strings leave the training backend out.
-
-    Returns:
-        The engines that the source trains with.
-    """
-    trainers: set[str] = set()
-    if draft.get("allocation_mode"):
-        trainer = str(draft.get("actor.backend", ""))
-        allocation = modern(str(draft.get("allocation_mode")), trainer if trainer in TRAINERS else None)
-        trainers |= _map_layout(draft, "allocation_mode", allocation)
-        for key in ("actor.backend", "rollout.backend"):
-            if NO_BACKEND.search(str(draft.get(key, ""))) is None:
-                draft.implied(key, "allocation_mode overrides it")
-    for role in ("actor", "rollout", "critic"):
-        key = f"{role}.backend"
-        if draft.is_open(key) and draft.get(key):
-            trainers |= _map_layout(draft, key, modern(str(draft.get(key))))
-    if draft.get("ref.backend") and draft.read("actor.kl_ctl", number, 0.1) > 0:
-        value = modern(str(draft.get("ref.backend")))
-        if offered(value) == draft.recipe.get("actor.backend"):
-            draft.implied("ref.backend", "the reference runs in the actor's processes, laid out as the actor")
-        _map_layout(draft, "ref.backend", value)
-    draft.implied("ref.backend", reasons.NO_REFERENCE)
-    _colocation(draft)
-    # An actor without a layout gets the recipe's default, one Megatron worker.
-    return trainers or {"megatron"}
-
-
-def _map_layout(draft: Draft, key: str, layout: str) -> set[str]:
-    """Map `key` to `layout` on the engines that are offered; return the engines that the source trains with."""
-    trainers = set(TRAINER.findall(layout))
-    is_other = "archon" in trainers
-    draft.mapped(key, key, offered(layout), reasons.ON_MEGATRON if is_other else "")
-    if is_other and reasons.WHOLE_WEIGHTS not in draft.notes:
-        draft.notes.append(reasons.WHOLE_WEIGHTS)
-    return trainers
-
-
-def offered(layout: str) -> str:
-    """Return the layout with Megatron-Core in the place of Archon, with the same degrees."""
-    return re.sub(r"\barchon\b", "megatron", layout)
-
-
-def modern(allocation: str, trainer: str | None = None) -> str:
-    """Return a layout in today's form: `sglang.d4p1t1+d2t2` becomes `sglang:d4+fsdp:d2t2`.
-
-    Every part names its backend, and degrees of 1 are left out where the backend does not need them.
-
-    Args:
-        allocation: the layout as AReaL reads it.
-        trainer: the training backend of a part that names none; None: the one that its degrees need.
-    """
-    return re.sub(r"[^+|()]+", lambda match: _modern_role(match[0], trainer), allocation.strip())
-
-
-def _modern_role(role: str, trainer: str | None) -> str:
-    role = re.sub(r"^(sglang|vllm)\.", r"\1:", role)
-    if NO_BACKEND.fullmatch(role):
-        # Pipeline and expert degrees have always needed Megatron-Core.
-        needed = "megatron" if re.search(r"[pe](?!1(?![0-9]))", role) else "fsdp"
-        role = f"{trainer or needed}:{role}"
-    backend, colon, degrees = role.partition(":")
-    if backend.partition("[")[0] in ("sglang", "vllm", "fsdp") and NO_BACKEND.fullmatch(degrees):
-        degrees = re.sub(r"[tpce]1(?![0-9])", "", degrees) or "d1"
-    return f"{backend}{colon}{degrees}"
-
-
-def _colocation(draft: Draft) -> None:
-    """Convert which roles share devices: none, unless one is scheduled onto another's."""
-    for role, other in (("actor", "rollout"), ("rollout", "actor")):
-        key, target = f"{role}.scheduling_strategy.type", f"{role}.scheduling_strategy.target"
-        if draft.get(key) == "colocation" and draft.get(target) == other:
-            draft.mapped(key, "rollout.colocate", True)
-            draft.implied(target, f"it follows from {key}")
-        draft.implied(key, "roles have devices of their own where the cluster has room")
-    for key in draft.keys("ref.scheduling_strategy*"):
-        draft.implied(key, "the reference runs in the actor's processes")
-
-
-# Algorithm
 
 
 def _advantages(draft: Draft) -> None:
@@ -370,4 +309,40 @@ def _evaluation(draft: Draft) -> None:
         draft.recipe["valid_dataset.split"] = "test"
 
 
-DIALECT = Dialect("AReaL", convert, RUN, SIGNS)
+def merge(documents: Sequence[Document]) -> Document:
+    """Merge the files; the model of the first releases' fine-tuning gets the name that it has in later ones."""
+    whole = merged(documents)
+    if "model.path" not in whole.values:
+        return whole
+    values = {_renamed(key): _renamed_inside(value) for key, value in whole.values.items()}
+    # Only fine-tuning had such a section.
+    values.setdefault("train_dataset.type", "sft")
+    return replace(whole, values=values, caveats={_renamed(key): note for key, note in whole.caveats.items()})
+
+
+def _renamed(key: str) -> str:
+    return f"actor.{key.removeprefix('model.')}" if key.startswith("model.") else key
+
+
+def _renamed_inside(value: Any) -> Any:
+    return value.replace("${model.", "${actor.") if isinstance(value, str) else value
+
+
+def _of_given(schema: type[Recipe]) -> Conversion:
+    """Return the conversion of sources whose recipes are of another kind, with the defaults of the keys that it has."""
+    known = set(known_keys(schema))
+    defaults = {key: value for key, value in {**RUN, **OF_DPO}.items() if GIVEN_KEYS.get(key, key) in known}
+    return Conversion(convert_given, defaults)
+
+
+DIALECT = Dialect(
+    "AReaL",
+    {
+        REINFORCEMENT: Conversion(convert, RUN),
+        SFT: _of_given(SFTRecipe),
+        PREFERENCES: _of_given(DPORecipe),
+        REWARD_MODEL: _of_given(RMRecipe),
+    },
+    SIGNS,
+    merge=merge,
+)

@@ -386,3 +386,22 @@ RULES: Mapping[str, Rule] = {
     **for_each(("sglang.", "vllm."), SGLANG_LIKE),
     **{key: to(key, convert) for key, convert in NATIVE.items()},
 }
+
+GIVEN_KEYS: Mapping[str, str] = {"beta": "actor.beta", "loss_type": "actor.loss_type"}
+"""Keys of DPO, each with the recipe's."""
+
+GIVEN: Mapping[str, Rule] = {
+    **RULES,
+    "beta": to(GIVEN_KEYS["beta"], number),
+    "loss_type": to(GIVEN_KEYS["loss_type"], one_of(sigmoid="sigmoid", ipo="ipo")),
+    "actor.is_critic": implied("the command trains a reward model, or none"),
+    "ref.dtype": to("ref.dtype", DTYPE),
+    "ref.mb_spec.max_tokens_per_mb": to("ref.mb_spec.max_tokens_per_mb", whole),
+    "actor.mb_spec.granularity": implied("both answers of a pair are packed one by one"),
+    "ref.mb_spec.granularity": implied("both answers of a pair are packed one by one"),
+    **dict.fromkeys(("train_dataset.type", "valid_dataset.type"), implied("the command says what is learnt")),
+    **for_each(
+        ("rollout.", "gconfig.", "eval_gconfig.", "sglang.", "vllm."), {"*": implied(reasons.NOTHING_GENERATED)}
+    ),
+}
+"""The rules of sources that train on given answers: fine-tuning, DPO and reward models."""

@@ -8,29 +8,26 @@ from dataclasses import replace
 from fivefold.importing import corrections, megatron, reasons
 from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic
-from fivefold.importing.defaults import UNKNOWN
-from fivefold.importing.dialect import Dialect, merged
+from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.distillation import NO_REWARD, train_on_teacher_alone
-from fivefold.importing.draft import Draft, Role, RolePlan
-from fivefold.importing.models import router_aux_loss
+from fivefold.importing.draft import Draft
+from fivefold.importing.roll import given
 from fivefold.importing.roll.defaults import BATCH, CRITICS, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
-from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, PURE, REF, RULES, TRAIN
+from fivefold.importing.roll.layout import lay_out, router
+from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, PURE, RULES, TRAIN
 from fivefold.importing.settings import (
     MEAN_LEVEL,
     STD_LEVEL,
     TOKEN_BUDGET_KEY,
     advantages,
-    rollout_engine,
     token_budget,
     warmup,
 )
 from fivefold.importing.source import Document
-from fivefold.importing.tasks import DISTILLATION, PREFERENCES, SFT, Sign
+from fivefold.importing.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold.importing.values import DTYPE, KL_ESTIMATOR, flag, number, positive, whole
 
-STRATEGY = "strategy_args.strategy_name"
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
-NO_CHECKPOINTING = TRAIN + "model_args.disable_gradient_checkpointing"
 ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
 WARMUP = TRAIN + "training_args.warmup_steps"
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
@@ -84,8 +81,8 @@ def _renamed(key: str) -> str:
 def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
     _sections(draft)
-    _lay_out(draft)
-    _router(draft)
+    lay_out(draft)
+    router(draft)
     _lengths(draft)
     _advantages(draft)
     _kl(draft)
@@ -112,90 +109,6 @@ def _sections(draft: Draft) -> None:
     ):
         if draft.keys(section + "*"):
             draft.assume(table)
-
-
-# Layout
-
-
-def _router(draft: Draft) -> None:
-    """Take the defaults of a router that is trained with Megatron-Core.
-
-    The weight of its auxiliary loss is Megatron-Core's option, else that of `model_args`, else the model's own.
-    """
-    plan, own, option = draft.plans.get("actor"), TRAIN + "model_args.moe_aux_loss_coef", "moe_aux_loss_coeff"
-    if plan is None or plan.shards_weights:
-        return
-    model = str(draft.get("pretrain", draft.get(TRAIN + "model_args.model_name_or_path", "")))
-    weight = router_aux_loss(model)
-    known = {"moe_token_dispatcher_type": "allgather", option: UNKNOWN if weight is None else weight}
-    if draft.writes(TRAIN + CONFIG + option):
-        draft.implied(own, f"{TRAIN}{CONFIG}{option} overrides it")
-    elif draft.writes(own):
-        known[option] = None
-    megatron.router_defaults(draft, TRAIN + CONFIG, model, known)
-
-
-def _lay_out(draft: Draft) -> None:
-    """Read how actor, reference and rollout are laid out, and what is recomputed."""
-    sections: Mapping[Role, str] = {"actor": TRAIN, "ref": REF, "critic": CRITIC}
-    for role, section in sections.items():
-        if draft.keys(section + "*"):
-            _lay_out_trainer(draft, role, section)
-    if draft.keys(INFER + "*"):
-        _lay_out_rollout(draft)
-    is_on = not draft.read(NO_CHECKPOINTING, flag)
-    if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
-        megatron.checkpoint_layers(draft, NO_CHECKPOINTING, is_on)
-    else:
-        megatron.recompute(draft, TRAIN + CONFIG, NO_CHECKPOINTING, is_on)
-
-
-def _plan(draft: Draft, devices_key: str) -> RolePlan:
-    """Return the plan of a role whose list of devices is `devices_key`."""
-    plan = RolePlan(devices=draft.get(devices_key), devices_key=devices_key)
-    if draft.writes(devices_key):
-        plan.keys[devices_key] = ""
-    return plan
-
-
-def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
-    key = section + "device_mapping"
-    plan = draft.plans[role] = _plan(draft, key)
-    strategy = str(draft.get(section + STRATEGY, "deepspeed_train"))
-    if strategy.startswith("megatron"):
-        megatron.degrees(draft, role, section + CONFIG)
-        plan.keys[section + STRATEGY] = ""
-    elif strategy.startswith(("fsdp2", "deepspeed")):
-        plan.backend = "fsdp"
-        plan.keys[section + STRATEGY] = ""
-        if strategy.startswith("deepspeed"):
-            plan.keys[section + STRATEGY] = reasons.ON_FSDP
-            for option in draft.keys(section + CONFIG + "*"):
-                draft.unsupported(option, "FSDP trains in DeepSpeed's place, and does not read its options")
-        if draft.writes(section + "model_args.ulysses_size"):
-            draft.lay_out(section + "model_args.ulysses_size", role, "cp")
-    else:
-        # hf_infer keeps whole copies of the reference, so there is no layout to convert.
-        for written in (section + STRATEGY, key):
-            draft.implied(written, "the reference runs in the actor's processes")
-        del draft.plans[role]
-
-
-def _lay_out_rollout(draft: Draft) -> None:
-    key = INFER + "device_mapping"
-    plan = draft.plans["rollout"] = _plan(draft, key)
-    plan.backend = "vllm"
-    if draft.writes(INFER + STRATEGY):
-        rollout_engine(draft, INFER + STRATEGY)
-    tensor = [INFER + CONFIG + name for name in ("tensor_parallel_size", "tp_size")]
-    for written in filter(draft.writes, tensor):
-        draft.lay_out(written, "rollout", "tp")
-    if draft.writes(INFER + CONFIG + "pipeline_parallel_size"):
-        draft.lay_out(INFER + CONFIG + "pipeline_parallel_size", "rollout", "pp")
-    per_worker = INFER + "num_gpus_per_worker"
-    if plan.backend == "sglang" and draft.writes(per_worker) and not any(map(draft.writes, tensor)):
-        draft.lay_out(per_worker, "rollout", "tp")
-    draft.implied(per_worker, "it follows from the rollout's degrees")
 
 
 # Batches and lengths
@@ -500,4 +413,9 @@ def _judges_with_a_model(draft: Draft, own: str) -> bool:
     return is_placed or "Judge" in str(draft.get(own + "worker_cls", "")) or any(draft.keys(own + s) for s in signs)
 
 
-DIALECT = Dialect("ROLL", convert, RUN, SIGNS, after_layout=count_updates, merge=merge)
+DIALECT = Dialect(
+    "ROLL",
+    {REINFORCEMENT: Conversion(convert, RUN, count_updates), SFT: given.FINE_TUNING, PREFERENCES: given.DPO},
+    SIGNS,
+    merge=merge,
+)

@@ -303,10 +303,27 @@ CRITIC_RULES: Mapping[str, Rule] = of_critic(
     }
 )
 
+
+def rules_of_trainer(section: str) -> dict[str, Rule]:
+    """Return the rules of the section of a model that is trained."""
+    return {
+        **under(section, WORKER),
+        **under(section + "model_args.", MODEL_ARGS),
+        **for_each((section + CONFIG, section + CONFIG + "additional_configs."), megatron.TRANSFORMER),
+        **under(section + "training_args.", TRAINING_ARGS),
+        **under(section + "data_args.", DATA_ARGS),
+        **under(section + CONFIG, FSDP),
+        section + CONFIG + "reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
+        section + CONFIG + "offload_policy": moments_on_host,
+        section + CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
+    }
+
+
 RULES: Mapping[str, Rule] = {
     **TOP,
     **under(CRITIC, CRITIC_RULES),
-    **for_each((TRAIN, INFER, REF), WORKER),
+    **for_each((INFER, REF), WORKER),
+    **rules_of_trainer(TRAIN),
     TRAIN + "pg_variant": _variant,
     **{
         f"{TRAIN}topr_{sign}_weight": option_of_loss(f"{sign}_weight", "topr", TRAIN + "pg_variant", "topr")
@@ -315,15 +332,7 @@ RULES: Mapping[str, Rule] = {
     TRAIN + "kimi15_tau": option_of_loss("tau", "kimi", TRAIN + "pg_variant", "kimi15"),
     **under(INFER + CONFIG, ENGINE_OPTIONS),
     **for_each((INFER, REF), under("model_args.", MODEL_AS_ACTOR)),
-    **under(TRAIN + "model_args.", MODEL_ARGS),
-    **for_each((TRAIN + CONFIG, TRAIN + CONFIG + "additional_configs."), megatron.TRANSFORMER),
     **under(REF + CONFIG, {"*": implied(megatron.AS_ACTOR)}),
-    **under(TRAIN + "training_args.", TRAINING_ARGS),
-    **under(TRAIN + "data_args.", DATA_ARGS),
     **under(INFER + "generating_args.", GENERATING_ARGS),
     **under("validation.data_args.", VALIDATION_DATA),
-    **under(TRAIN + CONFIG, FSDP),
-    TRAIN + CONFIG + "reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
-    TRAIN + CONFIG + "offload_policy": moments_on_host,
-    TRAIN + CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fivefold.importing.checkpoints import note_kept
-from fivefold.importing.dialect import Dialect
+from fivefold.importing.dialect import Conversion, Dialect
 from fivefold.importing.draft import Draft
 from fivefold.importing.siirl.defaults import DECAY, TREE, WARMUP_STYLE
 from fivefold.importing.siirl.rules import RULES
+from fivefold.importing.tasks import REINFORCEMENT
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import ACTOR
 from fivefold.importing.verl.dialect import SIGNS
@@ -24,4 +25,4 @@ def convert(draft: Draft) -> None:
     note_kept(draft, "siiRL", "100")
 
 
-DIALECT = Dialect("siiRL", convert, TREE, SIGNS)
+DIALECT = Dialect("siiRL", {REINFORCEMENT: Conversion(convert, TREE)}, SIGNS)

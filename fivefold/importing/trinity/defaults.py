@@ -15,15 +15,20 @@ ENGINE = "explorer.rollout_model."
 TASKS = "buffer.explorer_input.taskset."
 HELD_OUT = "buffer.explorer_input.eval_tasksets.0."
 
+OWN_OPTIMIZER: Mapping[str, Any] = {
+    "lr": 1e-6,
+    "lr_warmup_steps_ratio": 0.0,
+    "min_lr_ratio": 0.0,
+    "lr_scheduler_type": "constant",
+    "betas": [0.9, 0.999],
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+}
+"""Defaults of `algorithm.optimizer`."""
+
 RUN: Mapping[str, Any] = {
     "algorithm.algorithm_type": "ppo",
-    "algorithm.optimizer.lr": 1e-6,
-    "algorithm.optimizer.lr_warmup_steps_ratio": 0.0,
-    "algorithm.optimizer.min_lr_ratio": 0.0,
-    "algorithm.optimizer.lr_scheduler_type": "constant",
-    "algorithm.optimizer.betas": [0.9, 0.999],
-    "algorithm.optimizer.weight_decay": 0.01,
-    "algorithm.optimizer.clip_grad": 1.0,
+    **under("algorithm.optimizer.", OWN_OPTIMIZER),
     "algorithm.policy_loss_fn_args.clip_range": 0.2,
     "algorithm.policy_loss_fn_args.clip_ratio_c": 3.0,
     "algorithm.policy_loss_fn_args.loss_agg_mode": "token-mean",

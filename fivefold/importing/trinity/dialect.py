@@ -11,25 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.importing import megatron, reasons
+from fivefold.importing import reasons
 from fivefold.importing.algorithms import choose_loss
 from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.critic import gae
-from fivefold.importing.dialect import Dialect, merged
+from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.distillation import COEFF, NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.rules import under
-from fivefold.importing.settings import (
-    ADVANTAGE,
-    MEAN_LEVEL,
-    STD_LEVEL,
-    TOKEN_BUDGET_KEY,
-    advantages,
-    rollout_engine,
-    warmup,
-)
+from fivefold.importing.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advantages, rollout_engine
 from fivefold.importing.source import INTERPOLATION, Document
-from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, SFT, Sign
+from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
+from fivefold.importing.trinity import given
 from fivefold.importing.trinity.defaults import ENGINE, RUN, TASKS
 from fivefold.importing.trinity.rules import (
     ADVANTAGE_FN,
@@ -40,7 +33,15 @@ from fivefold.importing.trinity.rules import (
     TYPE,
     is_on,
 )
-from fivefold.importing.values import number, positive, whole
+from fivefold.importing.trinity.trainer import (
+    micro_batches,
+    optimizer,
+    override_layout,
+    path_of_data,
+    sequence_length,
+    trainers_file,
+)
+from fivefold.importing.values import number, positive
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import ACTOR
 from fivefold.importing.verl.defaults import CRITICS
@@ -113,8 +114,8 @@ def convert(draft: Draft) -> None:
     _lay_out(draft)
     _batches(draft, n_samples)
     _tasks(draft)
-    _optimizer(draft)
-    _files(draft)
+    optimizer(draft)
+    trainers_file(draft)
     if draft.writes("cluster.ray_address"):
         draft.recipe["scheduler.type"] = "ray"
     draft.apply(RULES)
@@ -270,7 +271,7 @@ def _lay_out(draft: Draft) -> None:
     if draft.is_open(ENGINE + "engine_num"):
         rollout.keys[ENGINE + "engine_num"] = ""
     verl_tree.lay_out_trainers(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
-    _lay_out_trainer(draft)
+    override_layout(draft)
     verl_tree.lay_out_critic(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
     verl_tree.recompute(draft, TREE)
     verl_tree.router(draft, TREE, "model.model_path")
@@ -281,25 +282,6 @@ def _lay_out(draft: Draft) -> None:
     for role, plan in draft.plans.items():
         if role != "rollout":
             plan.n_devices = nodes * per_node - (0 if is_one else rollout.n_devices) if is_known else None
-
-
-def _lay_out_trainer(draft: Draft) -> None:
-    """Read `trainer.trainer_strategy` and `trainer.megatron`, which override the tree."""
-    plan, strategy = draft.plans["actor"], "trainer.trainer_strategy"
-    if draft.writes(strategy):
-        plan.backend = "megatron" if str(draft.get(strategy)).startswith("megatron") else "fsdp"
-        plan.keys[strategy] = ""
-    own = draft.keys("trainer.megatron.*")
-    if plan.shards_weights:
-        megatron.ignore(draft, "trainer.megatron.")
-    elif own:
-        plan.degrees.clear()
-        megatron.degrees(draft, "actor", "trainer.megatron.")
-    if plan.shards_weights and draft.writes("trainer.ulysses_sequence_parallel_size"):
-        plan.degrees.clear()
-        draft.lay_out("trainer.ulysses_sequence_parallel_size", "actor", "cp")
-    if own or draft.writes(strategy):
-        draft.plans["ref"] = replace(plan, degrees=dict(plan.degrees), keys={}, degree_keys={})
 
 
 # Batches and data
@@ -314,30 +296,8 @@ def _batches(draft: Draft, n_samples: int) -> None:
             draft.unsupported(key, f"{tasks} tasks of {n_samples} responses do not divide into updates of {update}")
         else:
             draft.mapped(key, "actor.ppo_n_minibatches", step // update, f"{tasks}*{n_samples} experiences a step")
-    _micro_batches(draft)
-    verl_tree.critics_batches(draft, TREE, _sequence_length(draft), batch=None)
-
-
-def _micro_batches(draft: Draft) -> None:
-    """Convert the token budget of a micro-batch: the trainer's own keys, or the tree's if there are none."""
-    # The framework's budget is one context parallel shard's, the recipe's is a whole micro-batch's.
-    shards = draft.plans["actor"].get("cp")
-    for key in ("trainer.max_token_len_per_gpu", "trainer.ppo_max_token_len_per_gpu"):
-        if isinstance(draft.get(key), int):
-            note = f"times {shards} context parallel shards" if shards > 1 else ""
-            draft.mapped(key, TOKEN_BUDGET_KEY, draft.read(key, whole) * shards, note)
-    draft.implied("trainer.use_dynamic_bsz", reasons.TOKEN_BUDGET)
-    if TOKEN_BUDGET_KEY not in draft.recipe:
-        verl_tree.micro_batches(draft, TREE, _sequence_length(draft))
-
-
-def _sequence_length(draft: Draft) -> int | None:
-    """Return the tokens of the longest prompt and response together; None if the source does not say."""
-    lengths = [draft.get("model.max_prompt_tokens"), draft.get("model.max_response_tokens")]
-    if all(isinstance(length, int) for length in lengths):
-        return sum(lengths)
-    longest = draft.get("model.max_model_len")
-    return longest if isinstance(longest, int) else None
+    micro_batches(draft)
+    verl_tree.critics_batches(draft, TREE, sequence_length(draft), batch=None)
 
 
 def _tasks(draft: Draft) -> None:
@@ -346,7 +306,7 @@ def _tasks(draft: Draft) -> None:
     if not draft.writes("model.max_prompt_tokens") and isinstance(response, int) and isinstance(longest, int):
         note = f"{longest} less {response} for the response"
         draft.mapped("model.max_model_len", "train_dataset.max_length", longest - response, note)
-    _path(draft, TASKS, "train_dataset")
+    path_of_data(draft, TASKS, "train_dataset")
     evaluations = sorted({key.split(".")[3] for key in draft.keys("buffer.explorer_input.eval_tasksets.*")})
     for number_ in evaluations:
         held_out = f"buffer.explorer_input.eval_tasksets.{number_}."
@@ -354,7 +314,7 @@ def _tasks(draft: Draft) -> None:
             for key in draft.keys(held_out + "*"):
                 draft.unsupported(key, "there is one held-out data set: the first is taken")
             continue
-        _path(draft, held_out, "valid_dataset")
+        path_of_data(draft, held_out, "valid_dataset")
         temperature = held_out + "rollout_args.temperature"
         if (value := draft.read(temperature, number, 0)) > 0:
             draft.recipe["evaluator.greedy"] = False
@@ -364,36 +324,9 @@ def _tasks(draft: Draft) -> None:
             draft.unsupported(held_out + f"rollout_args.{name}", reasons.sampled_by_gconfig(name))
 
 
-def _path(draft: Draft, section: str, target: str) -> None:
-    """Convert a data set's path; a hub name gets the name of its subset, as in `openai/gsm8k:main`."""
-    path, subset = draft.get(section + "path"), draft.get(section + "subset_name")
-    if not isinstance(path, str) or "${" in path:
-        return
-    is_hub = not path.startswith(("/", "./", "../", "~")) and path.count("/") == 1
-    value = f"{path}:{subset}" if subset and is_hub else path
-    draft.mapped(section + "path", f"{target}.path", value)
-    if subset and is_hub:
-        draft.mapped(section + "subset_name", f"{target}.path", value)
-    elif subset:
-        draft.unsupported(section + "subset_name", "only a data set of the hub has subsets")
-
-
-def _optimizer(draft: Draft) -> None:
-    """Convert the warm-up and the rates, which depend on the number of steps and on the schedule."""
-    own, total = "algorithm.optimizer.", draft.get("buffer.total_steps", draft.get("trainer.total_steps"))
-    if draft.writes(own + "lr_warmup_steps"):
-        warmup(draft, own + "lr_warmup_steps", total if isinstance(total, int) else None)
-    if draft.get(own + "lr_scheduler_type", draft.get(own + "warmup_style", "constant")) == "constant":
-        draft.implied(own + "min_lr_ratio", "the learning rate is constant")
-    verl_tree.warmup_and_rates(draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None)
-
-
-def _files(draft: Draft) -> None:
-    """Say whether the trainer's own file was among those that were read."""
-    key = "trainer.trainer_config_path"
-    if draft.keys(TREE + "*"):
-        draft.implied(key, "that file was read")
-    draft.unsupported(key, "that file was not read: give it after this one")
-
-
-DIALECT = Dialect("Trinity-RFT", convert, RUN, SIGNS, merge=merge)
+DIALECT = Dialect(
+    "Trinity-RFT",
+    {REINFORCEMENT: Conversion(convert, RUN), SFT: given.CONVERSION, PREFERENCES: given.CONVERSION},
+    SIGNS,
+    merge=merge,
+)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fivefold.importing.checkpoints import note_kept
-from fivefold.importing.dialect import Dialect
+from fivefold.importing.dialect import Conversion, Dialect
 from fivefold.importing.draft import Draft
-from fivefold.importing.tasks import EVALUATION, SFT, Sign
+from fivefold.importing.tasks import EVALUATION, REINFORCEMENT, SFT, Sign
+from fivefold.importing.verl import sft
 from fivefold.importing.verl.actor_rules import ACTOR
 from fivefold.importing.verl.defaults import TREE
 from fivefold.importing.verl.rules import RULES
@@ -27,4 +28,4 @@ def convert(draft: Draft) -> None:
     note_kept(draft, "verl")
 
 
-DIALECT = Dialect("verl", convert, TREE, SIGNS)
+DIALECT = Dialect("verl", {REINFORCEMENT: Conversion(convert, TREE), SFT: Conversion(sft.convert, sft.DEFAULTS)}, SIGNS)

@@ -16,6 +16,9 @@ Write = Callable[..., str]
 ROWS = [{"prompt": "1+1=", "response": "2"}, {"prompt": [{"role": "user", "content": "hi"}], "response": "yo"}]
 
 
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+
+
 def config(path: str, **options: Any) -> SFTDatasetConfig:
     return SFTDatasetConfig(path=path, batch_size=2, shuffle=False, **options)
 
@@ -27,6 +30,17 @@ def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFa
     tokens = ["<s>", *"1+1=", "2", "</s>", "<|user|>", *"hi", "<|assistant|>", *"yo", "</s>"]
     assert columns.values["tokens"].tolist() == [VOCAB[token] for token in tokens]
     assert columns.values["mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    rows = [{"talk": [USER, ANSWER]}, {"talk": [USER, ANSWER, USER, ANSWER]}]
+    first, second = load_sft(config(write_jsonl(rows), messages_key="talk"), tokenizer).examples
+    assert first.response_ids == second.response_ids == tuple(VOCAB[token] for token in (*"yo", "</s>"))
+    assert [VOCAB["<|user|>"] for _ in range(2)] == [id_ for id_ in second.prompt_ids if id_ == VOCAB["<|user|>"]]
+    pair = [{"prompt": [USER], "response": [ANSWER]}]
+    assert load_sft(config(write_jsonl(pair)), tokenizer).examples == (first,)
+    with pytest.raises(ValueError, match="prompt_key=a has no effect with messages_key=talk"):
+        config("unused", messages_key="talk", prompt_key="a")
 
 
 def test_examples_too_long_with_their_response_are_dropped_and_counted(
@@ -48,7 +62,9 @@ def test_examples_too_long_with_their_response_are_dropped_and_counted(
             {},
             r"no column 'response', which response_key asks for; the columns found are \['prompt'\]",
         ),
-        ([{"prompt": "a", "response": 3}], {}, "'response' must be a text, not 3"),
+        ([{"prompt": "a", "response": 3}], {}, "'response' must be a text or a list of chat messages, not 3"),
+        ([{"talk": [USER]}], {"messages_key": "talk"}, "'talk' must be a list of chat messages that ends with one of"),
+        ([{"talk": [USER, USER]}], {"messages_key": "talk"}, "ends with one of the assistant"),
         (ROWS, {"answer_key": "response"}, "answer_key='response' has no use"),
     ],
 )

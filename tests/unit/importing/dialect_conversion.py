@@ -25,6 +25,7 @@ ENVIRONMENT = {"HOME": "/home/someone"}
 KEY = re.compile(r"\+{0,2}(--[\w-]+|[A-Za-z_][\w.]*)=")
 PRINTS_ITS_ARGUMENTS = """
 python3() { printf '%s\\n' "$@"; }
+torchrun() { python3 "$@"; }
 ray() { while [ "$1" != python3 ]; do shift; done; "$@"; }
 date() { :; }
 echo() { :; }

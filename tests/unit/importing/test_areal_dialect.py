@@ -10,7 +10,7 @@ from dialect_conversion import convert_fixture, convert_text
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.importing.areal.dialect import modern
+from fivefold.importing.areal.layout import modern
 from fivefold.layout.parser import parse, parse_role
 
 FOLDED = "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
