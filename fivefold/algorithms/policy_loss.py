@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fivefold.algorithms.ages import interpolated, metrics_by_age
 from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
 from fivefold.algorithms.batch_steps import BatchStep, StepsInTurn
 from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
@@ -39,8 +40,9 @@ class PolicyLoss:
     the trainer with the rollout.
 
     Fields read: `advantages`; `old_logprobs` and `rollout_logprobs` where present; `rollout_logprobs` is required with
-    `old_is_rollout` or a correction, `ref_logprobs` with `kl_coeff` > 0, and `teacher_logprobs` if the policy is
-    distilled over sampled tokens. Over more tokens, D is the prediction `divergence` of the head.
+    `old_is_rollout` or a correction, `ref_logprobs` with `kl_coeff` > 0, `versions` with a `version`, and
+    `teacher_logprobs` if the policy is distilled over sampled tokens. Over more tokens, D is the prediction
+    `divergence` of the head.
     """
 
     temperature: float
@@ -62,6 +64,12 @@ class PolicyLoss:
     """Largest mean of log p_old - log p, in nats a token, of a sequence with a negative advantage; None: any."""
     kl_unbiased: bool = False
     """Whether KL is weighted by p / p_old."""
+    version: int | None = None
+    """Version of the weights before the step, from which the ages of tokens count; None: all tokens are of it."""
+    max_age: int = 0
+    """Largest age that a token may have."""
+    old_is_interpolated: bool = False
+    """Whether p_old lies between `rollout_logprobs` and p, as the ages say (`fivefold/algorithms/ages.py`)."""
 
     @classmethod
     def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
@@ -84,6 +92,7 @@ class PolicyLoss:
             distillation=_distillation(config),
             opsm_delta=config.opsm_delta,
             kl_unbiased=config.kl_unbiased,
+            old_is_interpolated=config.prox_logp_method == "loglinear",
         )
 
     @property
@@ -113,7 +122,8 @@ class PolicyLoss:
         entropy_T = zero_unless(trained_T, inputs.predictions["entropy"])
         present = inputs.fields.keys() & _POLICY_FIELDS
         fields = {name: zero_unless(trained_T, inputs.fields[name]) for name in present}
-        old_T = self._old_logprobs(fields, logprobs_T.detach())
+        age_T = torch.zeros_like(trained_T) if self.version is None else self.version - inputs.fields["versions"]
+        old_T = self._old_logprobs(fields, logprobs_T.detach(), age_T)
         sequences = Sequences.of(inputs.mask_T, inputs.lengths)
 
         advantages_T, distill_metrics = self._distilled(fields["advantages"], old_T, fields)
@@ -132,14 +142,18 @@ class PolicyLoss:
         )
         # Old log-probs that are the rollout's own show no mismatch. Current ones do, exactly on the first update.
         trainer_T = logprobs_T.detach() if self.old_is_rollout else old_T
-        if "rollout_logprobs" in fields and not self.rollout_is_truncated:
-            metrics |= mismatch_metrics(trainer_T, fields["rollout_logprobs"], trained_T)
+        measured_T = logprobs_T.detach() if self.old_is_interpolated else trainer_T
+        compares = "rollout_logprobs" in fields and not self.rollout_is_truncated
+        if compares:
+            metrics |= mismatch_metrics(measured_T, fields["rollout_logprobs"], trained_T)
 
-        kept_T = trained_T
+        kept_T, cut_T = trained_T, ~trained_T
         if self.correction is not None:
             corrected = self.correction(trainer_T, fields["rollout_logprobs"], sequences, inputs.fields)
-            cost_T, kept_T = corrected.weights_T * cost_T, corrected.kept_T
+            cost_T, kept_T, cut_T = corrected.weights_T * cost_T, corrected.kept_T, corrected.cut_T
             metrics |= corrected.metrics
+        if compares and self.version is not None:
+            metrics |= metrics_by_age(measured_T, fields["rollout_logprobs"], cut_T, age_T, trained_T, self.max_age)
         if self.entropy_gradient:
             cost_T = cost_T - self.entropy_coeff * entropy_T
         cost_T, kl_metrics = self._with_kl(cost_T, tokens, fields)
@@ -150,7 +164,11 @@ class PolicyLoss:
         weights_T = token_weights(inputs.mask_T, inputs.lengths, self.aggregation)
         return (zero_unless(kept_T, cost_T) * weights_T).sum(), metrics | kl_metrics
 
-    def _old_logprobs(self, fields: dict[str, torch.Tensor], current_T: torch.Tensor) -> torch.Tensor:
+    def _old_logprobs(
+        self, fields: dict[str, torch.Tensor], current_T: torch.Tensor, age_T: torch.Tensor
+    ) -> torch.Tensor:
+        if self.old_is_interpolated:
+            return interpolated(fields["rollout_logprobs"], current_T, age_T)
         return fields["rollout_logprobs"] if self.old_is_rollout else fields.get("old_logprobs", current_T)
 
     def _distilled(

@@ -42,6 +42,7 @@ NEEDED = ("actor.path", "train_dataset.path")
 YIELDING = (
     "rollout.max_concurrent_rollouts",
     "actor.kl_estimator",
+    "actor.prox_logp_method",
     "actor.recompute_logprob",
     "actor.rollout_correction.method",
     "actor.opsm_delta",

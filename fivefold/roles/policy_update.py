@@ -62,13 +62,15 @@ class PolicyUpdate:
             and config.recompute_logprob is not False
         )
         # Weights that sampled some steps ago differ from the trained ones for certain.
-        self._always_corrects = recipe.rollout.max_head_offpolicyness > 0
+        self._max_age = recipe.rollout.max_head_offpolicyness
+        self._always_corrects = self._max_age > 0
         self.state = AlgorithmState.of(config)
         self.guard = SkipGuard()
         self.news: str | None = None
         """What the user should know of the last step; None: nothing."""
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
         needed = self._penalized or config.has_several_updates or self._base_loss.before is not None
+        needed = needed and not self._base_loss.old_is_interpolated
         self._recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
 
     def prepare(
@@ -152,6 +154,8 @@ class PolicyUpdate:
             if self._critic.is_warming_up(step):
                 return metrics
         loss, change = self.loss, self._change
+        if self._always_corrects:
+            loss = replace(loss, version=step - 1, max_age=self._max_age)
         averages = make_updates(
             self._config,
             groups,
@@ -190,5 +194,10 @@ def check_methods(recipe: TrainRecipe) -> None:
     Raises:
         ValueError: one of them cannot be imported, does not do what its protocol says, or has wrong options.
     """
-    PolicyLoss.from_config(recipe.actor, recipe.gconfig)
+    loss = PolicyLoss.from_config(recipe.actor, recipe.gconfig)
+    if loss.old_is_interpolated and loss.before is not None:
+        raise ValueError(
+            "actor.prox_logp_method=loglinear gives old log-probs in the update alone, but actor.loss or "
+            "actor.rollout_correction.mask compares those of a whole mini-batch before it: set it to recompute"
+        )
     build_advantage(recipe.actor, recipe.gconfig.n_samples)

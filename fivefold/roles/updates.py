@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from fivefold.algorithms.ages import averaged
 from fivefold.algorithms.positions import N_PARTS, PART, SHARE
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
@@ -117,5 +118,6 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         averages["correction/ess"] = _effective_share(
             averages["correction/weight"], averages.pop("correction/weight_square")
         )
+    averages = averaged(averages)
     averages["skipped_updates"] = float(sum(result.skipped for result in results))
     return averages

@@ -78,6 +78,7 @@ def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -
         assert own <= row.keys()
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= min(AGE, row["step"] - 1)
         assert row["rollout_mismatch_share"] == 1
+        assert math.isclose(sum(row.get(f"staleness/tokens/{age}", 0.0) for age in range(AGE + 1)), 1.0, rel_tol=1e-6)
         assert math.isclose(sum(row.get(f"staleness/share/{age}", 0.0) for age in range(AGE + 1)), 1.0)
     assert max(row["staleness/max"] for row in rows) > 0, "the rollout was ahead"
     assert {"seconds/generation", "seconds/weight staging", "seconds/weight swap"} <= set().union(*rows)

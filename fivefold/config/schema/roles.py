@@ -218,6 +218,10 @@ class ActorConfig(EngineConfig):
     recompute_logprob: bool | None = None
     """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more
     than one update."""
+    prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
+    """How old log-probs are found in asynchronous training. `recompute`: as `recompute_logprob` says. `loglinear`: they
+    lie between the rollout's and the current ones, the nearer to the latter the older the token is (A-3PO); this takes
+    no forward pass."""
     reward_norm: NormConfig = NormConfig()
     """How `advantage: grpo` normalises rewards (GRPO: group, group; Dr. GRPO: group, none)."""
     reward_scaling: float = 1.0

@@ -198,6 +198,28 @@ class TrainRecipe(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_interpolation(self) -> TrainRecipe:
+        actor = self.actor
+        if actor.prox_logp_method == "recompute":
+            return self
+        key = "actor.prox_logp_method=loglinear"
+        if self.rollout.max_head_offpolicyness == 0:
+            raise ValueError(
+                f"{key} interpolates by the age of samples, of which those of rollout.max_head_offpolicyness=0 have "
+                "none: set actor.recompute_logprob=false for the rollout's log-probs, or drop the key"
+            )
+        if actor.recompute_logprob is not None:
+            raise ValueError(f"{key} says where old log-probs come from: drop actor.recompute_logprob")
+        if actor.kl_in == "reward" and actor.kl_ctl > 0:
+            raise ValueError(f"actor.kl_in=reward needs old log-probs before the update, which {key} does not give")
+        if self.rollout.logprob_share < 1 or self.gconfig.truncates_distribution:
+            raise ValueError(
+                f"{key} needs the rollout's log-probs of all tokens under the whole distribution: drop "
+                "rollout.logprob_share, top_p, top_k and min_new_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_staleness(self) -> TrainRecipe:
         rollout, actor = self.rollout, self.actor
         key = f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}"

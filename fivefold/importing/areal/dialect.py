@@ -243,8 +243,8 @@ def _decoupled(draft: Draft) -> None:
     """Convert the old log-probabilities of the decoupled objective, and the keys that only it reads."""
     key, recompute = "actor.use_decoupled_loss", "actor.recompute_logprob"
     if draft.get(key, False) is True:
-        if draft.get(recompute) is not True:
-            draft.implied(recompute, f"{key} computes them anyway")
+        if draft.get(recompute) is not True or draft.get("actor.prox_logp_method") == "loglinear":
+            draft.implied(recompute, f"{key} finds them anyway")
         decoupled(draft, key)
     else:
         names = (

@@ -127,6 +127,17 @@ def _overlong(rule: Rule) -> Rule:
     return only_if_on
 
 
+def _proximal(draft: Draft, key: str) -> None:
+    """Convert how the decoupled objective finds old log-probabilities."""
+    match draft.get(key):
+        case "loglinear":
+            draft.mapped(key, "actor.prox_logp_method", "loglinear", "the actor counts as one version newer")
+        case "recompute" | "metrics":
+            draft.implied(key, "old log-probabilities are computed by the trainer")
+        case _:
+            draft.unsupported(key, "old log-probabilities are computed by the trainer, or interpolated (loglinear)")
+
+
 def _scheduler(draft: Draft, key: str) -> None:
     """Convert the scheduler's type, which is `local`, `ray`, or a batch system that jobs are submitted to."""
     value = draft.get(key)
@@ -241,7 +252,7 @@ ACTOR: Mapping[str, Rule] = {
     "use_decoupled_loss": implied("it is switched off"),
     "behav*_imp_weight_*": unsupported("weights above a cap are left out, by behav_imp_weight_cap"),
     "rejection_sampling": implied("it is switched off"),
-    "prox_logp_method": only("recompute", holds="old log-probabilities are computed by the trainer"),
+    "prox_logp_method": _proximal,
     "importance_sampling_level": loss_by_name("token"),
     "colocated": only(True, False, holds="the layout says which roles share devices", otherwise=reasons.SYNCHRONOUS),
     "colocated_weight_path": implied(reasons.WEIGHTS_IN_BUCKETS),

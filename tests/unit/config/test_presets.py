@@ -101,6 +101,12 @@ STALE = "rollout.max_head_offpolicyness=1"
         ([STALE, "algorithm=remax"], "actor.advantage=remax samples further"),
         ([STALE, "gconfig.top_p=0.9"], "top_p, top_k or min_new_tokens leaves them unknown"),
         ([STALE, "rollout.logprob_share=0.5"], "rollout.logprob_share leaves them unknown"),
+        (["actor.prox_logp_method=loglinear"], "interpolates by the age of samples"),
+        ([STALE, "actor.prox_logp_method=loglinear", "actor.recompute_logprob=true"], "drop actor.recompute_logprob"),
+        (
+            [STALE, "actor.prox_logp_method=loglinear", "gconfig.top_k=5", "actor.rollout_correction.method=none"],
+            "log-probs of all tokens under the whole distribution",
+        ),
         (["actor.kl_target=0.1"], "actor.kl_ctl, which is 0 and stays 0"),
         (["actor.overlong_reward_penalty=true", "actor.overlong_tokens=2000"], "above gconfig.max_new_tokens=1024"),
         (["algorithm=rloo", "gconfig.n_samples=1"], "compares the completions of a group"),

@@ -224,6 +224,20 @@ def test_corrections_of_the_rollouts_log_probs() -> None:
         assert not {word.partition("=")[0] for word in words} & conversion.unsupported(), words
 
 
+def test_areals_way_to_old_log_probs() -> None:
+    key = "actor.prox_logp_method"
+    words = ("actor.use_decoupled_loss=true", "actor.recompute_logprob=true", "rollout.max_head_offpolicyness=2")
+    for method, wanted, outcome in (
+        ("loglinear", "loglinear", "mapped"),
+        ("metrics", None, "implied"),
+        ("reuse_train_logp", None, "unsupported"),
+    ):
+        conversion = convert_words("areal", *words, f"{key}={method}")
+        assert conversion.recipe.get(key) == wanted
+        assert conversion[key].outcome == outcome
+        assert conversion.recipe.get("actor.recompute_logprob") == (None if wanted else True)
+
+
 def test_dynamic_sampling_and_long_responses() -> None:
     cases: list[tuple[Framework, list[str], dict[str, Any]]] = [
         (

@@ -150,6 +150,10 @@ def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None
     several = RecordingActor()
     updates(several, "actor.ppo_n_minibatches=2", stale)
     assert several.n_recomputed == 1
+    interpolating = RecordingActor()
+    updates(interpolating, "actor.ppo_n_minibatches=2", stale, "actor.prox_logp_method=loglinear", steps=2)
+    assert interpolating.n_recomputed == 0, "no forward pass of its own"
+    assert [(loss.version, loss.max_age) for loss in interpolating.losses] == [(0, 1)] * 2 + [(1, 1)] * 2
     for method, correction in {"none": None, "decoupled": RolloutCorrection("token")}.items():
         chosen = RecordingActor()
         updates(chosen, ONE_UPDATE, stale, f"actor.rollout_correction.method={method}")
