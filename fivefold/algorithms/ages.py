@@ -45,6 +45,9 @@ def metrics_by_age(
 ) -> Metrics:
     """Return sums over the trained tokens of each age up to `most`, and the number of these tokens.
 
+    They become `staleness/tokens/<age>`, `staleness/mismatch_kl/<age>`, `staleness/ratio/<age>` and
+    `staleness/cut/<age>`.
+
     Args:
         trainer_T: log p_old, or log p where that is interpolated.
         rollout_T: log q; tokens for which it is NaN are left out.
