@@ -26,8 +26,7 @@ from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample
-from fivefold.families.check import describe
-from fivefold.families.shape import ModelShape
+from fivefold.families.check import check_examples, describe
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
@@ -154,21 +153,11 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item]) -> Setup[Item]:
     """
     ground = lay_groundwork(recipe)
     data, valid = method.load(ground.tokenizer)
-    _check_lengths(ground.shape, "train_dataset", data.longest, method.n_appended)
+    check_examples(ground.shape, "train_dataset", data.longest, method.n_appended)
     if valid is not None:
-        _check_lengths(ground.shape, "valid_dataset", valid.longest, method.n_appended)
+        check_examples(ground.shape, "valid_dataset", valid.longest, method.n_appended)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     return Setup(recipe, method, ground, data, valid, sampler, recipe.n_steps(sampler.batches_per_epoch))
-
-
-def _check_lengths(shape: ModelShape, section: str, longest: int, n_appended: int) -> None:
-    if longest + n_appended > shape.max_positions:
-        most = shape.max_positions - n_appended
-        last = " and one behind each example" if n_appended else ""
-        raise ValueError(
-            f"the longest example of {section} has {longest} tokens, but the model has {shape.max_positions} "
-            f"positions{last}: set {section}.max_length={most} to leave such examples out"
-        )
 
 
 def run_supervised(

@@ -44,6 +44,7 @@ from fivefold.observe.versions import versions
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.critic_update import CriticUpdate, critic_update
+from fivefold.roles.imitating import ExpertExamples
 from fivefold.roles.keeping import Keeper, keep
 from fivefold.roles.launch import launch_roles, replica_spec
 from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
@@ -78,6 +79,8 @@ class TrainSetup:
     sampling: SamplingParams
     sampler: EpochSampler[Prompt]
     """Reads the training prompts, step by step."""
+    experts: ExpertExamples | None
+    """Responses of an expert to learn beside the rewards; None: there are none."""
     total_steps: int
     route: Route
     """How weights travel from the actor to the rollout."""
@@ -127,6 +130,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
         evaluator=evaluator,
         sampling=sampling,
         sampler=sampler,
+        experts=ExpertExamples.of(recipe, ground),
         total_steps=recipe.n_steps(sampler.batches_per_epoch),
         route=route,
     )
@@ -146,7 +150,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = 
         open_screen(screen, TRAIN_COLUMNS).note(start.reason)
         return start.summary
     setup = set_up(recipe)
-    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
+    experts = None if setup.experts is None else setup.experts.sampler
+    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, experts)
     banner = _banner(setup, start, note)
     with open_run(recipe, start, TRAIN_COLUMNS, banner, setup.total_steps, screen) as run:
         ground = setup.ground
@@ -174,7 +179,8 @@ def _loop(
     """Run the training loop from `state` on, with samples that a checkpoint has. Returns the state after its end."""
     recipe, timers = setup.recipe, run.timers
     critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
-    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic, setup.teacher(roles))
+    teacher, experts = setup.teacher(roles), setup.experts
+    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic, teacher, experts)
     update.guard.in_a_row = state.skips_in_a_row
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)
@@ -282,6 +288,7 @@ class _Loop:
             skips_in_a_row=self.update.guard.in_a_row,
             critic_skips_in_a_row=self.critic.guard.in_a_row if self.critic else 0,
             algorithm=self.update.state,
+            expert_sampler=None if self.setup.experts is None else self.setup.experts.sampler.state_dict(),
         )
 
     def _keep(self, state: RunState, metrics: dict[str, float]) -> RunState:
@@ -386,6 +393,7 @@ def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[s
         "weight sync": TITLES[setup.route.transport],
         "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
         "prompts": data.usage,
+        **({} if setup.experts is None else {"expert": setup.experts.usage}),
         **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),
         **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
         "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{unused}",

@@ -22,6 +22,8 @@ NOT_SAMPLED = -1
 """Weight version of a token that the policy did not sample, but that is part of a prompt or of a tool's answer."""
 UNKNOWN_EXPERT = -1
 """Stands in routes for the experts of a token that the engine does not report, such as one of a prompt."""
+FULL_REWARD = 1.0
+"""Least reward of a completion that counts as right."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,11 @@ class Sample:
     def score(self) -> float:
         """The reward by which the completion counts as right."""
         return self.reward if self.accuracy_of is None else self.rewards[self.accuracy_of]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the completion counts as right."""
+        return self.score >= FULL_REWARD
 
     def rewarded(
         self, rewards: Mapping[str, float], weights: Mapping[str, float] | None = None, accuracy_of: str | None = None

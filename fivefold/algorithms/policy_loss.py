@@ -11,6 +11,7 @@ from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
 from fivefold.algorithms.batch_steps import BatchStep, StepsInTurn
 from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
 from fivefold.algorithms.distillation import Direction, Distillation
+from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.algorithms.loss import LossInputs, Metrics, count, largest, zero_unless
 from fivefold.algorithms.losses.registry import build_surrogate
@@ -70,6 +71,8 @@ class PolicyLoss:
     """Largest age that a token may have."""
     old_is_interpolated: bool = False
     """Whether p_old lies between `rollout_logprobs` and p, as the ages say (`fivefold/algorithms/ages.py`)."""
+    imitation: Imitation | None = None
+    """How the likelihood of given responses is a further term (`fivefold/algorithms/imitation.py`)."""
 
     @classmethod
     def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
@@ -116,6 +119,9 @@ class PolicyLoss:
         return divisor(totals, self.aggregation, self.length)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        return self._of_policy(inputs) if self.imitation is None else self.imitation(inputs, self._of_policy)
+
+    def _of_policy(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         trained_T = inputs.mask_T.bool()
         # Values of masked tokens may be -inf or NaN.
         logprobs_T = zero_unless(trained_T, inputs.predictions["logprobs"])

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.batch_steps import Gather
+from fivefold.algorithms.imitation import policy_mask
 from fivefold.types import Batch
 
 KEPT_TOKENS = "second_moment_kept"
@@ -35,7 +36,7 @@ class SecondMomentMask:
 
         Fields read: `old_logprobs` and `rollout_logprobs`.
         """
-        trained_T = batch.mask_T.bool()
+        trained_T = policy_mask(batch).bool()
         log_w_T = batch.fields["old_logprobs"].double() - batch.fields["rollout_logprobs"].double()
         square_T = torch.where(trained_T, log_w_T, torch.zeros_like(log_w_T)).square()
         most = largest_kept(torch.cat(gather(square_T[trained_T])), self.bound)

@@ -67,6 +67,8 @@ class RunState:
     """The same as `skips_in_a_row`, of the critic."""
     algorithm: AlgorithmState | None = None
     """What the algorithm carries from step to step; None before the first step."""
+    expert_sampler: SamplerState | None = None
+    """Position in the expert's examples behind those of `step`; None: there are none."""
     started_from: str | None = None
     """Folder of another run's checkpoint, from which this run started; None if it started anew."""
 

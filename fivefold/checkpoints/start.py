@@ -11,7 +11,7 @@ from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.store import Checkpoint
 from fivefold.config.schema.run import RunConfig
-from fivefold.data.sampler import EpochSampler
+from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.observe.run_dir import RunDir
 
 Item = TypeVar("Item")
@@ -109,19 +109,24 @@ class Resume:
                 f"recover.accept_changes=[{', '.join(keys)}]"
             )
 
-    def restore_order(self, recipe: RunConfig, sampler: EpochSampler[Item]) -> str | None:
-        """Let `sampler` go on where the checkpoint's stopped. Returns a text for the user if it cannot.
+    def restore_order(
+        self, recipe: RunConfig, sampler: EpochSampler[Item], state: SamplerState | None = None
+    ) -> str | None:
+        """Let `sampler` go on from `state`, which is where the checkpoint's stopped in the training data.
+
+        Returns a text for the user if it cannot.
 
         If a change of the data was accepted, the sampler stays at its beginning, in the first pass.
 
         Raises:
             ValueError: the data, their order or the size of a batch has changed, which was not accepted.
         """
-        saved: Mapping[str, object] = self.state.sampler
+        state = self.state.sampler if state is None else state
+        saved: Mapping[str, object] = state
         here: Mapping[str, object] = sampler.state_dict()
         differing = [key for key in here if key not in MOVING and saved[key] != here[key]]
         if not differing:
-            sampler.load_state_dict(self.state.sampler)
+            sampler.load_state_dict(state)
             return None
         accepted = recipe.recover.accept_changes
         if all(_is_accepted(key, accepted) for key in differing):

@@ -55,10 +55,15 @@ def kind_of(values: dict[str, Any]) -> type[Recipe]:
     others = set().union(*(known[kind] for kind in kinds))
     written = list(_keys(values))
     unknown = [key for key in written if key not in known[TrainRecipe] and key not in others][:MOST_PROBLEMS]
-    meant = {near for key in unknown for near in nearest_keys(key, TrainRecipe)}
+    # A key of the same name in another section says nothing: several kinds have keys of one name.
+    meant = {near for key in unknown for near in nearest_keys(key, TrainRecipe) if _section(near) == _section(key)}
     if {*written, *meant} & (known[TrainRecipe] - others):
         return TrainRecipe
     return max(kinds, key=lambda kind: len(known[kind].intersection(written)) + _likeness(unknown, kind))
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _likeness(keys: Sequence[str], kind: type[Recipe]) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
-    "gdpo", "distill", "rec", "raft", "m2po",
+    "gdpo", "distill", "rec", "raft", "m2po", "chord",
 ]  # fmt: skip
 
 LOSSES = (
@@ -110,6 +110,8 @@ PRESETS: Mapping[str, Keys] = {
     "raft": {"actor.loss": "reinforce", "actor.advantage": "raft"},
     # Zheng et al. 2025 (arXiv 2510.01161), with the clip of PPO, as in AReaL.
     "m2po": {"actor.rollout_correction.method": "m2po"},
+    # Zhang et al. 2025 (arXiv 2508.11408): CHORD with token weights and a constant mu.
+    "chord": {"expert_dataset.weight": 0.1, "expert_dataset.token_weight": "phi"},
     # Liu et al. 2025 (arXiv 2505.12504).
     "cpgd": {"actor.loss": "cpgd", **_SEQUENCES},
 }
@@ -197,7 +199,7 @@ def deviations(recipe: TrainRecipe) -> list[str]:
     for key, wanted in PRESETS[recipe.algorithm].items():
         value: Any = values
         for part in key.split("."):
-            value = value[part]
+            value = value[part] if value is not None else None
         if value != wanted:
             found.append(f"{key}={value} ({recipe.algorithm}: {wanted})")
     return found

@@ -16,8 +16,6 @@ from fivefold.roles.responses import Generated
 from fivefold.roles.reward_model import RewardModel
 from fivefold.types import Sample
 
-FULL_REWARD = 1.0
-"""Least reward of a completion that counts as correct."""
 PERCENTILES = (10, 50, 90)
 """Percentiles of the lengths of responses that are told."""
 
@@ -95,7 +93,7 @@ def pass_at_k(samples: Sequence[Sample]) -> dict[str, float]:
     """
     groups: dict[int, list[bool]] = defaultdict(list)
     for sample in samples:
-        groups[sample.prompt.index].append(sample.score >= FULL_REWARD)
+        groups[sample.prompt.index].append(sample.is_right)
     fewest = min(len(group) for group in groups.values())
     return {
         f"pass_at/{k}": fmean(1 - comb(len(group) - sum(group), k) / comb(len(group), k) for group in groups.values())
@@ -131,7 +129,7 @@ def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, floa
 
 def accuracy(samples: Sequence[Sample]) -> float:
     """Return the share of samples with full reward, by the reward that counts for each."""
-    return sum(sample.score >= FULL_REWARD for sample in samples) / len(samples)
+    return sum(sample.is_right for sample in samples) / len(samples)
 
 
 def reward_metrics(samples: Sequence[Sample], rewards: RewardSet, *, by_source: bool) -> dict[str, float]:

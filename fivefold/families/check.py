@@ -47,6 +47,27 @@ def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
         )
 
 
+def check_examples(shape: ModelShape, section: str, longest: int, n_appended: int = 0) -> None:
+    """Refuse examples of which the model's positions hold not all tokens.
+
+    Args:
+        shape: the model.
+        section: the recipe's section of the data set.
+        longest: tokens of the longest example.
+        n_appended: tokens that are appended to every example.
+
+    Raises:
+        ValueError: the longest example is longer than the model's positions.
+    """
+    if longest + n_appended > shape.max_positions:
+        most = shape.max_positions - n_appended
+        last = " and one behind each example" if n_appended else ""
+        raise ValueError(
+            f"the longest example of {section} has {longest} tokens, but the model has {shape.max_positions} "
+            f"positions{last}: set {section}.max_length={most} to leave such examples out"
+        )
+
+
 def describe(layout: ParallelLayout) -> str:
     """Return the backend, the degrees that are not 1, and the number of ranks: `megatron tp2 ep4 (8 ranks)`."""
     names = ["tp", "pp", "vpp", "cp", "dp"]

@@ -12,6 +12,7 @@ from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.batch_steps import InTurn
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Whitening
+from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.policy_loss import PolicyLoss
@@ -21,6 +22,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic_update import CriticUpdate
+from fivefold.roles.imitating import RIGHT, ExpertExamples, with_imitation
 from fivefold.roles.reference import Reference
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
@@ -40,6 +42,7 @@ class PolicyUpdate:
         timers: PhaseTimers,
         critic: CriticUpdate | None = None,
         teacher: Teacher | None = None,
+        experts: ExpertExamples | None = None,
     ) -> None:
         self._config = config = recipe.actor
         self._seed = recipe.seed
@@ -47,6 +50,8 @@ class PolicyUpdate:
         self._reference = reference
         self._critic = critic
         self._teacher = teacher
+        self.experts = experts
+        """The expert's examples; None: there are none."""
         self._timers = timers
         self._temperature = recipe.gconfig.temperature
         self._refresh_steps = recipe.ref.refresh_steps
@@ -90,6 +95,9 @@ class PolicyUpdate:
             batch = batch.untrained([i for i, sample in enumerate(samples) if sample.finish_reason == "length"])
         if self._base_loss.before is not None:
             batch = batch.with_scalars(**{NUMBER: np.arange(len(batch), dtype=np.float32)})
+        if self._config.positive_nll_coeff > 0:
+            is_right = [sample.is_right for sample in samples]
+            batch = batch.with_scalars(**{RIGHT: np.array(is_right, dtype=np.float32)})
         if self._critic is not None:
             batch = self._critic.values(batch)
         if self._recomputes:
@@ -135,7 +143,16 @@ class PolicyUpdate:
             loss = replace(loss, kl_coeff=self.state.kl_ctl)
         if (self.state.corrects_rollout or self._always_corrects) and self._may_correct:
             loss = replace(loss, correction=RolloutCorrection.automatic())
-        return loss
+        if self.experts is not None:
+            return replace(loss, imitation=self.experts.imitation)
+        return replace(loss, imitation=Imitation()) if self._config.positive_nll_coeff > 0 else loss
+
+    def _with_imitation(self, batch: RemoteBatch, loss: PolicyLoss) -> RemoteBatch:
+        """Return a mini-batch with the expert's examples and the weights of given responses, if they are trained on."""
+        if loss.imitation is None:
+            return batch
+        expert = None if self.experts is None else self.experts.next()
+        return with_imitation(batch, loss.normalizer(batch.totals()), expert, self._config.positive_nll_coeff)
 
     def run(self, batch: RemoteBatch, groups: Sequence[int], step: int) -> dict[str, float]:
         """Make the updates of all epochs and mini-batches of a step. Returns the averages of their metrics.
@@ -153,6 +170,8 @@ class PolicyUpdate:
             metrics = self._critic.run(batch, groups, step)
             if self._critic.is_warming_up(step):
                 return metrics
+        if self.experts is not None:
+            self.experts.draw(step)
         loss, change = self.loss, self._change
         if self._always_corrects:
             loss = replace(loss, version=step - 1, max_age=self._max_age)
@@ -160,12 +179,14 @@ class PolicyUpdate:
             self._config,
             groups,
             lambda epoch: f"{self._seed}-{step}-{epoch}",
-            lambda indices: self._actor.update(batch.select(indices), loss, change),
+            lambda indices: self._actor.update(self._with_imitation(batch.select(indices), loss), loss, change),
             self.guard,
             step,
         )
         if self._config.kl_ctl > 0:
             averages["kl_ctl"] = self.state.kl_ctl
+        if self.experts is not None:
+            averages["imitation_weight"] = self.experts.weight
         corrected = self.state.corrects_rollout or self._always_corrects
         self.state = self.state.after(self._config, averages, len(batch))
         if self._reference is not None and self._refresh_steps is not None and step % self._refresh_steps == 0:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fivefold.algorithms.imitation import EXPERT
 from fivefold.cluster.group import Remote, fetch, put
 from fivefold.engine.sharing import BatchPlan, MicroBatches, Share
 from fivefold.types import Batch, Columns, Totals
@@ -88,6 +89,23 @@ class RemoteBatch:
         trained_N[list(indices)] = kept_N[list(indices)] = 0
         return RemoteBatch(self.lengths_N, trained_N, self.pieces, {**self.scalars, KEPT: kept_N})
 
+    def with_experts(self, columns: Columns) -> RemoteBatch:
+        """Return a copy with the sequences of `columns` behind the others, which the scalar `is_expert` marks.
+
+        Their tokens are trained, and no total counts them. Their other scalars are 0.
+        """
+        n, m = len(self), len(columns.lengths_N)
+        scalars = {name: np.concatenate([values, np.zeros(m, np.float32)]) for name, values in self.scalars.items()}
+        if KEPT in scalars:
+            scalars[KEPT][n:] = 1
+        scalars[EXPERT] = np.concatenate([np.zeros(n, np.float32), np.ones(m, np.float32)])
+        return RemoteBatch(
+            np.concatenate([self.lengths_N, columns.lengths_N.astype(np.int64)]),
+            np.concatenate([self.trained_N, np.zeros(m, np.int64)]),
+            (*self.pieces, Piece(put(columns), np.arange(n, n + m))),
+            scalars,
+        )
+
     @staticmethod
     def joined(batches: Sequence[RemoteBatch]) -> RemoteBatch:
         """Return the sequences of several batches without scalars, one batch after the other."""
@@ -123,11 +141,12 @@ class RemoteBatch:
         own = np.array(plan.sequences(replica), dtype=np.int64)
         place_N = _places(own, len(self))
         picks, columns = [], []
+        is_sampled = EXPERT not in self.scalars or bool((self.scalars[EXPERT][own] == 0).any())
         for piece in self.pieces:
             places_M = _renumbered(piece.sequences_M, place_N)
             (rows,) = np.nonzero(places_M >= 0)
-            # A replica without sequences gets all pieces, so that its empty share has the same fields as the others.
-            if len(rows) or not len(own):
+            # A replica without samples gets all pieces, so that its share has the same fields as the others.
+            if len(rows) or not len(own) or not is_sampled:
                 picks.append(Pick(rows, places_M[rows]))
                 columns.append(piece.columns)
         scalars = {name: values[own] for name, values in self.scalars.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Item, Resume
@@ -23,6 +23,7 @@ def state_at_start(
     sampler: EpochSampler[Item],
     ground: Groundwork,
     total_steps: int,
+    experts: EpochSampler[Any] | None = None,
 ) -> tuple[RunState, str | None]:
     """Return the state of the run before its next step, with `sampler` where it goes on, and a text for the user.
 
@@ -32,6 +33,7 @@ def state_at_start(
         sampler: reads the training data; it is at its beginning.
         ground: model and layouts of the run.
         total_steps: the last step.
+        experts: reads an expert's examples; None: there are none.
 
     Raises:
         ValueError: the model, the tokenizer or the data are not those of the checkpoint, which was not accepted.
@@ -42,10 +44,13 @@ def state_at_start(
     if isinstance(start, Resume):
         start.check_contents(recipe, fingerprints)
         note = start.restore_order(recipe, sampler)
+        if experts is not None and start.state.expert_sampler is not None:
+            note = start.restore_order(recipe, experts, start.state.expert_sampler) or note
     state = RunState(
         step=start.step,
         total_steps=total_steps,
         sampler=sampler.state_dict(),
+        expert_sampler=None if experts is None else experts.state_dict(),
         weight_version=start.step,
         skips_in_a_row=0,
         seconds=0.0,

@@ -114,6 +114,10 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         if (of_part := averages.pop(f"{SHARE}/{number}", None)) is not None:
             entropy = averages.pop(f"{PART}/{number}")
             averages |= {f"{PART}/{number}": entropy / of_part} if of_part > 0 else {}
+    if (share := averages.pop("imitation_share", None)) is not None:
+        # The sum is over the tokens of given responses.
+        nll = averages.pop("imitation_nll")
+        averages |= {"imitation_nll": nll / share} if share > 0 else {}
     if "correction/weight" in averages:
         averages["correction/ess"] = _effective_share(
             averages["correction/weight"], averages.pop("correction/weight_square")

@@ -1,5 +1,7 @@
 """PPO with every role at once: actor, critic, rollout, reward model, teacher, and a reference that follows the actor.
 
+Beside rewards and teacher, the actor learns an expert's responses and its own right completions.
+
 The roles take turns on devices that they share, what can be offloaded is, training waits while checkpoints are written,
 and the run goes on with the same bits.
 """
@@ -30,7 +32,7 @@ TRAIN = (
     "critic.offload={params: true, grads: true, optimizer: true}", "critic.warmup_steps=1",
     "actor.kl_ctl=0.05", "ref={backend: megatron:d1, offload: true, ema_decay: 0.5}",
     "teacher={path: package:tiny-moe-trained, backend: megatron:d1, dtype: float32}",
-    "actor.distill={coeff: 0.1, over: top_k, top_k: 4}",
+    "actor.distill={coeff: 0.1, over: top_k, top_k: 4}", "actor.positive_nll_coeff=0.1",
 )  # fmt: skip
 
 
@@ -45,7 +47,13 @@ def command(root: Path) -> tuple[str, ...]:
     right = {"fn": "exact_match", "kwargs": {"pattern": r"(?:^|=)(\d+)$"}}
     model = {"path": str(write_reward_model(root / "model")), "backend": "megatron:d1", "dtype": "float32"}
     reward = {"rewards": {"right": right, "liked": scores}, "model": {**model, "offload": True}}
-    return (*TRAIN, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}")
+    demonstrations = [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in range(10, 20)]
+    (root / "expert.jsonl").write_text("\n".join(map(json.dumps, demonstrations)))
+    expert = {"path": str(root / "expert.jsonl"), "batch_size": 4, "weight": 0.4, "final_weight": 0.2, "decay_steps": 2}
+    return (
+        *TRAIN, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}",
+        f"expert_dataset={json.dumps({**expert, 'token_weight': 'phi'})}",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +143,13 @@ def test_scores_and_the_divergence_from_the_teacher_have_curves(run: Path) -> No
         assert row["offload/freed_gb"] > 0
         if row["step"] > 1:
             assert row["teacher_kl"] > 0
+
+
+def test_the_expert_is_a_part_of_the_loss_by_its_schedule(run: Path) -> None:
+    warming_up, *others = rows(run / "metrics.jsonl")
+    assert "imitation_nll" not in warming_up
+    assert [row["imitation_weight"] for row in others] == pytest.approx([0.3, 0.2])
+    assert all(row["imitation_nll"] > 0 for row in others)
 
 
 def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, command: tuple[str, ...]) -> None:

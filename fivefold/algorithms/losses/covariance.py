@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.batch_steps import Gather
+from fivefold.algorithms.imitation import policy_mask
 from fivefold.types import Batch
 
 CHOSEN = "covariance_chosen"
@@ -41,7 +42,7 @@ class CovarianceChoice:
         Fields read: `old_logprobs` (`rollout_logprobs` if there are none), `advantages`, and `sequence_number` for a
         random choice.
         """
-        trained_T = batch.mask_T.bool()
+        trained_T = policy_mask(batch).bool()
         covariance_T, n_trained = _covariances(batch, trained_T, gather)
         inside_T = trained_T & (covariance_T >= self.low) & (covariance_T <= self.high)
         score_T = random_numbers(batch) if self.at_random else covariance_T

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from fivefold.config.presets import SAMPLERS
-from fivefold.config.schema.fields import ONE_LINE, PathText, Positive, Section
+from fivefold.config.schema.fields import ONE_LINE, NonNegative, PathText, Positive, Section
 
 
 class RowsConfig(Section):
@@ -100,6 +100,43 @@ class SFTRowsConfig(RowsConfig):
 
 class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
     """Examples to train on."""
+
+
+class ExpertDatasetConfig(SFTDatasetConfig):
+    """Responses of an expert whose likelihood is a term of the loss, beside the rewards (docs/algorithms.md).
+
+    `batch_size` examples are part of each training step, spread over its updates.
+    """
+
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the loss, mu: the loss is (1 - mu) times that of the policy, plus mu times the examples' mean negative
+    log-likelihood."""
+    final_weight: Annotated[float, Field(ge=0, le=1)] | None = None
+    """mu after `warmup_steps` and `decay_steps`; null: `weight`."""
+    warmup_steps: NonNegative = 0
+    """Training steps in which mu rises from 0 to `weight`."""
+    decay_steps: NonNegative = 0
+    """Training steps in which mu then falls from `weight` to `final_weight`, as half a cosine."""
+    token_weight: Literal["one", "p", "phi"] = "one"
+    """Factor of each token's negative log-likelihood: 1, its probability p, or p (1 - p) (CHORD)."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of an update's examples, or over the examples of their token means."""
+
+    @property
+    def last_weight(self) -> float:
+        """mu at the end of its schedule."""
+        return self.weight if self.final_weight is None else self.final_weight
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> ExpertDatasetConfig:
+        if self.final_weight is None and self.decay_steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} has no effect without final_weight, towards which the weight falls: "
+                "set that, or drop decay_steps"
+            )
+        if self.answer_key is not None:
+            raise ValueError(f"answer_key={self.answer_key!r} has no use here: set response_key, the text to learn")
+        return self
 
 
 class PreferenceRowsConfig(RowsConfig):

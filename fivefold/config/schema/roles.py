@@ -214,6 +214,9 @@ class ActorConfig(EngineConfig):
     null: `kl_ctl` is fixed."""
     kl_horizon: Positive = 10_000
     """Number of samples over which the adapted `kl_ctl` follows the divergence."""
+    positive_nll_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean negative log-likelihood of the tokens of completions that count as right, as a further term of
+    the loss (VAPO)."""
     distill: DistillConfig = DistillConfig()
     recompute_logprob: bool | None = None
     """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more

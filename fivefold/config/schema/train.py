@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from fivefold.config.presets import Algorithm
-from fivefold.config.schema.data import DatasetConfig, RowsConfig
+from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, RowsConfig
 from fivefold.config.schema.fields import Sequences
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
@@ -56,6 +56,8 @@ class TrainRecipe(RunConfig):
     train_dataset: DatasetConfig
     valid_dataset: RowsConfig | None = None
     """Held-out prompts, all of which are evaluated each time; null: there is no evaluation."""
+    expert_dataset: ExpertDatasetConfig | None = None
+    """Responses of an expert to learn beside the rewards; null: there are none."""
     reward: RewardConfig = RewardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
 
@@ -144,6 +146,16 @@ class TrainRecipe(RunConfig):
         if critic.device_mapping is not None and not critic.colocate:
             raise ValueError(
                 "critic.colocate=false and critic.device_mapping both say which devices the critic has: keep one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_expert(self) -> TrainRecipe:
+        expert, updates = self.expert_dataset, self.actor.ppo_n_minibatches
+        if expert is not None and expert.batch_size % updates:
+            raise ValueError(
+                f"expert_dataset.batch_size={expert.batch_size} must be a multiple of actor.ppo_n_minibatches="
+                f"{updates}, so that each update has as many examples"
             )
         return self
 
@@ -272,7 +284,8 @@ class TrainRecipe(RunConfig):
                 f"actor.kl_unbiased has no effect with actor.kl_ctl={actor.kl_ctl} and actor.kl_in={actor.kl_in}: "
                 "raise the first and set the second to loss, or drop it"
             )
-        if actor.opsm_delta is not None and actor.recompute_logprob is not False and not actor.has_several_updates:
+        moves = actor.has_several_updates or actor.recompute_logprob is False or actor.prox_logp_method == "loglinear"
+        if actor.opsm_delta is not None and not moves:
             raise ValueError(
                 f"actor.opsm_delta={actor.opsm_delta} has no effect with one update a step, before which the policy is "
                 "the old one: raise actor.ppo_n_minibatches, or set actor.recompute_logprob=false"

@@ -201,7 +201,7 @@ TOP: Mapping[str, Rule] = {
     "use_policy_loss_type": loss_by_name("PPO"),
     "use_topr_loss": loss_by_name(False, name="topr"),
     "use_topr_neg_loss_coef": off("samples are weighted equally"),
-    "postive_loss_coef": off("good samples are not trained a second time"),
+    "postive_loss_coef": off("actor.positive_nll_coeff weighs no token by its advantage"),
     "rl_loss_coef": only(1, holds="the loss has the weight 1"),
     "max_len_mask": if_on("actor.mask_truncated", "it is switched off"),
     "difficulty_mask": off(reasons.SAMPLER),

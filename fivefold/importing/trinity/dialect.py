@@ -18,6 +18,7 @@ from fivefold.importing.critic import gae
 from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.distillation import COEFF, NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft, RolePlan
+from fivefold.importing.imitation import convert_mix, is_mixed
 from fivefold.importing.rules import under
 from fivefold.importing.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advantages, rollout_engine
 from fivefold.importing.source import INTERPOLATION, Document
@@ -50,10 +51,10 @@ TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
 CLIPPED = ("ppo", "grpo", "dapo", "rloo", "reinforceplusplus", "remax")
 """Algorithms that differ in their advantages only, and have PPO's clipped loss unless another is written."""
-GROUP_SIZES = {"ppo": 1, "dapo": 16}
+GROUP_SIZES = {"ppo": 1, "dapo": 16, "mix": 8, "mix_chord": 8}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
 ESTIMATORS = {
-    **dict.fromkeys(("dapo", "gspo", "sapo", "cispo"), "grpo"),
+    **dict.fromkeys(("dapo", "gspo", "sapo", "cispo", "mix", "mix_chord"), "grpo"),
     "topr": "reinforce",
     "sppo": "opmd",
 }
@@ -138,7 +139,9 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     if is_on(draft):
         _distillation(draft)
         return
-    if algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
+    if is_mixed(draft, algorithm):
+        convert_mix(draft, algorithm, n_samples)
+    elif algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
         choose_loss(draft, "algorithm.algorithm_type", algorithm)
     key = "algorithm.advantage_fn"
     estimator = str(draft.get(key, ESTIMATORS.get(algorithm, algorithm)))

@@ -332,3 +332,26 @@ def test_losses_of_trinity_with_options_of_rec() -> None:
         found = {key.rpartition(".")[2]: value for key, value in conversion.recipe.items() if key.startswith("actor.")}
         assert wanted.items() <= found.items(), (words, found)
         assert not {f"algorithm.{word.partition('=')[0]}" for word in words} & conversion.unsupported(), words
+
+
+def test_expert_data_of_trinity() -> None:
+    data = [
+        "buffer.batch_size=8",
+        *(f"buffer.trainer_input.auxiliary_buffers.sft_dataset.{w}" for w in ("path=expert", "format.prompt_key=q")),
+        "algorithm.sample_strategy_args.expert_data_ratio=0.25",
+    ]
+    mix = convert_words("trinity", "algorithm.algorithm_type=mix", f"{LOSS}mu=0.3", *data)
+    expert = {k.removeprefix("expert_dataset."): v for k, v in mix.recipe.items() if k.startswith("expert_dataset.")}
+    assert expert == {
+        "path": "expert", "prompt_key": "q", "batch_size": 16, "weight": 0.3, "loss_aggregation": "sequence_mean"
+    }  # fmt: skip
+    assert "actor.loss" not in mix.recipe
+    assert not {word.partition("=")[0] for word in data} & mix.unsupported()
+    words = ("mu_peak=0.9", "mu_valley=0.05", "mu_warmup_steps=2", "mu_decay_steps=8", "train_batch_size_expert=16")
+    chord = convert_words("trinity", "algorithm.algorithm_type=mix_chord", *(LOSS + word for word in words), *data)
+    wanted = {
+        "weight": 0.9, "final_weight": 0.05, "warmup_steps": 2, "decay_steps": 8, "token_weight": "phi",
+        "loss_aggregation": "token_mean",
+    }  # fmt: skip
+    assert {name: chord.recipe[f"expert_dataset.{name}"] for name in wanted} == wanted
+    assert not {f"{LOSS}{word.partition('=')[0]}" for word in words} & chord.unsupported()
