@@ -164,7 +164,7 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
         return
     backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "rollout")
     if not backend.is_server:
-        for name in ("memory_fraction", "server_python", "server_args"):
+        for name in ("memory_fraction", "server_python", "server_args", "new_tokens_per_chunk"):
             if value := getattr(recipe.rollout, name):
                 yield (
                     f"rollout.{name}={value} is for servers ({server_titles()}), and the rollout runs {backend.name}: "

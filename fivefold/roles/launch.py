@@ -282,6 +282,7 @@ def replica_spec(
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
         max_restarts=config.max_server_restarts,
+        new_tokens_per_chunk=config.new_tokens_per_chunk,
         recomputes=bool(config.recompute_kv_cache),
         route=route,
         deterministic=recipe.actor.megatron.use_deterministic_algorithms,

@@ -47,6 +47,8 @@ class ReplicaSpec:
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     max_restarts: int = 0
     """Times that a server which died is started again."""
+    new_tokens_per_chunk: int | None = None
+    """Most tokens of a stream's completion that a server is asked for at one time; None: all."""
     recomputes: bool = False
     """Whether the embedded engine computes keys and values of running completions anew when weights change."""
     route: Route = FOLDER

@@ -185,7 +185,8 @@ class ServerEngine:
         check_requests(requests, sampling, self._config)
         if self._stream is None or self._stream.sampling != sampling:
             assert self._stream is None or not self._stream.n_running
-            self._stream = ServerStream(self._answers, sampling, most=self._spec.max_batch_size)
+            most, chunk = self._spec.max_batch_size, self._spec.new_tokens_per_chunk
+            self._stream = ServerStream(self._answers, sampling, most=most, most_tokens=chunk)
         self._state.require_weights()
         self._stream.submit(number, requests)
 

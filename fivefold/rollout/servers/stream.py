@@ -8,6 +8,9 @@ Each completion is asked for by itself, so that its end is known when it comes, 
 
 Both servers keep no request over an update that has caches of other weights: they are told to abort, answer with what
 they have, and are asked to go on from there. They read those tokens anew, which is what `recompute_kv_cache` says.
+
+Tokens arrive with an answer, and are lost with a server that dies before it. So a completion may be asked for in chunks
+of at most so many tokens; the server then reads those before the chunk out of its cache of prefixes.
 """
 
 from __future__ import annotations
@@ -76,15 +79,16 @@ class _Sent:
     part: _Part
     version: int
 
-    def note(self, answer: Answer) -> None:
-        """Add an answer to the completion."""
+    def note(self, answer: Answer, most_tokens: int) -> None:
+        """Add an answer to the completion, which may have `most_tokens`."""
         n, logprobs = len(answer.token_ids_T), answer.logprobs_T
+        is_chunk = answer.finish_reason == "length" and self.part.n_tokens + n < most_tokens
         self.part.answers.append(
             Begun(
                 answer.token_ids_T,
                 np.full(n, np.nan, np.float32) if logprobs is None else logprobs,
                 np.full(n, self.version, np.int32),
-                None if answer.finish_reason == "abort" else answer.finish_reason,
+                None if is_chunk or answer.finish_reason == "abort" else answer.finish_reason,
             )
         )
 
@@ -92,17 +96,21 @@ class _Sent:
 class ServerStream:
     """Jobs in progress on one server."""
 
-    def __init__(self, complete: Complete, sampling: SamplingParams, *, most: int) -> None:
+    def __init__(
+        self, complete: Complete, sampling: SamplingParams, *, most: int, most_tokens: int | None = None
+    ) -> None:
         """Begin without a job.
 
         Args:
             complete: asks the server, and returns its answers, some of which may be aborted.
             sampling: how tokens are chosen.
             most: most asks that are on their way at one time.
+            most_tokens: most tokens that are asked for at one time; None: all of a completion.
         """
         self.sampling = sampling
         self._complete = complete
         self._most = most
+        self._most_tokens = most_tokens or sampling.max_new_tokens
         self._threads = ThreadPoolExecutor(most)
         self._jobs: dict[int, list[_Part]] = {}
         self._sent: dict[Future[list[Answer]], _Sent] = {}
@@ -144,6 +152,7 @@ class ServerStream:
             self.quiet_s += time.monotonic() - began
             self.note_answers()
             done = self._take_done()
+            self._go_on(version)
         return done
 
     def hold(self) -> None:
@@ -180,7 +189,7 @@ class ServerStream:
         for future, sent in self._sent.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 [answer] = future.result()
-                sent.note(answer)
+                sent.note(answer, self.sampling.max_new_tokens)
         lost = self.unfinished()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
@@ -192,11 +201,9 @@ class ServerStream:
         waiting, self._waiting = self._waiting, []
         for part in sorted(waiting, key=lambda part: part.job):
             n = part.n_tokens
-            sampling = replace(
-                self.sampling,
-                max_new_tokens=self.sampling.max_new_tokens - n,
-                min_new_tokens=max(0, self.sampling.min_new_tokens - n),
-            )
+            most = min(self._most_tokens, self.sampling.max_new_tokens - n)
+            least = min(most, max(0, self.sampling.min_new_tokens - n))
+            sampling = replace(self.sampling, max_new_tokens=most, min_new_tokens=least)
             ask = part.ask() if sampling.seeded else replace(part.ask(), seed=None)
             self._sent[self._threads.submit(self._complete, ask, sampling)] = _Sent(part, version)
 
@@ -210,7 +217,7 @@ class ServerStream:
             sent = self._sent.pop(future)
             [answer] = future.result()
             self.quiet_s = 0.0
-            sent.note(answer)
+            sent.note(answer, self.sampling.max_new_tokens)
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)
 

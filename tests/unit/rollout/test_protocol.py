@@ -100,6 +100,10 @@ def test_old_log_probs_of_the_rollout_need_all_of_them() -> None:
 def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() -> None:
     keys = {"logprob_share": 0.5, "seeded": True}
     assert list(server_problems(recipe_of("vllm:d1", keys))) == []
+    chunks = {"max_head_offpolicyness": 1, "new_tokens_per_chunk": 64}
+    assert list(server_problems(recipe_of("vllm:d1", chunks))) == []
+    [line] = server_problems(recipe_of("transformers:d1", chunks))
+    assert line.startswith("rollout.new_tokens_per_chunk=64 is for servers")
     lines = list(server_problems(recipe_of("transformers:d1", keys)))
     assert [line.partition(" is for servers")[0] for line in lines] == [
         "rollout.seeded=true",

@@ -160,6 +160,37 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
     assert done[1][0].versions.tolist() == done[2][0].versions.tolist() == [1]
 
 
+def test_chunks_of_a_completion_arrive_before_its_end() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+        """Give each completion ten tokens, numbered from 1, in as many asks as that takes."""
+        number, *sampled = ask.token_ids
+        asked.append((number, len(sampled), params.max_new_tokens))
+        tokens = list(range(len(sampled) + 1, 11))[: params.max_new_tokens]
+        is_whole = len(sampled) + len(tokens) == 10
+        return [Answer(np.array(tokens, np.int32), -np.array(tokens, np.float32), "stop" if is_whole else "length")]
+
+    stream = ServerStream(complete, replace(sampling(max_new_tokens=9), min_new_tokens=6), most=1, most_tokens=4)
+    for number in (100, 200):
+        stream.submit(number, [GenerationRequest((number,), 0)])
+    while not stream.n_tokens:
+        assert stream.collect(0, 5.0) == []
+    [so_far] = stream.unfinished()[100]
+    assert so_far.begun is not None
+    assert so_far.begun.token_ids.tolist() == [1, 2, 3, 4]
+    assert so_far.begun.finish_reason is None
+    done: dict[int, list[Completion]] = {}
+    while len(done) < 2:
+        done |= dict(stream.collect(3, 5.0))
+    assert sorted(asked) == [(number, *seam) for number in (100, 200) for seam in ((0, 4), (4, 4), (8, 1))]
+    for [completion] in done.values():
+        assert completion.token_ids.tolist() == list(range(1, 10))
+        assert completion.logprobs.tolist() == [-float(token) for token in range(1, 10)]
+        assert completion.finish_reason == "length", "it has as many tokens as it may have"
+    assert done[200][0].versions.tolist() == [3] * 9
+
+
 def test_what_a_server_holds_back_is_answered_by_the_weights_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_of_servers, "GRACE_S", 0.01)
     has_weights = threading.Event()
