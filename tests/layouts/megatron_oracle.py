@@ -16,7 +16,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron_cases import lay_out
 
 from fivefold.layout.parallel import ParallelLayout
@@ -26,6 +27,20 @@ from fivefold.mcore.parallel import initialize_parallel
 TOKENS = torch.tensor([[5, 17, 93, 8, 44, 90, 3, 61]])
 PADDED_VOCAB = 104
 EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class UnlikeHeads(torch.nn.Module):
+    """Attention whose values have a width of their own, which Megatron-Core takes from TransformerEngine."""
+
+    def __init__(self, *, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Attend from query [S, B, heads, d]. Returns [S, B, heads * v]."""
+        heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+        return output.permute(2, 0, 1, 3).flatten(2)
 
 
 def build(folder: Path, layout: ParallelLayout, te_names: bool) -> GPTModel:
@@ -42,7 +57,16 @@ def build(folder: Path, layout: ParallelLayout, te_names: bool) -> GPTModel:
     spec_config = _config(config, layout)
     spec = get_gpt_decoder_block_spec(spec_config, use_transformer_engine=False)
     for layer, names in zip(spec.layer_specs, _layers_with_experts(config), strict=True):
-        if te_names and names:
+        if "kv_lora_rank" in config:
+            layer.submodules.self_attention.submodules.core_attention = UnlikeHeads
+        if te_names and "kv_lora_rank" in config:
+            fused = {
+                f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")
+            }
+            layer.submodules.sharded_state_dict_keys_map = fused | (
+                {} if names else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+            )
+        elif te_names and names:
             layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     torch.manual_seed(7)
     model = GPTModel(
@@ -77,7 +101,7 @@ def _config(config: dict[str, Any], layout: ParallelLayout) -> TransformerConfig
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": config["model_type"].startswith("qwen2"),
-        "qk_layernorm": config["model_type"].startswith("qwen3"),
+        "qk_layernorm": config["model_type"].startswith(("qwen3", "deepseek")),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,
@@ -89,26 +113,54 @@ def _config(config: dict[str, Any], layout: ParallelLayout) -> TransformerConfig
             "num_moe_experts": _n_experts(config),
             "moe_ffn_hidden_size": config["moe_intermediate_size"],
             "moe_router_topk": config["num_experts_per_tok"],
-            "moe_router_pre_softmax": not config["norm_topk_prob"],
+            "moe_router_pre_softmax": not config.get("norm_topk_prob"),
             "moe_router_load_balancing_type": "none",
             "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
             "moe_shared_expert_gate": "shared_expert_intermediate_size" in config,
             "moe_token_dispatcher_type": "alltoall",
         }
+    if "n_shared_experts" in config:
+        fields["moe_shared_expert_intermediate_size"] = config["n_shared_experts"] * config["moe_intermediate_size"]
+        fields["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
+    if config["model_type"] == "deepseek_v3":
+        fields |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": config["n_group"],
+            "moe_router_group_topk": config["topk_group"],
+        }
     if len(set(has_experts)) > 1:
         fields["moe_layer_freq"] = [int(has) for has in has_experts]
+    if "kv_lora_rank" in config:
+        return MLATransformerConfig(**fields, **_latent_fields(config), **_yarn_fields(config["rope_parameters"]))
     return TransformerConfig(**fields)
 
 
+def _latent_fields(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+    }
+
+
+def _yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
+    names = ("original_max_position_embeddings", "beta_fast", "mscale", "mscale_all_dim")
+    own = {"rope_type": "yarn", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": rope["factor"]}
+    return own | {name: rope[name] for name in names}
+
+
 def _layers_with_experts(config: dict[str, Any]) -> list[bool]:
-    dense = config.get("mlp_only_layers") or []
+    dense = config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))
     return [_n_experts(config) > 0 and layer not in dense for layer in range(config["num_hidden_layers"])]
 
 
 def _n_experts(config: dict[str, Any]) -> int:
     """Return the number of experts, whose key depends on the family and on the release of transformers."""
-    n_experts: int = config.get("num_experts") or config.get("num_local_experts") or 0
-    return n_experts
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[key] for key in keys if key in config), 0)
 
 
 def _logits(model: GPTModel) -> torch.Tensor:
@@ -120,6 +172,8 @@ def _logits(model: GPTModel) -> torch.Tensor:
 
 def _enter(layout: str) -> ParallelLayout:
     compat.prepare()
+    # It is true without TransformerEngine too, because the module that defines its layers is there without them.
+    multi_latent_attention.HAVE_TE = False
     parsed = lay_out(layout)
     initialize_parallel(parsed, 0, 60.0)
     return parsed

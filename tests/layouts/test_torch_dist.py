@@ -41,6 +41,9 @@ def assert_same_predictions(megatron_logits: torch.Tensor, folder: Path) -> None
         ("qwen3_moe_mixed", False, {}),
         ("qwen2_moe", False, {}),
         ("qwen2_moe", False, LAYERS_APART),
+        ("deepseek_v3", False, {}),
+        ("deepseek_v3", True, {}),
+        ("deepseek_v2", False, {}),
     ],
 )
 def test_megatron_core_loads_a_converted_model_and_predicts_as_hugging_face(
@@ -67,6 +70,7 @@ def test_megatron_core_loads_a_converted_model_on_several_ranks(workers: Workers
         ("qwen3_moe_mixed", False, {}, "megatron:d2e2", ""),
         ("qwen3", False, LAYERS_APART, "megatron:t2", ""),
         ("qwen2_moe", True, EXPERTS_APART, "megatron:d1", ""),
+        ("deepseek_v3", True, {}, "megatron:d1", ""),
     ],
 )
 def test_what_megatron_core_has_saved_becomes_a_hugging_face_model_that_predicts_the_same(
