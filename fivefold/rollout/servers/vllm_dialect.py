@@ -29,6 +29,8 @@ GENERATE = "fivefold_generate.Generate"
 """The class there that answers requests to generate."""
 WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
+SCHEDULER = "fivefold_scheduler.scheduler"
+"""What makes vLLM's scheduler there, which sends log-probs several at a time."""
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -74,7 +76,7 @@ class VLLMDialect:
             *("--logprobs-mode", "processed_logprobs"),
             *("--middleware", GENERATE),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-            *("--worker-extension-cls", WEIGHTS),
+            *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
             *([] if spec.route.transport == "folder" else ["--weight-transfer-config", _transfer(spec)]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),

@@ -93,8 +93,8 @@ FLAVOURS = {
         flags=_words(
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
-            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --middleware "
-            "--uds"
+            "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
+            "--middleware --uds"
         ),
         switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
         sampling_keys=_words(

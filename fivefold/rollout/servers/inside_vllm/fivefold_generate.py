@@ -141,6 +141,9 @@ def _packed(outputs: Sequence[Any]) -> bytes:
     rows, parts = [], []
     for output in outputs:
         token_ids_T = np.asarray(output.token_ids, dtype="<i4")
+        if output.finish_reason == "abort" and output.logprobs is not None:
+            # The scheduler has kept the last log-probs. What is before their tokens is the beginning of a completion.
+            token_ids_T = token_ids_T[: len(output.logprobs)]
         rows.append(
             {
                 "index": output.index,

@@ -1,0 +1,88 @@
+"""Runs inside vLLM's engine: sends the log-probs of sampled tokens to the API server several at a time.
+
+It is on vLLM's path and `scheduler` is vLLM's `--scheduler-cls`, so it imports nothing of Fivefold, which need not be
+installed beside vLLM.
+
+Symptom: log-probs of the sampled tokens take 40% of the speed of vLLM 0.25, with 256 sequences on an H200: 7 ms of
+    processor time for each of their steps.
+Cause: every step, three arrays for each sequence are encoded, sent and decoded, for one number in each.
+Instead: the rows of a request are kept until there are `BUNDLE` of them or it has ended, and go as one. vLLM's code in
+    the API server adds however many rows come to those of the request.
+Remove this when vLLM with log-probs of the sampled tokens is at most a tenth slower than without.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+BUNDLE = 16
+"""Rows that go together. A request that is aborted loses the last ones, fewer than so many."""
+
+
+class Bundles:
+    """What is added to vLLM's scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rows: dict[str, list[Any]] = {}
+        """vLLM's `LogprobsLists` that have not gone yet, of each request whose rows are bundled."""
+
+    def add_request(self, request: Any) -> None:
+        """Take a request."""
+        super().add_request(request)  # type: ignore[misc]
+        if _is_read_at_its_end(request.sampling_params):
+            self._rows[request.request_id] = []
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """End requests from outside; what is kept of them is dropped."""
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        requests = cast(dict[str, Any], self.requests)  # type: ignore[attr-defined]
+        self._rows = {name: rows for name, rows in self._rows.items() if name in requests}
+        return ended
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Return the outputs of a step, by client of the engine."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.request_id in self._rows:
+                    self._bundle(output)
+        return outputs
+
+    def _bundle(self, output: Any) -> None:
+        """Replace the rows of an output: by all that are kept, or by nothing until there are enough."""
+        rows = self._rows[output.request_id]
+        if output.new_logprobs is not None:
+            rows.append(output.new_logprobs)
+            output.new_logprobs = None
+        if rows and (len(rows) >= BUNDLE or output.finish_reason is not None):
+            columns = zip(*(row[:3] for row in rows), strict=True)
+            output.new_logprobs = type(rows[0])(*(np.concatenate(column) for column in columns))
+            rows.clear()
+        if output.finish_reason is not None:
+            del self._rows[output.request_id]
+
+
+def _is_read_at_its_end(params: Any) -> bool:
+    """Return whether nobody looks at the log-probs of a request before it has ended.
+
+    Stop strings are found by the API server, which ends the request: the engine would keep the last rows.
+    """
+    return (
+        params is not None
+        and params.logprobs is not None
+        and params.flat_logprobs
+        and params.output_kind == RequestOutputKind.FINAL_ONLY
+        and not params.stop
+    )
+
+
+def scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:
+    """Return vLLM's own scheduler for a configuration, with bundles."""
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return type(f"Bundling{base.__name__}", (Bundles, base), {})(vllm_config=vllm_config, **kwargs)
