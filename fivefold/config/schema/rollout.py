@@ -93,8 +93,8 @@ class RolloutConfig(Section):
     """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
     logprob_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost vLLM up to
-    15% of its speed. `rollout_mismatch` is measured over this share."""
+    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it
+    processor time. `rollout_mismatch` is measured over this share."""
     weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
