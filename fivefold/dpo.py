@@ -43,8 +43,8 @@ class LabelledAnswers:
     def update(self, models: Models, examples: Sequence[Labelled], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on answers."""
         comparison = self._comparison(examples)
-        n_tokens = sum(example.n_tokens for example in examples)
-        return Learnt(SCORING.update(models, comparison, timers), n_tokens)
+        result = SCORING.update(models, comparison, timers)
+        return Learnt(result, trained=comparison.trained, scored=comparison.batch)
 
     def measure(self, models: Models, examples: Sequence[Labelled]) -> dict[str, float]:
         """Return the metrics of the loss."""

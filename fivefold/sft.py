@@ -40,7 +40,7 @@ class FineTuning:
         """Make one optimizer step on the responses."""
         batch = RemoteBatch.of(sft_columns(examples))
         with timers.phase("train"):
-            return Learnt(models.actor.update(batch, SFTLoss()), batch.n_tokens)
+            return Learnt(models.actor.update(batch, SFTLoss()), trained=batch, scored=batch)
 
     def measure(self, models: Models, examples: Sequence[SFTExample]) -> dict[str, float]:
         """Return the mean negative log-likelihood of a response's token, in nats."""

@@ -38,6 +38,7 @@ from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
+from fivefold.roles.speed import SupervisedSpeed, known_peak
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import SkipGuard, average_updates
 from fivefold.types import Columns
@@ -54,8 +55,10 @@ class Learnt:
     """What a step came to."""
 
     result: UpdateResult
-    n_tokens: int
-    """Tokens that were trained on, prompts included."""
+    trained: RemoteBatch
+    """Sequences that were trained on."""
+    scored: RemoteBatch
+    """Sequences that were scored without gradient, in methods that do so."""
 
 
 class Method(Protocol[Item]):
@@ -112,7 +115,8 @@ class PairMethod:
     def update(self, models: Models, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on pairs."""
         comparison = self._comparison(examples)
-        return Learnt(self.scoring.update(models, comparison, timers), comparison.batch.n_tokens)
+        result = self.scoring.update(models, comparison, timers)
+        return Learnt(result, trained=comparison.trained, scored=comparison.batch)
 
     def measure(self, models: Models, examples: Sequence[Pair]) -> dict[str, float]:
         """Return the metrics of the loss."""
@@ -225,6 +229,8 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
     recipe, method, timers, actor = setup.recipe, setup.method, run.timers, models.actor
     saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
     profiler = StepProfiler(recipe.profile, run.folder.profile, {"actor": actor})
+    peak = known_peak(recipe.cluster, actor.device_names(), run.screen.note)
+    speed = SupervisedSpeed(recipe, setup.ground.placement, setup.ground.shape, peak)
     guard = SkipGuard()
     guard.in_a_row = state.skips_in_a_row
     with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
@@ -237,7 +243,7 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
                 learnt = method.update(models, setup.sampler.next_batch(), timers)
             guard.check(learnt.result, step)
             seconds = timers.take()
-            metrics = average_updates([learnt.result]) | {"tokens_per_second": learnt.n_tokens / seconds["train"]}
+            metrics = average_updates([learnt.result]) | speed.metrics(learnt.trained, learnt.scored, seconds)
             state = replace(
                 state, step=step, sampler=setup.sampler.state_dict(), weight_version=step, skips_in_a_row=guard.in_a_row
             )

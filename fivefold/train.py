@@ -54,7 +54,7 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state, start_facts, state_at_start
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.run_roles import Roles
-from fivefold.roles.speed import StepSpeed, device_peak
+from fivefold.roles.speed import StepSpeed, known_peak
 from fivefold.roles.state_owners import state_owners
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.weights_beside import copy_weights, give_weights
@@ -370,11 +370,9 @@ def _save(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> None:
 
 
 def _speed(setup: TrainSetup, roles: Roles, run: OpenRun) -> StepSpeed:
-    """Return what measures the steps' speed. A GPU whose own speed is not known is told to the user."""
-    recipe, ground, devices = setup.recipe, setup.ground, roles.actor.device_names()
-    peak = device_peak(recipe.cluster, devices)
-    if peak is None and devices[0] is not None:
-        run.screen.note(f"no MFU: the speed of {devices[0]} is not known; set cluster.device_peak_tflops")
+    """Return what measures the steps' speed."""
+    recipe, ground = setup.recipe, setup.ground
+    peak = known_peak(recipe.cluster, roles.actor.device_names(), run.screen.note)
     return StepSpeed(recipe, ground.placement, ground.shape, ground.others, peak)
 
 

@@ -138,7 +138,6 @@ TRANSFORMER: Mapping[str, Rule] = {
     "moe_router_bias_update_rate": _offsets_rate,
     "moe_grouped_gemm": only(True, holds=GROUPED_EXPERTS),
     "moe_permute_fusion": implied(reasons.KERNELS),
-    "moe_shared_expert_overlap": off("shared experts are not computed during the exchange of tokens"),
     "moe_enable_deepep": off(ALL_TO_ALL),
     "moe_expert_capacity_factor": unsupported(DROPLESS),
     "moe_pad_expert_input_to_capacity": off(DROPLESS),

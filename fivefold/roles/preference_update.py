@@ -26,6 +26,11 @@ class Comparison:
     n_trained: int
     """Number of the first sequences, which are trained on; the objective has no derivative by the scores of others."""
 
+    @property
+    def trained(self) -> RemoteBatch:
+        """The sequences that are trained on."""
+        return self.batch if self.n_trained == len(self.batch) else self.batch.select(range(self.n_trained))
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -57,9 +62,7 @@ class Scoring:
         """Make one optimizer step on the objective. Its metrics are of the weights before the step."""
         batch = comparison.batch
         coefficients_N, metrics = derivatives(comparison.objective, self.scores(models, batch, timers), batch.trained_N)
-        trained = batch.with_scalars(**{COEFFICIENT: coefficients_N})
-        if comparison.n_trained < len(batch):
-            trained = trained.select(range(comparison.n_trained))
+        scored = replace(comparison, batch=batch.with_scalars(**{COEFFICIENT: coefficients_N}))
         with timers.phase("train"):
-            result = models.actor.update(trained, LinearLoss(self.prediction))
+            result = models.actor.update(scored.trained, LinearLoss(self.prediction))
         return replace(result, metrics=result.metrics | metrics)

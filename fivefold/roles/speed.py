@@ -5,14 +5,17 @@ seconds of a phase, the model that works in it, the step's sequences ──> mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fivefold.config.role_sections import role_section
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.machines import ClusterConfig
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.families.flops import BACKWARD_AND_FORWARD, forward_of, training_flops
+from fivefold.families.flops import BACKWARD_AND_FORWARD, PartFlops, forward_of
 from fivefold.families.recomputation import repeated_flops
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import peak_flops
@@ -72,38 +75,91 @@ class StepSpeed:
             seconds: seconds of each phase, `train` among them.
             step_seconds: seconds of the whole step.
         """
-        actor = self._models["actor"]
-        ranks = actor.layout.world_size
-        lengths, n_trained = batch.lengths_N.tolist(), int(batch.trained_N.sum())
-        flops = training_flops(actor.shape, lengths, n_trained) * actor.epochs
+        works = {
+            phase: _Work(self._models[role], batch, phase in _TRAINING)
+            for phase, role in {**_FORWARD, **_TRAINING}.items()
+            if phase in seconds
+        }
         return {
             "tokens_per_second": batch.n_tokens / step_seconds,
-            "train/tokens_per_second_per_device": batch.n_tokens * actor.epochs / seconds["train"] / ranks,
-            "train/tflops_per_device": flops / seconds["train"] / ranks / 1e12,
-            **({} if self._peak is None else self._utilization(lengths, n_trained, seconds, self._peak)),
+            **_metrics(works, seconds, self._peak),
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
             "seconds/step": step_seconds,
         }
 
-    def _utilization(
-        self, lengths: Sequence[int], n_trained: int, seconds: Mapping[str, float], peak: float
-    ) -> dict[str, float]:
-        """Return the MFU of each phase in which a model worked, and the HFU of those that train."""
-        used = {}
-        for phase, role in {**_FORWARD, **_TRAINING}.items():
-            if phase not in seconds:
-                continue
-            model = self._models[role]
-            possible = seconds[phase] * model.layout.world_size * peak
-            forward = forward_of(model.shape, lengths, n_trained)
-            if phase not in _TRAINING:
-                used[f"mfu/{phase}"] = forward.total / possible
-                continue
-            flops = BACKWARD_AND_FORWARD * forward.total
-            repeated = repeated_flops(forward, model.section, model.layout, model.shape)
-            used[f"mfu/{phase}"] = model.epochs * flops / possible
-            used[f"hfu/{phase}"] = model.epochs * (flops + repeated) / possible
-        return used
+
+class SupervisedSpeed:
+    """Turns the seconds of a step of supervised training into metrics of speed."""
+
+    def __init__(
+        self, recipe: SFTRecipe | DPORecipe | RMRecipe, placement: Placement, shape: ModelShape, peak: float | None
+    ) -> None:
+        """Take what the run knows before its first step; see `StepSpeed`."""
+        self._peak = peak
+        shape = shape.as_reward_model() if isinstance(recipe, RMRecipe) else shape
+        beside = placement["ref" if "ref" in placement else "actor"].layout
+        self._actor = _Model(shape, placement["actor"].layout, recipe.actor, epochs=1)
+        self._reference = _Model(shape, beside, recipe.actor, epochs=1)
+
+    def metrics(self, trained: RemoteBatch, scored: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step.
+
+        Args:
+            trained: the sequences of the update.
+            scored: those of the passes without gradient, in the phases `scores` and `reference`.
+            seconds: seconds of each phase, `train` among them.
+        """
+        works = {
+            "train": _Work(self._actor, trained, trains=True),
+            "scores": _Work(self._actor, scored, trains=False),
+            "reference": _Work(self._reference, scored, trains=False),
+        }
+        works = {phase: work for phase, work in works.items() if phase in seconds}
+        return {"tokens_per_second": trained.n_tokens / seconds["train"], **_metrics(works, seconds, self._peak)}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a model does in a phase of a step."""
+
+    model: _Model
+    batch: RemoteBatch
+    trains: bool
+    """Whether the phase has backward passes, in each of the model's epochs."""
+
+    @cached_property
+    def forward(self) -> PartFlops:
+        """FLOPs of one forward pass."""
+        return forward_of(self.model.shape, self.batch.lengths_N.tolist(), int(self.batch.trained_N.sum()))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the model, without those that are repeated."""
+        return self.forward.total * (self.model.epochs * BACKWARD_AND_FORWARD if self.trains else 1.0)
+
+    @property
+    def repeated(self) -> float:
+        """FLOPs that the backward passes compute again."""
+        model = self.model
+        return model.epochs * repeated_flops(self.forward, model.section, model.layout, model.shape)
+
+
+def _metrics(works: Mapping[str, _Work], seconds: Mapping[str, float], peak: float | None) -> dict[str, float]:
+    """Return the speed of the phase `train`, and if `peak` is known the MFU of each phase and the HFU of training."""
+    train = works["train"]
+    device_seconds = {phase: seconds[phase] * work.model.layout.world_size for phase, work in works.items()}
+    found = {
+        "train/tokens_per_second_per_device": train.batch.n_tokens * train.model.epochs / device_seconds["train"],
+        "train/tflops_per_device": train.flops / device_seconds["train"] / 1e12,
+    }
+    if peak is None:
+        return found
+    for phase, work in works.items():
+        possible = device_seconds[phase] * peak
+        found[f"mfu/{phase}"] = work.flops / possible
+        if work.trains:
+            found[f"hfu/{phase}"] = (work.flops + work.repeated) / possible
+    return found
 
 
 def _model(
@@ -118,6 +174,14 @@ def _model(
         section=section if isinstance(section, EngineConfig) else recipe.actor,
         epochs=recipe.critic.ppo_epochs if role == "critic" and recipe.critic is not None else recipe.actor.ppo_epochs,
     )
+
+
+def known_peak(config: ClusterConfig, devices: Sequence[str | None], note: Callable[[str], None]) -> float | None:
+    """Return `device_peak`; a GPU whose speed is not known is told to the user by `note`."""
+    peak = device_peak(config, devices)
+    if peak is None and devices[0] is not None:
+        note(f"no MFU: the speed of {devices[0]} is not known; set cluster.device_peak_tflops")
+    return peak
 
 
 def device_peak(config: ClusterConfig, devices: Sequence[str | None]) -> float | None:

@@ -16,9 +16,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -240,6 +240,9 @@ class FixedTrainer(Actor):
 
     def save(self, folder: Path) -> None: ...
 
+    def device_names(self) -> list[str | None]:
+        return [None]
+
 
 def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "response": "3"}\n' * 4)
@@ -253,7 +256,8 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     ]
     recipe = load_recipe(ROOT / "recipes/tiny-moe-sft.yaml", short, SFTRecipe)
     setup = set_up(recipe, FineTuning(recipe))
-    monkeypatch.setattr(RemoteBatch, "of", lambda columns: SimpleNamespace(n_tokens=2))
+    batch = RemoteBatch(np.array([2]), np.array([1]), ())
+    monkeypatch.setattr(RemoteBatch, "of", lambda columns: batch)
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
@@ -261,7 +265,8 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
     # On GPUs, with checkpoints, with held-out examples.
-    elsewhere = {"peak_memory_gb/max", "seconds/checkpoint", "seconds/checkpoint write", "eval/nll"}
+    elsewhere = {"peak_memory_gb/max", "mfu/train", "hfu/train"}
+    elsewhere |= {"seconds/checkpoint", "seconds/checkpoint write", "eval/nll"}
     assert written | elsewhere == listed_metrics().keys() & set(re.findall(r"`([^`]+)`", section))
 
 

@@ -86,7 +86,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(f"dynamic_sampling/{name}" for name in ("rounds", "kept")),
         *("seconds/generation", "idle/trainer", "idle/rollout"),  # asynchronous training: test_asynchronous_runs.py
         *(name for name in listed_metrics() if name.startswith("staleness/")),
-        *("kl", "margin", "seconds/scores"),  # preferences: test_preferences.py
+        *("kl", "margin", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
         *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),
         *(name for name in listed_metrics() if "<" in name),  # several rewards or data sources

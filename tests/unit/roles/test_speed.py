@@ -9,13 +9,14 @@ import pytest
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.machines import ClusterConfig
+from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.flops import training_flops
 from fivefold.families.read import find_shape
 from fivefold.layout.gpus import peak_flops
 from fivefold.layout.placement import place
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.speed import StepSpeed, device_peak
+from fivefold.roles.speed import StepSpeed, SupervisedSpeed, device_peak
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
 
@@ -64,3 +65,18 @@ def test_each_phase_has_the_share_of_its_own_model_and_processes() -> None:
     }  # fmt: skip
     without = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=None).metrics(batch, seconds, 8.0)
     assert without == {name: value for name, value in metrics.items() if name[1:3] != "fu"}
+
+
+def test_supervised_training_counts_the_passes_that_it_makes() -> None:
+    """KTO scores answers to other prompts too, on which it does not train."""
+    recipe = load_recipe(QUICKSTART.with_name("quickstart-dpo.yaml"), ["actor.loss_type=kto"], DPORecipe)
+    shape, placement = find_shape(recipe.actor.path), place(recipe)
+    scored = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
+    speed = SupervisedSpeed(recipe, placement, shape, peak=1e12)
+    metrics = speed.metrics(scored.select([0]), scored, {"train": 2.0, "scores": 1.0, "reference": 0.5})
+    ranks = placement["actor"].layout.world_size
+    assert metrics["tokens_per_second"] == 20.0
+    assert metrics["train/tflops_per_device"] == metrics["mfu/train"]
+    assert metrics["mfu/train"] == pytest.approx(training_flops(shape, [40], 8) / 2 / ranks / 1e12)
+    assert metrics["mfu/scores"] == pytest.approx(training_flops(shape, [40, 20], 12) / 3 / ranks / 1e12)
+    assert metrics["mfu/reference"] == pytest.approx(2 * metrics["mfu/scores"])
