@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from fivefold.config.paths import resolve_model_path
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*"]
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point formats by safetensors' names."""
 
 
 def resolve_model_folder(path: str | Path) -> Path:
@@ -61,6 +64,10 @@ class HFWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""
         return self._stored.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which a tensor is stored; None for one that is no usual floating-point format."""
+        return _DTYPES.get(self._stored.tensors[name].dtype)
 
     def file(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""

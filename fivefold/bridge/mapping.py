@@ -129,6 +129,13 @@ class WeightMapping(ABC):
             for piece in pieces:
                 piece.view(parameter).copy_(rows[piece.offsets[0] - first :][: piece.sizes[0]])
 
+    def fill_range(self, values_N: Tensor, begin: int, reader: TensorReader, groups: ShardGroups) -> None:
+        """Copy the elements of this rank's flattened shard from `begin` on into `values_N`; padding becomes zero."""
+        values_N.zero_()
+        for piece in self.pieces(groups):
+            for cut in piece.within(begin, begin + values_N.numel()):
+                cut.view(values_N, begin).copy_(reader.read(cut.name, *cut.index))
+
     @abstractmethod
     def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield the full Hugging Face tensors of shards, as views of them where that is possible.

@@ -121,9 +121,8 @@ class Shards:
         source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
         for shard in self:
-            values_N = shard.values_N.zero_()  # the padding of the vocabulary
-            for cut in shard.cuts(shard.mapping.pieces(self._groups.weights)):
-                cut.view(values_N, shard.begin).copy_(source.read(cut.name, *cut.index))
+            values_N = shard.values_N
+            shard.mapping.fill_range(values_N, shard.begin, source, self._groups.weights)
             if values_N.numel() > 0 and not is_finite(values_N):
                 suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
         for offsets in self.offsets:

@@ -19,11 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
-from fivefold.bridge.decoder import expected_tensors
-from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
+from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
-from fivefold.bridge.megatron_reader import MegatronWeights
-from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
@@ -51,7 +48,6 @@ from fivefold.engine.training_state import TrainingState
 from fivefold.families.check import check_layout
 from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
-from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore import compat, settings
@@ -64,6 +60,7 @@ from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
+from fivefold.mcore.weight_source import WeightSource
 from fivefold.types import StepResult
 
 
@@ -132,7 +129,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             ]
         self.weights: dict[str, torch.Tensor] = {**self.parameters, **offsets}
         """Everything that the model's files hold of this rank: parameters, and offsets of routers."""
-        self._load(seed, shape)
+        source = WeightSource(config, self._folder, shape)
+        source.load(self._bridge, self.weights, self._shards, seed, self._device)
         self._has_gradients = False
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
@@ -155,6 +153,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
                 optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps, fixed
             )
             mappings = {mapping.parameter: mapping for mapping, _ in self._bridge.mapped(self.weights)}
+            source.refine(self.optimizer, mappings, self.shape, self._shards)
             self._state = TrainingState(
                 self.optimizer, mappings, self._bridge.expected_names(), self._shards, layout, MegatronGenerators()
             )
@@ -175,17 +174,6 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             flash=self._device.type == "cuda" and config.dtype == "bfloat16",
             device=self._device,
         )
-
-    def _load(self, seed: int, stored: ModelShape) -> None:
-        """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
-        if self.config.init_from_scratch:
-            dtype = self._megatron_config.params_dtype
-            drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device, dtype)
-            self._bridge.load(self.weights, drawn, self._shards)
-            return
-        checkpoint = self.config.megatron.dist_checkpointing_path
-        with HFWeights(self._folder) if checkpoint is None else MegatronWeights(checkpoint, stored) as weights:
-            self._bridge.load(self.weights, weights, self._shards)
 
     def effective_config(self) -> dict[str, Any]:
         """Return the values of all fields of Megatron-Core's configuration, by class."""

@@ -14,6 +14,7 @@ from fsdp_cases import FSDPCase
 from hf_reference import Tensors
 from megatron_cases import Case, OpenEngine, whole
 from ragged import uneven_batch
+from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
@@ -133,11 +134,36 @@ def masters_after_a_step(case: Case, folder: Path) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)"])
 def test_master_weights_from_remainders_are_the_float32_ones(workers: Workers, models: Path, layout: str) -> None:
     """After one step, because a weight that is rounded otherwise at a tie changes the gradients of the next."""
-    model, run = models / "qwen3_moe", workers(Case(layout).world_size)
+    model, run = models / "qwen3_moe-bf16", workers(Case(layout).world_size)
     wanted = run.run(masters_after_a_step, case_of(layout), model)
     got = run.run(masters_after_a_step, case_of(layout, store_param_remainders=True), model)
     for wanted_masters, got_masters in zip(wanted, got, strict=True):
         assert all(torch.equal(*pair) for pair in zip(wanted_masters, got_masters, strict=True))
+
+
+def exported_masters(case: Case, folder: Path) -> Tensors:
+    """In a worker: return the first master weights under Hugging Face names, of a layout without data parallelism."""
+    engine = case.engine(folder, OPTIMIZER)
+    whole_masters = {
+        part.name: part.get("param").view(part.parameter.shape)
+        for part in engine.optimizer.slices()
+        if part.end - part.start == part.parameter.numel()
+    }
+    return whole(engine._bridge.export(whole_masters, engine._shards))
+
+
+@pytest.mark.parametrize(
+    ("layout", "remainders"), [("megatron:d1", True), ("megatron:(attn:t2|ffn:e2)", False), ("megatron:p2", False)]
+)
+def test_master_weights_have_all_digits_of_the_files(
+    workers: Workers, models: Path, layout: str, remainders: bool
+) -> None:
+    """The model's own weights are bfloat16, and its files float32."""
+    case = case_of(layout, store_param_remainders=remainders)
+    masters = workers(case.world_size).run(exported_masters, case, models / "qwen2_moe")[0]
+    stored = load_file(models / "qwen2_moe" / "model.safetensors")
+    assert stored.keys() == masters.keys()
+    assert all(torch.equal(masters[name], tensor) for name, tensor in stored.items())
 
 
 def stored_dtypes(case: Case, folder: Path) -> set[tuple[str, torch.dtype]]:
