@@ -117,7 +117,7 @@ def _config(config: dict[str, Any], layout: ParallelLayout) -> TransformerConfig
             "moe_router_load_balancing_type": "none",
             "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
             "moe_shared_expert_gate": "shared_expert_intermediate_size" in config,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": "allgather",
         }
     if "n_shared_experts" in config:
         fields["moe_shared_expert_intermediate_size"] = config["n_shared_experts"] * config["moe_intermediate_size"]
