@@ -26,6 +26,7 @@ from fivefold.families.check import (
     server_problems,
     vocabulary_problems,
 )
+from fivefold.families.fsdp_check import fsdp_problems
 from fivefold.families.megatron_check import megatron_problems
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
@@ -63,6 +64,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
 def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
     yield from _megatron_problems(recipe, shape, others)
+    yield from _fsdp_problems(recipe)
     yield from server_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)
@@ -91,6 +93,14 @@ def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
         if isinstance(section, EngineConfig) and role.backend == "megatron":
             model, path = others.get(role.role, shape), ROLE_SECTIONS[role.role]
             yield from megatron_problems(path, section, model, role)
+
+
+def _fsdp_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each key of a section `fsdp` that the role's layout cannot take."""
+    for role in recipe_allocation(recipe).roles:
+        section = role_section(recipe, role.role)
+        if isinstance(section, EngineConfig) and role.backend == "fsdp":
+            yield from fsdp_problems(ROLE_SECTIONS[role.role], section.fsdp, role)
 
 
 def _profile_problems(recipe: Recipe, actor: ParallelLayout) -> Iterator[str]:

@@ -11,6 +11,8 @@ MOST_DEVICES = 32_768
 """Of devices, on all nodes together; a plan looks at each rank."""
 MOST_SEQUENCES = 65_536
 """Of lists that are made at once: completions of a prompt, rows of a decoding batch, micro-batches."""
+MOST_LAYERS = 1_000
+"""Of a model's layers."""
 MOST_PASSES = 10_000
 """Of passes over the same data."""
 LARGEST_SEED = 2**32 - 1

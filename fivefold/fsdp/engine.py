@@ -35,13 +35,14 @@ from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.training_state import TorchGenerators, TrainingState
 from fivefold.families.check import check_layout
+from fivefold.families.fsdp_check import check_fsdp
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
 from fivefold.fsdp.model import build_model, units
-from fivefold.fsdp.optimizer import Optimizer, state_format
+from fivefold.fsdp.optimizer import Optimizer
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 
@@ -86,6 +87,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         if value_head:
             self.shape = stored.as_critic() if value_bias else stored.as_reward_model()
         check_layout(layout, self.shape)
+        check_fsdp(config.fsdp, layout)
         self.groups = make_groups(layout, timeout_s)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()
@@ -106,8 +108,9 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
-            form = state_format(config.fsdp.optimizer, self._device)
-            self.optimizer = Optimizer(optimizer, form, self.shards, self.groups, total_steps)
+            self.optimizer = Optimizer(
+                optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, total_steps
+            )
             self._state = TrainingState(
                 self.optimizer, known, expected_tensors(self.shape), self.groups.weights, layout, TorchGenerators()
             )
@@ -138,7 +141,6 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             "transformers": self.model.model.config.to_dict(),
             "fsdp": {
                 "param_dtype": self.config.dtype,
-                "reduce_dtype": "float32",
                 "shards": self.groups.shard.size(),
                 **self.config.fsdp.model_dump(),
             },

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.engine.heads import Head, HeadOptions, OutputLayer, Predictions
 from fivefold.engine.micro_batches import MicroBatch
 from fivefold.engine.passes import predict
@@ -153,15 +154,25 @@ def _shard(
         dtype: dtype of the passes, for which float32 weights are gathered; None: that of the weights.
     """
     mesh = DeviceMesh.from_group(groups.shard, device.type)
-    reduced = torch.float32 if dtype is not None else None
+    reduced = getattr(torch, config.fsdp.mp_policy.reduce_dtype) if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.fsdp.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    _prefetch(list(model.model.layers), config.fsdp)
     for unit in units(model):
         # Losses are divided by global counts, so gradients are summed and never averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch(layers: list[Any], config: FSDPConfig) -> None:
+    """Let each layer gather the weights of the layers that are computed next, as many as the recipe says."""
+    for index, layer in enumerate(layers):
+        if following := layers[index + 1 :][: config.forward_prefetch]:
+            layer.set_modules_to_forward_prefetch(following)
+        if before := layers[:index][::-1][: config.backward_prefetch]:
+            layer.set_modules_to_backward_prefetch(before)
 
 
 def units(model: nn.Module) -> Iterator[FSDPModule]:

@@ -28,18 +28,26 @@ class Optimizer:
     """AdamW, and the place in the learning-rate schedule. All ranks call each method together."""
 
     def __init__(
-        self, config: OptimizerConfig, form: StateFormat, shards: Shards, groups: Groups, total_steps: int
+        self,
+        config: OptimizerConfig,
+        fields: FSDPOptimizerFields,
+        shards: Shards,
+        groups: Groups,
+        device: torch.device,
+        total_steps: int,
     ) -> None:
         """Build the state of the parameters' present values.
 
         Args:
             config: hyper-parameters.
-            form: number formats of the moments, and where they are kept.
+            fields: variant of Adam, number formats of the moments, and where they are kept.
             shards: this rank's shards, float32.
             groups: the groups of this process.
+            device: the device that the shards are on.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
         self._config = config
+        self._decoupled = fields.decoupled_weight_decay
         self._groups = groups
         self._total_steps = total_steps
         self.steps = 0
@@ -50,7 +58,7 @@ class Optimizer:
         self._fixed = [FixedSlice(each.mapping.parameter, each.values_E, each.is_stored) for each in shards.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
         self._parts = [self._part(shard) for shard in self._shards]
-        self.state = OptimizerState(self._parts, form)
+        self.state = OptimizerState(self._parts, state_format(fields, device))
 
     def _part(self, shard: Shard) -> StateShard:
         # Norms and biases are the parameters of one dimension, and exempt from weight decay.
@@ -72,7 +80,7 @@ class Optimizer:
         self.updates += 1
         for part, grad_N in zip(self._parts, grads, strict=True):
             vars(part.weight_N)["decoupled_grad"] = grad_N
-        self.state.update(AdamStep(self.updates, clip_factor(norm, self._config.gradient_clipping), decoupled=True))
+        self.state.update(AdamStep(self.updates, clip_factor(norm, self._config.gradient_clipping), self._decoupled))
         self.zero_grad()
         return StepResult(norm, rate, skipped=False)
 

@@ -45,11 +45,13 @@ def fsdp_memory(
     parameters = rank_parameters(layout, shape, stage).total
     ranks, element = layout.dp * layout.cp, work.element_bytes
     sharded = parameters / ranks
-    kept, temporaries = _activations(layout, shape, stage, work)
+    activations, temporaries = _activations(layout, shape, stage, work)
     layer = max(_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers)
     root = parameters - sum(_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers)
     output = 0 if shape.value_head else element * shape.vocab * shape.hidden / layout.tp
-    gathered = parameters - root if work.keeps_gathered else 2 * layer
+    ahead = min((2 + work.prefetched) * layer, parameters - root)
+    kept = work.kept_gathered * (parameters - root)
+    gathered = kept if work.kept_gathered == 1 else kept + ahead
     # Summed in float32: in bfloat16, that is a second copy of the gradient.
     summed = element + _FLOAT if element < _FLOAT else element
     # The shards are float32 and their own master weights.
@@ -67,7 +69,7 @@ def fsdp_memory(
         snapshot=int(SNAPSHOT_BYTES * sharded),
         update=max(update_bytes(masters, sharded), int(summed * root) if is_trained else 0),
         sending=0,
-        activations=kept,
+        activations=activations,
         in_flight=1.0,
         logprobs=head_bytes(shape, layout, work),
         temporaries=temporaries + (int(summed * layer + output) if is_trained else 0),

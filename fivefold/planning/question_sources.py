@@ -302,6 +302,11 @@ def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
     return engine_work(config, backend, length, sequences)
 
 
+def _kept_gathered(reshard_after_forward: bool | int) -> float:
+    """Return the share of gathered weights that FSDP keeps behind a layer's forward pass."""
+    return float(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else 1 / reshard_after_forward
+
+
 def engine_work(config: EngineConfig, backend: str, length: int, sequences: int) -> Workload:
     """Return the work of one optimizer step on `sequences` of `length` tokens.
 
@@ -326,7 +331,8 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
             recompute=config.fsdp.recompute,
             element_bytes=element,
             logprob_chunk=config.fsdp.logprob_chunk_size,
-            keeps_gathered=not config.fsdp.reshard_after_forward,
+            kept_gathered=_kept_gathered(config.fsdp.reshard_after_forward),
+            prefetched=max(0, config.fsdp.forward_prefetch - 1, config.fsdp.backward_prefetch - 1),
             state=state,
         )
     return Workload(

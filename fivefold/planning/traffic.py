@@ -121,7 +121,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
     exchanged: float = work.gradient_bytes + element
     if is_fsdp:
-        exchanged = work.micro_batches(layout) * ((1 if work.keeps_gathered else 2) * element + _FLOAT)
+        exchanged = work.micro_batches(layout) * ((1 if work.kept_gathered == 1 else 2) * element + _FLOAT)
     return {
         "tp": _share(tp) * stream * passes,
         "cp": _share(layout.cp) * keys * stage.n_layers * (2 + again[0]),

@@ -64,8 +64,10 @@ class Workload:
     """Bytes of a gradient: 4 for float32, 2 for bfloat16."""
     state: StateBytes = StateBytes()
     """The optimizer's state."""
-    keeps_gathered: bool = False
-    """Whether FSDP keeps the weights of all layers gathered from their forward to their backward passes."""
+    kept_gathered: float = 0.0
+    """Share of the weights of all layers that FSDP keeps gathered from their forward to their backward passes."""
+    prefetched: int = 0
+    """Layers whose weights FSDP gathers ahead of the next one."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "sequences", "micro_tokens", "logprob_chunk"):

@@ -161,7 +161,8 @@ def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, comma
     assert result.returncode == 0, result.stderr + result.stdout
     assert "goes on" in result.stdout
     for mine, other in zip(rows(run / "metrics.jsonl"), rows(whole / "metrics.jsonl"), strict=True):
-        names = [name for name in other if not any(word in name for word in ("seconds", "per_second", "flops", "busy"))]
+        timed = ("seconds", "per_second", "flops", "busy", "bubble")
+        names = [name for name in other if not any(word in name for word in timed)]
         assert {name: mine[name] for name in names} == {name: other[name] for name in names}
     for role in ("trainer", "critic", "reference"):
         assert differing(state(run, N_STEPS, role), state(whole, N_STEPS, role)) == []

@@ -115,7 +115,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def is_time(metric: str) -> bool:
-    return any(word in metric for word in ("seconds/", "per_second", "tflops", "replica_busy"))
+    return any(word in metric for word in ("seconds/", "per_second", "tflops", "bubble", "replica_busy"))
 
 
 def trainer_state(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.engine import FSDPConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.types import Batch
 
 TOLERANCE = 1e-4
@@ -97,6 +98,7 @@ def assert_same_run(runs: list[Run], wanted: Run, before: Tensors) -> None:
             assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+AHEAD = FSDPConfig(reshard_after_forward=2, forward_prefetch=2, backward_prefetch=2)
 RECOMPUTING = FSDPConfig(recompute="full", reshard_after_forward=False, logprob_chunk_size=5)
 
 
@@ -110,6 +112,10 @@ RECOMPUTING = FSDPConfig(recompute="full", reshard_after_forward=False, logprob_
         (FSDPCase("fsdp:c2"), "qwen3_moe"),
         (FSDPCase("fsdp:d2t2", RECOMPUTING), "qwen3_moe"),
         (FSDPCase("fsdp:t2c2", RECOMPUTING), "qwen2"),
+        (
+            FSDPCase("fsdp:d4", AHEAD),
+            "qwen3_moe",
+        ),
         (FSDPCase("fsdp:d2", micro_batches=MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=5)), "qwen3_moe"),
     ],
     ids=lambda value: value.layout if isinstance(value, FSDPCase) else value,
@@ -126,6 +132,37 @@ def test_training_gives_the_numbers_of_megatron(
         megatron_cases.train, case, models / model, batch_for(model), LOSS, OPTIMIZER, N_STEPS
     )
     assert_same_run(runs, on_megatron(model), load_file(models / model / "model.safetensors"))
+
+
+def test_weight_decay_that_is_not_decoupled_is_that_of_megatron(
+    workers: Workers, models: Path, batch_for: Callable[[str], Batch]
+) -> None:
+    ours = FSDPCase("fsdp:d1", FSDPConfig(optimizer={"decoupled_weight_decay": False}))
+    theirs = Case("megatron:d1", MegatronConfig(optimizer={"decoupled_weight_decay": False}))
+    got, wanted, plain = (
+        workers(1).run(megatron_cases.train, case, models / "qwen2", batch_for("qwen2"), LOSS, OPTIMIZER, N_STEPS)
+        for case in (ours, theirs, FSDPCase("fsdp:d1"))
+    )
+    assert_same_run(got, wanted[0], load_file(models / "qwen2" / "model.safetensors"))
+    assert got[0].steps != plain[0].steps
+
+
+def test_gradients_may_be_summed_over_ranks_in_bfloat16(
+    workers: Workers, models: Path, batch_for: Callable[[str], Batch]
+) -> None:
+    norms = [
+        workers(2)
+        .run(
+            megatron_cases.train,
+            FSDPCase("fsdp:d2", FSDPConfig(mp_policy={"reduce_dtype": dtype}), dtype="bfloat16"),
+            models / "qwen2-bf16", batch_for("qwen2"), LOSS, OPTIMIZER, 1,
+        )[0]
+        .steps[0]
+        .grad_norm
+        for dtype in ("float32", "bfloat16")
+    ]  # fmt: skip
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+    assert norms[0] != norms[1]
 
 
 def test_training_gives_the_numbers_of_hugging_face_with_torchs_adamw(

@@ -21,7 +21,7 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine import optimizer_state
-from fivefold.fsdp import engine as fsdp_engine
+from fivefold.fsdp import optimizer as fsdp_optimizer
 from fivefold.mcore import compat
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
@@ -251,12 +251,12 @@ def weights_after_streaming(
 ) -> tuple[Tensors, list[torch.Tensor], int]:
     """In a worker: `weights_after`, with state on the host, which a CPU process would not tell from its own memory."""
     compat.prepare()
-    device_format = fsdp_engine.state_format
-    fsdp_engine.state_format = lambda fields, device: replace(device_format(fields, device), on_host=True)
+    device_format = fsdp_optimizer.state_format
+    fsdp_optimizer.state_format = lambda fields, device: replace(device_format(fields, device), on_host=True)
     try:
         return weights_after(case, folder, n_steps, bucket_size)
     finally:
-        fsdp_engine.state_format = device_format
+        fsdp_optimizer.state_format = device_format
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])

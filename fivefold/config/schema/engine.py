@@ -141,7 +141,7 @@ class OffloadConfig(Section):
 
 _ONLY_TRAINING = {
     "megatron": ("use_dist_checkpointing", "ddp", "optimizer", "transformer", "recompute"),
-    "fsdp": ("optimizer", "recompute"),
+    "fsdp": ("optimizer", "recompute", "mp_policy", "backward_prefetch"),
 }
 """Keys of each engine's section that only a trained model reads."""
 

@@ -72,6 +72,7 @@ RUN: Mapping[str, Any] = {
     ),
     **none(
         TRAIN + CONFIG + "reshard_after_forward",  # true, as in Fivefold
+        TRAIN + CONFIG + "reduce_dtype",  # float32, as in Fivefold
     ),
 }
 

@@ -314,6 +314,7 @@ def rules_of_trainer(section: str) -> dict[str, Rule]:
         **under(section + "data_args.", DATA_ARGS),
         **under(section + CONFIG, FSDP),
         section + CONFIG + "reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
+        section + CONFIG + "reduce_dtype": to("actor.fsdp.mp_policy.reduce_dtype", DTYPE),
         section + CONFIG + "offload_policy": moments_on_host,
         section + CONFIG + "overlap_grad_reduce": megatron.DDP["overlap_grad_reduce"],
     }

@@ -11,7 +11,7 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.algorithms import loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import loaded_contents, weights_in_checkpoints
 from fivefold.importing.corrections import truncated_weights
-from fivefold.importing.draft import Rule
+from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import if_on, implied, moments_on_host, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import betas
 from fivefold.importing.values import DTYPE, LOSS_AGGREGATION, LR_SCHEDULE, STATE_PLACE, flag, number, text, whole
@@ -37,6 +37,15 @@ ACTOR_OFFLOADING: Mapping[str, Rule] = {
     "optimizer_offload": if_on("actor.offload.optimizer", reasons.PLAN_OFFLOADS),
 }
 """Offloading of the actor while responses are generated."""
+
+
+def _forward_prefetch(draft: Draft, source: str) -> None:
+    """Convert the switch with which FSDP gathers the next layer early."""
+    if flag(draft.get(source)):
+        draft.mapped(source, "actor.fsdp.forward_prefetch", 1)
+    else:
+        draft.implied(source, reasons.LAYER_UNITS)
+
 
 ONE_SHARDING = only(-1, holds=reasons.STATES_SHARDED, otherwise=f"{reasons.STATES_SHARDED}, not over groups of them")
 
@@ -128,6 +137,7 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "megatron.dtype": to("actor.dtype", DTYPE),
     "fsdp_config.dtype": to("actor.dtype", DTYPE),
     "fsdp_config.reshard_after_forward": to("actor.fsdp.reshard_after_forward", flag),
+    "fsdp_config.forward_prefetch": _forward_prefetch,
     "fsdp_config.offload_policy": moments_on_host,
     **under("optim.", OPTIMIZER),
     "grad_clip": to("actor.optimizer.gradient_clipping", number),

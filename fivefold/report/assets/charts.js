@@ -52,6 +52,7 @@ const CURVES = [
   ["speed", "Model TFLOP/s per device", ["train/tflops_per_device"], "TFLOP/s"],
   ["speed", "MFU and HFU of the update", [/^[mh]fu\/(critic )?train$/], "share"],
   ["speed", "MFU of forward passes", [/^mfu\/(?!(critic )?train$)/], "share"],
+  ["speed", "Bubble of the pipeline", [/^(critic\/)?pipeline\/bubble$/], "share"],
   ["speed", "Memory", [/memory_gb|memory\//, /^offload\//], "GB"],
   ["speed", "Idle time", [/^idle\//], "share"],
   ["speed", "Load of the replicas", [/^replica_busy\//], "share"],

@@ -58,7 +58,7 @@ def test_norms_alone_are_on_every_tensor_parallel_rank() -> None:
 def test_keeping_gathered_weights_takes_those_of_all_layers_instead_of_two() -> None:
     shape = QWEN3_8B
     layer = shape.attention_parameters + shape.dense_mlp_parameters + 2 * shape.hidden
-    more = memory_of("fsdp:d8", keeps_gathered=True).buffers - memory_of("fsdp:d8").buffers
+    more = memory_of("fsdp:d8", kept_gathered=1.0).buffers - memory_of("fsdp:d8").buffers
     assert more == (shape.n_layers - 2) * layer * 2
 
 
