@@ -228,6 +228,7 @@ def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Clas
     if (source / "generation_config.json").is_file() and scores is None:
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)  # no weights are written quantized
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")

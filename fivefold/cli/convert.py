@@ -58,7 +58,8 @@ def convert(
 ) -> None:
     """Turn models into Hugging Face folders, or into torch_dist.
 
-    A GGUF model or a Megatron-Core checkpoint becomes a Hugging Face folder, or such a folder becomes a checkpoint.
+    A GGUF model, a Hugging Face folder of fp8 weights or a Megatron-Core checkpoint becomes a Hugging Face folder, or
+    such a folder becomes a checkpoint.
 
     \b
     Examples:
@@ -78,6 +79,9 @@ def convert(
             _read_torch_dist(source, out, config, dtype, overwrite)
             return
         _refuse({"--config": config is not None}, "belongs to conversions from torch_dist, and SOURCE is none")
+        if _is_quantized(source):
+            _convert_fp8(source, out, dtype or "bfloat16", overwrite)
+            return
         _convert_gguf(source, out, dtype or "bfloat16", overwrite)
 
 
@@ -85,6 +89,23 @@ def _refuse(options: dict[str, bool], reason: str) -> None:
     for option, is_given in options.items():
         if is_given:
             raise ValueError(f"{option} {reason}: drop it")
+
+
+def _is_quantized(source: str) -> bool:
+    from fivefold.config.paths import user_path
+    from fivefold.families.read import is_quantized
+
+    return is_quantized(user_path(source))
+
+
+def _convert_fp8(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:
+    import torch
+
+    from fivefold.convert.fp8_model import convert_fp8
+
+    with progress_bar() as progress:
+        done = convert_fp8(source, out, dtype=getattr(torch, dtype), overwrite=overwrite, progress=progress)
+    typer.echo(f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, {dtype}")
 
 
 def _convert_gguf(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:

@@ -64,6 +64,16 @@ def find_shape(model: str) -> ModelShape:
     return read_shape(_parse(file), file.parent.name if file.name == "config.json" else file.stem)
 
 
+def is_quantized(folder: Path) -> bool:
+    """Return whether a folder has a config.json that says that the weights are quantized.
+
+    Raises:
+        ValueError: the file is not JSON.
+    """
+    file = folder / "config.json"
+    return file.is_file() and "quantization_config" in _parse(file)
+
+
 def find_config(model: str) -> dict[str, Any]:
     """Return the parsed `config.json` of `model`, which has a name as `find_shape` takes it.
 
