@@ -26,6 +26,9 @@ from fivefold.report.timeline import Timeline, timeline_block
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("core.js", "charts.js", "timeline.js", "samples.js", "page.js")
 """Scripts of the page, in their order; the last one begins."""
+PLOTLY = "plotly-cartesian.min.js"
+"""plotly.js without maps and charts in three dimensions, which a browser runs in half of the whole one's time. No Python
+package has it, so it is kept here as npm's package plotly.js-cartesian-dist-min has it."""
 ROOM_FOR_SAMPLES = 10_000_000
 """Bytes of a page that samples may take: with plotly's script and the metrics it stays below 20 MB."""
 INSTALL = "install it with: pip install 'fivefold[report]'"
@@ -35,7 +38,7 @@ def page(runs: Sequence[Run]) -> str:
     """Return the page about `runs`, with all of their data in it.
 
     Raises:
-        ValueError: the libraries that draw it are not installed.
+        ValueError: the library that fills it in is not installed.
     """
     blocks: dict[str, bytes] = {}
     all_facts = []
@@ -72,17 +75,17 @@ def render(all_facts: Sequence[Mapping[str, Any]], blocks: Mapping[str, str], *,
     """Return the page about the runs with these facts; a live page asks its server for blocks that are not in it.
 
     Raises:
-        ValueError: the libraries that draw it are not installed.
+        ValueError: the library that fills it in is not installed.
     """
-    jinja2, plotly = _libraries()
-    template = jinja2.Template((ASSETS / "page.html.j2").read_text(encoding="utf-8"), autoescape=False)
+    template = _jinja2().Template((ASSETS / "page.html.j2").read_text(encoding="utf-8"), autoescape=False)
     data = {"live": live, "runs": list(all_facts)}
     return str(
         template.render(
             title=_escaped(", ".join(str(each["name"]) for each in all_facts)),
             style=(ASSETS / "style.css").read_text(encoding="utf-8"),
             data=_in_script(json.dumps(finite(data), ensure_ascii=False)),
-            blocks={**blocks, "plotly": plotly},
+            plotly=_plotly(),
+            blocks=blocks,
             scripts=[(ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS],
             footer=f"Fivefold {__version__}",
             live=live,
@@ -134,16 +137,19 @@ def has_timeline(run: Run) -> bool:
 
 
 @cache
-def _libraries() -> tuple[Any, str]:
-    """Return jinja2 and the script of plotly, as a block in the form in which it stands in a page."""
+def _plotly() -> str:
+    """Return the script of plotly as a block, in the form in which it stands in a page."""
+    return inline(script_block((ASSETS / PLOTLY).read_text(encoding="utf-8")))
+
+
+def _jinja2() -> Any:
     try:
         import jinja2
-        from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         raise ValueError(
             f"pages about runs need the package {error.name}, which is not installed: {INSTALL}"
         ) from error
-    return jinja2, inline(script_block(get_plotlyjs()))
+    return jinja2
 
 
 def _in_script(text: str) -> str:

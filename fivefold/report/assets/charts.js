@@ -62,7 +62,7 @@ const LAYERED = /^(.*?)[\/_-]?layers?[\/_-]?(\d+)(?:[\/_-](.*))?$/i, EXPERT = /e
 
 function baseLayout(chart) {
   const grid = css("--grid"), faint = css("--faint");
-  const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { color: faint, size: 11 }, automargin: true };
+  const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { color: faint, size: 11 }, ticklabeloverflow: "allow" };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink"), size: 11 },
     margin: { l: 46, r: 8, t: 8, b: 30 }, showlegend: false, hovermode: "x unified", uirevision: SETTINGS.axis, modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--line"), activecolor: css("--accent") }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
@@ -150,6 +150,14 @@ const SIGHT = new IntersectionObserver((entries) => {
 function redraw(chart) {
   chart.stale = !window.Plotly;
   if (window.Plotly) chart.draw(chart);
+}
+/* Draw the charts in view, one after another, so that each can be seen before the next one is drawn. */
+async function drawInTurn() {
+  for (const chart of CHARTS) {
+    if (!chart.visible || !chart.stale) continue;
+    redraw(chart);
+    await new Promise((done) => { setTimeout(done); });
+  }
 }
 function redrawAll() { for (const chart of CHARTS) { if (chart.visible) redraw(chart); else chart.stale = true; } }
 

@@ -26,10 +26,18 @@ function shown(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/* Return the element of a block, which may stand further down than the browser has read; null if the page lacks it. */
+async function elementOf(name) {
+  const find = () => document.querySelector(`script[data-block="${name}"]`);
+  if (find() || PAGE.live || document.readyState !== "loading") return find();
+  await new Promise((done) => { document.addEventListener("DOMContentLoaded", done, { once: true }); });
+  return find();
+}
+
 /* Unpack a block: from this page, or from the server of a live one. */
 async function block(name, query = "") {
   let stream;
-  const inPage = document.querySelector(`script[data-block="${name}"]`);
+  const inPage = await elementOf(name);
   if (inPage) {
     const text = atob(inPage.textContent);
     const bytes = new Uint8Array(text.length);
@@ -57,10 +65,11 @@ async function tableBlock(name, query) {
   return table;
 }
 
-/* Run plotly's script. Nothing takes longer, so the page shows all else before; the browser compiles a script that has an
-   address beside its other work. */
+/* Run plotly's script. Nothing takes longer, so it is unpacked before all else, and run when the page shows all else; the
+   browser compiles a script that has an address beside its other work. */
+const PLOTLY = block("plotly");
 async function runPlotly() {
-  const address = URL.createObjectURL(new Blob([await block("plotly")], { type: "text/javascript" }));
+  const address = URL.createObjectURL(new Blob([await PLOTLY], { type: "text/javascript" }));
   const script = element("script", { src: address });
   await new Promise((done, failed) => { script.onload = done; script.onerror = () => failed(new Error("plotly's script cannot be run")); document.head.append(script); });
   URL.revokeObjectURL(address);

@@ -128,7 +128,7 @@ async function follow() {
   showLinks();
   performance.mark("readable");
   await runPlotly();
-  redrawAll();
+  await drawInTurn();
   performance.mark("ready");
   document.documentElement.dataset.ready = "yes";
   if (PAGE.live) follow();
