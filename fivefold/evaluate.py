@@ -25,6 +25,7 @@ from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.private_folder import PrivateFolder
+from fivefold.observe.status_line import StatusLine
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
@@ -123,10 +124,12 @@ def check_requests(
         )
 
 
-def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, float | int | str]:
+def evaluate(
+    recipe: TrainRecipe, *, model: str | None = None, status: StatusLine | None = None
+) -> dict[str, float | int | str]:
     """Measure the accuracy of `model` (None: the recipe's actor) on the recipe's held-out prompts.
 
-    Only the rollout engine is started, and the reward model if there is one.
+    Only the rollout engine is started, and the reward model if there is one. `status` shows what goes on.
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, its actor starts from a
@@ -151,10 +154,12 @@ def evaluate(recipe: TrainRecipe, *, model: str | None = None) -> dict[str, floa
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)
-    timers = PhaseTimers()
+    status = StatusLine() if status is None else status
+    timers = PhaseTimers(on_change=status.enter)
     # A failure leaves the folder, because its message names a log file in it, until the next evaluation.
     private = PrivateFolder.create(Path(tempfile.gettempdir()), LOGS)
     with private.until_it_fails() as logs, Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
+        status.follow(session.progress)
         frozen = launch_frozen(session, recipe, placement)
         is_server = placement["rollout"].layout.is_server
         group = session.launch(rollout_role(placement, spec))["rollout"]

@@ -20,7 +20,10 @@ from fivefold.bridge.participants import find_part
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
+from fivefold.observe.progress import counting
 
+LOADING = "loading weights"
+"""What progress calls it."""
 _COMPARED_ROWS = 8192
 
 
@@ -62,12 +65,14 @@ class Bridge:
         check_model(self._mappings, over_stages(shapes, groups), groups)
         source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
-        for name, parameter in parameters.items():
-            mapping = self._mappings[name]
-            mapping.fill(parameter, source, groups)
-            # The filled parameter is checked, not what was read: one check for all experts, on the parameter's device.
-            if not is_finite(parameter):
-                suspects |= dict.fromkeys(mapping.sources(), parameter.dtype)
+        with counting(LOADING, sum(parameter.nbytes for parameter in parameters.values())) as count:
+            for name, parameter in parameters.items():
+                mapping = self._mappings[name]
+                mapping.fill(parameter, source, groups)
+                # The filled parameter is checked, not what was read: one check for all experts, on its device.
+                if not is_finite(parameter):
+                    suspects |= dict.fromkeys(mapping.sources(), parameter.dtype)
+                count(parameter.nbytes)
         if suspects:
             raise not_finite_weights(suspects, source)
 

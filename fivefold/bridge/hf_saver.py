@@ -29,6 +29,7 @@ from fivefold.bridge.mapping import Domain, WeightMapping
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_files import BLOCK_BYTES, ShardFiles
 from fivefold.bridge.shard_plan import ShardPlan
+from fivefold.observe.progress import counting
 
 Result = TypeVar("Result")
 
@@ -74,9 +75,13 @@ def _write_own(partial: Path, plan: ShardPlan, own: Iterable[Block]) -> int:
     """Write this rank's blocks, and wait until they are on the disk. Returns their bytes."""
     n_bytes = 0
     try:
-        with ShardFiles(partial, plan) as files:
+        # Ranks write about the same amounts, which blocks are this one's is known only as they come.
+        share = plan.data_bytes // dist.get_world_size()
+        with ShardFiles(partial, plan) as files, counting("saving weights", share) as count:
             for block, content in own:
-                n_bytes += files.write(block.name, content, *block.offsets)
+                written = files.write(block.name, content, *block.offsets)
+                n_bytes += written
+                count(written)
             files.sync()
     except FileNotFoundError as error:
         raise FileNotFoundError(

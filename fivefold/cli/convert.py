@@ -116,7 +116,8 @@ def _convert_gguf(source: str, out: Path, dtype: Literal["float32", "bfloat16"],
         from fivefold.families.torch_dist import find_torch_dist
 
         find_torch_dist(source)  # says what the folder is instead, and what to do with it
-    shape = convert_gguf(source, out, dtype=dtype, overwrite=overwrite)
+    with progress_bar() as progress:
+        shape = convert_gguf(source, out, dtype=dtype, overwrite=overwrite, progress=progress)
     typer.echo(f"{out}: {shape.family}, {shape.n_parameters / 1e6:,.0f} M parameters, {dtype}")
 
 

@@ -34,5 +34,8 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None, model: ModelPath =
         # The recipe is checked before anything heavy, such as torch and Ray, is imported.
         with large_imports():
             from fivefold.evaluate import evaluate
+            from fivefold.observe.status_line import live_status
 
-        typer.echo(json.dumps(evaluate(loaded, model=model), indent=2))
+        with live_status() as status:
+            result = evaluate(loaded, model=model, status=status)
+        typer.echo(json.dumps(result, indent=2))

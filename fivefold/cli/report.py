@@ -134,7 +134,10 @@ def _print_json(found: list[Run]) -> None:
     from fivefold.report.page import state
 
     for run in found:
+        left = run.time_left
         facts = {"folder": str(run.folder.path), **state(run), "seconds": run.seconds}
+        del facts["left"]  # a text, for people
+        facts |= {"seconds_left": None if left is None else left.seconds}
         facts |= {"bytes": n_bytes(run.folder.path), "command": next_command(run) or None}
         typer.echo(json.dumps(finite(facts)))
 
@@ -150,16 +153,26 @@ def _print_table(found: list[Run]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     console = Console(highlight=False)
-    columns = ("run", "state", "step", "best", "time", "size", "began")[: None if console.width >= WIDE else 5]
+    goes_on = any(run.time_left is not None for run in found)
+    columns = ["run", "state", "step", "best", "time"] + ["left"] * goes_on
+    columns += ["size", "began"] if console.width >= WIDE else []
     for name in columns:
-        table.add_column(name, justify="right" if name in ("step", "best", "time", "size") else "left", overflow="fold")
+        table.add_column(name, justify="left" if name in ("run", "state", "began") else "right", overflow="fold")
     for run in found:
         total = f"/{run.total_steps}" if run.total_steps else ""
         best = "" if run.best is None else f"{run.best[1]:.3f}"
         began = "" if run.began is None else f"{run.began.astimezone():%Y-%m-%d %H:%M}"
-        taken, used = duration(run.seconds), size(n_bytes(run.folder.path))
-        cells = (Text(run.name), run.state, f"{run.step}{total}", best, taken, used, began)
-        table.add_row(*cells[: len(columns)])
+        cells = {
+            "run": Text(run.name),
+            "state": run.state,
+            "step": f"{run.step}{total}",
+            "best": best,
+            "time": duration(run.seconds),
+            "left": "" if (left := run.time_left) is None else f"about {duration(left.seconds)}",
+            "size": size(n_bytes(run.folder.path)),
+            "began": began,
+        }
+        table.add_row(*(cells[name] for name in columns))
     console.print(table)
     for run in found:
         if command := next_command(run):

@@ -33,6 +33,7 @@ from fivefold.cluster.shared_folder import check_shared
 from fivefold.cluster.watch import Watch
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.observe.errors import RunFailed
+from fivefold.observe.progress import Progress
 from fivefold.observe.timers import PhaseTimers
 
 
@@ -94,6 +95,10 @@ class Session:
     def host_memory(self) -> int:
         """Bytes of host memory of the run's smallest node."""
         return min(node.host_memory for node in self.nodes)
+
+    def progress(self) -> dict[str, Progress]:
+        """Return how far roles are with the calls that the driver waits for, as their first ranks count it."""
+        return self.watch.reports.latest()
 
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.

@@ -20,6 +20,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError
 from fivefold.cluster.remote_log import last_lines
+from fivefold.cluster.reports import Reports
 from fivefold.cluster.worker import HeldError
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
@@ -111,6 +112,8 @@ class Watch:
         self._cause = cause
         """Returns the failure behind that of some workers, or of all if none is given, if there is one: Ray itself has
         ended, or a machine."""
+        self.reports = Reports()
+        """How far workers are with the calls that are waited for."""
 
     def reopen(self) -> None:
         """Forget an earlier failure, which has ended all workers of its time: new workers are about to start."""
@@ -167,7 +170,7 @@ class Watch:
         elif time.monotonic() >= deadline:
             self._give_up(phase, timeout_s, self._missing(wanted))
         else:
-            self._raise_if_ray_ended()
+            self._while_idle()
         return next(iter(self._found(wanted)), None)
 
     def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
@@ -208,7 +211,14 @@ class Watch:
             ready, _ = ray.wait([*streams, *self._open_refs()], timeout=min(left, LOOK_S), fetch_local=fetch_local)
             if ready or left <= LOOK_S:
                 return list(ready)
-            self._raise_if_ray_ended()
+            self._while_idle()
+
+    def _while_idle(self) -> None:
+        """Check that Ray is still running, and ask the workers that have not answered how far they are."""
+        self._raise_if_ray_ended()
+        with self._lock:
+            calls = [(call.member, call.actor) for call in self._open.values() if call.phase is not None]
+        self.reports.ask(calls)
 
     def _open_refs(self) -> list[ray.ObjectRef[Any]]:
         with self._lock:
@@ -247,6 +257,7 @@ class Watch:
                 call = self._open.pop(ref, None)
                 if call is None:
                     continue
+                self.reports.forget(call.member)
                 try:
                     self._values[ref] = ray.get(ref)
                 except RayError as error:

@@ -34,6 +34,7 @@ from fivefold.cluster.interrupt import keep_exit_statuses
 from fivefold.cluster.rendezvous import LOOPBACK
 from fivefold.imports import large_imports
 from fivefold.observe.events import SUFFIX, EventLog
+from fivefold.observe.progress import Progress, counting, current_progress
 
 SIDES = {"feed": 1, "results": 1, "control": 1, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, with one thread each, for methods that run beside the one in progress."""
@@ -104,7 +105,8 @@ class Feed:
 class Worker:
     """One process of a role. `build`, `call`, `keep`, `serve` and the like run one by one in one thread.
 
-    `push`, `push_end`, `wanted`, `served`, `control`, `where` and `hold` run in the threads of `SIDES`, beside them.
+    `push`, `push_end`, `wanted`, `served`, `control`, `where`, `progress` and `hold` run beside them, in the threads of
+    `SIDES`.
     """
 
     def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
@@ -142,7 +144,7 @@ class Worker:
         """Make the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
-        with self._running("build"):
+        with self._running("build"), counting("starting"):
             with large_imports():
                 build = cloudpickle.loads(pickled)
                 if isinstance(build, str):
@@ -218,6 +220,10 @@ class Worker:
     def push_end(self, feed_id: int) -> None:
         """Tell `consume` that no item follows."""
         self._feed(feed_id).end()
+
+    def progress(self) -> Progress | None:
+        """Return how far this process is with what it counts; None if it counts nothing."""
+        return current_progress()
 
     def where(self) -> str:
         """Return the innermost Python frames of the call in progress."""

@@ -30,7 +30,7 @@ from fivefold.convert.architecture import (
     tensor_source,
 )
 from fivefold.convert.source import gguf_file
-from fivefold.convert.target import free_target
+from fivefold.convert.target import Progress, free_target
 from fivefold.convert.tokenizer import special_token_ids, write_tokenizer
 from fivefold.families.read import read_shape
 from fivefold.families.shape import ModelShape
@@ -45,6 +45,7 @@ def convert_gguf(
     *,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> ModelShape:
     """Write the model of a GGUF file as a Hugging Face folder: config, weights, tokenizer and chat template.
 
@@ -57,6 +58,7 @@ def convert_gguf(
         out: the folder to write. It appears when it is complete.
         dtype: dtype of the weights in the folder.
         overwrite: whether an earlier model folder at `out` may be replaced.
+        progress: is told how far the conversion is.
 
     Returns:
         The model's shape.
@@ -69,7 +71,7 @@ def convert_gguf(
     with gguf_file(source) as file, tempfile.TemporaryDirectory(prefix="fivefold-") as companions:
         model = _open(file)
         _write_companions(model, Path(companions))
-        save_hf(target, model.weights(getattr(torch, dtype)), companions)
+        save_hf(target, model.weights(getattr(torch, dtype), progress), companions)
     return model.shape
 
 
@@ -86,10 +88,15 @@ class _GGUFModel:
     sources: Mapping[str, TensorSource]
     """Where each tensor lies, by Hugging Face name, in the order of an export."""
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
         """Yield every Hugging Face tensor with its name."""
+        done = 0
         for name, source in self.sources.items():
-            yield name, self._weight(source).to(dtype)
+            weight = self._weight(source).to(dtype)
+            yield name, weight
+            done += weight.numel()
+            if progress is not None:
+                progress("writing", done, self.shape.n_parameters)
 
     def _weight(self, source: TensorSource) -> Tensor:
         """Return a float32 tensor in Hugging Face's shape and order of rows."""

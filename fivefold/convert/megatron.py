@@ -9,7 +9,7 @@ compared bit for bit before the folder gets its name. Never more than a tensor o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -30,13 +30,10 @@ from fivefold.bridge.megatron_names import Spec, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.convert.megatron_files import CheckpointFiles
-from fivefold.convert.target import free_target, written_beside
+from fivefold.convert.target import Progress, free_target, written_beside
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
-
-Progress = Callable[[str, int, int], None]
-"""Is told of a conversion's progress: what is being done, elements done, elements in all."""
 
 _ONE_PROCESS = ShardGroups()
 

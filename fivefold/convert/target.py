@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fivefold.bridge import folder_swap
 from fivefold.config.paths import user_path
+
+Progress = Callable[[str, int, int], None]
+"""Is told of a conversion's progress: what is being done, elements done, elements in all."""
 
 
 def free_target(out: str | Path, *, overwrite: bool) -> Path:

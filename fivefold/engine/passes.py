@@ -27,6 +27,9 @@ from fivefold.engine.heads import (
 )
 from fivefold.engine.micro_batches import MicroBatch
 
+COMPUTING = "computing"
+"""What progress calls the passes over micro-batches."""
+
 LossStep = Callable[[MicroBatch, dict[str, torch.Tensor]], tuple[torch.Tensor, Any]]
 """(micro-batch, predictions [T] by name) -> (scalar to differentiate, what is kept of the micro-batch)."""
 

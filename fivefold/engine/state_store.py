@@ -39,6 +39,7 @@ from xxhash import xxh3_128
 
 from fivefold.bridge.pieces import Piece
 from fivefold.observe.durable import naming, sync_folder
+from fivefold.observe.progress import Count, counting
 
 METADATA = ".metadata"
 """Name of DCP's index file."""
@@ -157,8 +158,9 @@ class StateWriter:
         """
         n_bytes = 4 * sum(piece.n_elements for stored in self._ranges for piece in stored.pieces)
         n_bytes += sum(tensor.nbytes for tensor in small.values())
-        items = _SharedItems(chain(_whole_items(small), self._chunks(tensors)))
-        part = _write_files(folder, self._rank, [items] * _n_files(n_bytes))
+        with counting("writing the checkpoint", n_bytes) as count:
+            items = _SharedItems(_counted(chain(_whole_items(small), self._chunks(tensors)), count))
+            part = _write_files(folder, self._rank, [items] * _n_files(n_bytes))
         return WrittenSnapshot(n_bytes, part)
 
     def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Item]:
@@ -224,6 +226,13 @@ class _SharedItems:
     def end(self) -> None:
         with self._lock:
             self._items = iter(())
+
+
+def _counted(items: Iterable[Item], count: Count) -> Iterator[Item]:
+    """Yield items, and count the bytes of each when the next one is asked for."""
+    for item in items:
+        yield item
+        count(item[1].nbytes)
 
 
 def finish(folder: Path, parts: Sequence[WrittenPart]) -> list[WrittenFile]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from fivefold.bridge.audit import listed, raise_if_any, strays
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.pieces import Piece
+from fivefold.observe.progress import Count, counting
 
 _THREADS = 4
 """Most threads that read at one time."""
@@ -102,13 +104,19 @@ class StoredState:
         if not blocks:
             return
         n_threads = min(_THREADS, len(blocks))
-        with ThreadPoolExecutor(n_threads, "state-reader") as pool:
-            list(pool.map(self._read_all, [blocks[first::n_threads] for first in range(n_threads)]))
+        n_bytes = sum(target.nbytes for _, target in blocks)
+        with (
+            ThreadPoolExecutor(n_threads, "state-reader") as pool,
+            counting("loading the checkpoint", n_bytes) as count,
+        ):
+            parts = [blocks[first::n_threads] for first in range(n_threads)]
+            list(pool.map(partial(self._read_all, count), parts))
 
-    def _read_all(self, targets: Sequence[Target]) -> None:
+    def _read_all(self, count: Count, targets: Sequence[Target]) -> None:
         with self._files.for_another_thread() as files:
             for piece, target in targets:
                 target.copy_(files.read(self._key(piece.name), *piece.index))
+                count(target.nbytes)
 
     def _key(self, name: str) -> str:
         return f"{self._kind}/{name}"

@@ -26,6 +26,8 @@ from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
 from fivefold.engine.passes import (
+    COMPUTING,
+    Kept,
     apply_loss,
     assemble_predictions,
     keep_predictions,
@@ -45,6 +47,7 @@ from fivefold.fsdp.model import build_model, units
 from fivefold.fsdp.optimizer import Optimizer
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.observe.progress import counting
 
 
 class FSDPEngine(SharedVerbs[Optimizer]):
@@ -157,12 +160,15 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         normalizer = loss.normalizer(share.totals)
         kept = []
         self._loads.start_mini_batch()
-        for micro_batch in self._builder.build(share):
-            with self._loads.counting(micro_batch.local.padding_T):
-                predictions = self._predict(micro_batch, loss)
-            total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
-            total.backward()
-            kept.append(metrics)
+        micro_batches = self._builder.build(share)
+        with counting(COMPUTING, len(micro_batches)) as count:
+            for micro_batch in micro_batches:
+                with self._loads.counting(micro_batch.local.padding_T):
+                    predictions = self._predict(micro_batch, loss)
+                total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
+                total.backward()
+                kept.append(metrics)
+                count(1)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         reduced = reduce_metrics(kept, counts=counts, n_trained=share.totals.n_trained_tokens)
         reduced["loss"] = reduced.pop("loss/sum") / normalizer
@@ -174,10 +180,12 @@ class FSDPEngine(SharedVerbs[Optimizer]):
     def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
         """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
         self._require("params")
-        kept = [
-            keep_predictions(micro_batch, self._predict(micro_batch, options))[1]
-            for micro_batch in self._builder.build(share)
-        ]
+        micro_batches = self._builder.build(share)
+        kept: list[Kept] = []
+        with counting(COMPUTING, len(micro_batches)) as count:
+            for micro_batch in micro_batches:
+                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, options))[1])
+                count(1)
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
             unit.reshard()

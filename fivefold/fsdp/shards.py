@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.algorithms.finite import is_finite
 from fivefold.bridge.audit import check_model
-from fivefold.bridge.bridge import checked_source, not_finite_weights
+from fivefold.bridge.bridge import LOADING, checked_source, not_finite_weights
 from fivefold.bridge.gather import all_gather
 from fivefold.bridge.hf_saver import Block, blocks
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
@@ -26,6 +26,7 @@ from fivefold.bridge.pieces import Piece
 from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.groups import Groups
+from fivefold.observe.progress import counting
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +121,13 @@ class Shards:
         """
         source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
-        for shard in self:
-            values_N = shard.values_N
-            shard.mapping.fill_range(values_N, shard.begin, source, self._groups.weights)
-            if values_N.numel() > 0 and not is_finite(values_N):
-                suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
+        with counting(LOADING, sum(shard.values_N.nbytes for shard in self)) as count:
+            for shard in self:
+                values_N = shard.values_N
+                shard.mapping.fill_range(values_N, shard.begin, source, self._groups.weights)
+                if values_N.numel() > 0 and not is_finite(values_N):
+                    suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
+                count(values_N.nbytes)
         for offsets in self.offsets:
             offsets.mapping.fill(offsets.values_E, source, self._groups.weights)
             if not is_finite(offsets.values_E):

@@ -33,6 +33,7 @@ from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
 from fivefold.engine.optimizer_state import FixedSlice, StateFormat
 from fivefold.engine.passes import (
+    COMPUTING,
     LossStep,
     apply_loss,
     assemble_predictions,
@@ -61,6 +62,7 @@ from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.mcore.weight_source import WeightSource
+from fivefold.observe.progress import counting
 from fivefold.types import StepResult
 
 
@@ -348,10 +350,12 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             iterator: Iterator[tuple[MicroBatch, PackedSequences]], chunk: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro_batch, packed = next(iterator)
+            count(1)
             decoder = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             return chunk(micro_batch.local, packed), partial(predict_and_lose, micro_batch, decoder)
 
-        with self._training_functions(timers) if backward else nullcontext():
+        functions = self._training_functions(timers) if backward else nullcontext()
+        with functions, counting(COMPUTING, len(steps) * len(self._chunks)) as count:
             kept: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(steps) for _ in self._chunks],

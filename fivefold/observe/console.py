@@ -6,7 +6,7 @@
  step reward    acc ... | seconds rollout  train
  1/50  0.312  0.312 ... |    12.1     8.0    3.6
  2/50  0.344  0.344 ... |    11.8     7.9    3.5
-* step 3/50   rollout   4.1 s   elapsed 0:28   about 9:24 left      <- on a terminal only
+* step 3/50   rollout 40%   4.1 s, about 0:06 left   elapsed 0:28   about 9:24 left      <- on a terminal only
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.observe.progress import Progress
+from fivefold.observe.status_line import StatusLine, live
 from fivefold.observe.table import Column, StepTable, number
-from fivefold.observe.time_left import time_left
-from fivefold.observe.timers import SETUP
 
 FILE_WIDTH = 160
 """Characters of a line if neither the output nor the process has a terminal."""
@@ -36,14 +35,10 @@ LEAST_WIDTH = 60
 """Least characters of a line."""
 HEADER_EVERY = 25
 """Steps after which the labels are printed again."""
-REFRESH_HZ = 8
-LONG_PHASE_SECONDS = 2.0
-"""Least time that a phase took before, from which the status line says how long it will take."""
-SPINNER_WIDTH = 2
 SAMPLE_INDENT = "    "
 CUT = " ... "
-EVALUATION = "evaluation"
-"""The phase of an evaluation."""
+SILENCE_S = 60.0
+"""Seconds without a line after which what goes on is printed where there is no status line."""
 BEST_OF = ("eval/accuracy", "accuracy", "reward/mean")
 """Metrics by which the best step is chosen: the first that the run has, where larger is better."""
 
@@ -60,17 +55,20 @@ class RunConsole:
             screen.note("evaluation after step 20: accuracy 0.71")
             screen.end("finished in 1:23", {"weights": ...})
 
-    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only. Several
-    threads may write to it.
+    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only, and after a
+    minute without one the text of that line. Several threads may write to it.
     """
 
     def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
         self.console = _default_console() if console is None else console
         self._columns = columns
         self._table: StepTable | None = None
-        self._status = _Status()
+        self._status = StatusLine()
         self._live: Live | None = None
         self._n_lines = 0
+        self._printed = time.monotonic()
+        """When the last line was printed."""
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._best: tuple[str, float, int] | None = None
         """Metric, value and number of the best step so far."""
@@ -83,6 +81,10 @@ class RunConsole:
         """Begin the table of steps, the first `done` of which an earlier start of the run has made."""
         self._table = StepTable(self._columns, n_steps, self.console.width)
         self._status.begin(n_steps, done)
+
+    def follow(self, workers: Callable[[], Mapping[str, Progress]], builds: Mapping[str, float]) -> None:
+        """Show the progress of workers on the status line; see `StatusLine.follow`."""
+        self._status.follow(workers, builds)
 
     def phase(self, name: str) -> None:
         """Show `name`, the phases in progress, on the status line; to be the `on_change` of `PhaseTimers`."""
@@ -116,6 +118,7 @@ class RunConsole:
 
     def note(self, text: str, style: str = "") -> None:
         """Print a text between the steps, whole however narrow the screen is."""
+        self._printed = time.monotonic()
         self.console.print(Text(text, style=style), soft_wrap=True)
 
     def end(self, title: str, facts: Mapping[str, object]) -> None:
@@ -141,8 +144,10 @@ class RunConsole:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self._live = Live(self._status, console=self.console, refresh_per_second=REFRESH_HZ, transient=True)
+            self._live = live(self._status, self.console)
             self._live.start()
+        else:
+            self._watch_silence()
         return self
 
     def __exit__(
@@ -150,12 +155,28 @@ class RunConsole:
     ) -> None:
         self._stop()
 
+    def _watch_silence(self) -> None:
+        """Tell what goes on, from a thread, whenever nothing has been printed for long."""
+
+        def watch() -> None:
+            while not self._ended.wait(max(self._printed + SILENCE_S - time.monotonic(), 1.0)):
+                if time.monotonic() - self._printed >= SILENCE_S:
+                    self._tell_status(self._status)
+
+        threading.Thread(target=watch, name="silence", daemon=True).start()
+
+    def _tell_status(self, status: StatusLine) -> None:
+        """Print what goes on as a plain line."""
+        self.note(status.text(self.console.width))
+
     def _stop(self) -> None:
+        self._ended.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _line(self, text: Text) -> None:
+        self._printed = time.monotonic()
         # Lines are cut and not folded, because a folded table cannot be read.
         self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
@@ -176,60 +197,6 @@ class RunConsole:
         )
 
 
-class _Status:
-    """The live line: the phases in progress, their duration, and the estimated rest of the run."""
-
-    def __init__(self) -> None:
-        self._phase = SETUP
-        self._phase_began = time.monotonic()
-        self._began: float | None = None
-        self._n_steps = 0
-        self._done = 0
-        self._step_began = 0.0
-        self._steps: list[float] = []
-        """Seconds of each step of this start."""
-        self._took: dict[str, float] = {}
-        """Seconds that each phase took the last time."""
-        self.best = ""
-        self._spinner = Spinner("dots", style="cyan")
-
-    def begin(self, n_steps: int, done: int) -> None:
-        self._n_steps = n_steps
-        self._done = done
-        self._began = self._step_began = time.monotonic()
-
-    def enter(self, phase: str) -> None:
-        now = time.monotonic()
-        self._took[self._phase] = now - self._phase_began
-        if self._phase == EVALUATION and not self._steps:  # the one before training is no part of the first step
-            self._step_began = now
-        self._phase, self._phase_began = phase, now
-
-    def finish_step(self, step: int) -> None:
-        now = time.monotonic()
-        self._steps.append(now - self._step_began)
-        self._done, self._step_began = step, now
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        now = time.monotonic()
-        words = []
-        if self._n_steps and self._done < self._n_steps:
-            words.append(f"step {self._done + 1}/{self._n_steps}")
-        before = self._took.get(self._phase, 0.0)
-        of = f" of about {before:.0f}" if before >= LONG_PHASE_SECONDS else ""
-        words += [self._phase, f"{now - self._phase_began:.1f}{of} s"]
-        if self._began is not None:
-            elapsed = now - self._began
-            words.append(f"elapsed {clock(elapsed)}")
-            if (left := time_left(self._steps, self._n_steps - self._done)) is not None:
-                words.append(f"about {clock(max(left.seconds - (now - self._step_began), 0.0))} left{left.doubt}")
-        words += [self.best] if self.best else []
-        while len(words) > 1 and len("   ".join(words)) > options.max_width - SPINNER_WIDTH:
-            words.pop()
-        self._spinner.update(text=Text("   ".join(words), no_wrap=True, overflow="ellipsis"))
-        yield self._spinner
-
-
 def shortened(text: str, width: int) -> str:
     """Put a text on one line of at most `width` characters, without its middle if it is too long."""
     line = " ".join(text.split())
@@ -237,13 +204,6 @@ def shortened(text: str, width: int) -> str:
         return line
     tail = (width - len(CUT)) // 2
     return line[: width - len(CUT) - tail] + CUT + line[len(line) - tail :]
-
-
-def clock(seconds: float) -> str:
-    """Format seconds: 65 -> 1:05, 3665 -> 1:01:05."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _painted(row: str) -> Text:

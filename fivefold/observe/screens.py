@@ -3,7 +3,8 @@
 table    RunConsole
 quiet    notes, such as evaluations and warnings, and how the run ended
 json     {"event": "start", "title": "arithmetic / trial-0", "facts": {...}}
-         {"event": "step", "step": 1, "of": 48, "metrics": {...}, "seconds": {...}}
+         {"event": "step", "step": 1, "of": 48, "seconds_left": 81.2, "metrics": {...}, "seconds": {...}}
+         {"event": "progress", "text": "step 2/48   rollout   64.0 s ..."}          after a minute without another event
          {"event": "note", "text": "held-out accuracy after step 24: ..."}
          {"event": "end", "title": "finished in 92 s", "facts": {...}}
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from types import TracebackType
@@ -20,8 +22,11 @@ from typing import Any, Literal, Self
 
 from fivefold.observe.console import RunConsole
 from fivefold.observe.jsonl import finite
+from fivefold.observe.status_line import StatusLine
 from fivefold.observe.table import Column
 
+LONGEST_TEXT = 1000
+"""Most characters of a text for programs."""
 ScreenKind = Literal["table", "quiet", "json"]
 
 
@@ -58,7 +63,6 @@ class JsonScreen(RunConsole):
 
     def __init__(self, columns: Sequence[Column]) -> None:
         super().__init__(columns)
-        self._n_steps = 0
         self._out = sys.stdout
         self._elsewhere = redirect_stdout(sys.stderr)
         self._printing = threading.Lock()
@@ -67,16 +71,18 @@ class JsonScreen(RunConsole):
         """Print the event `start`."""
         self._print(event="start", title=title, facts=_texts(facts))
 
-    def start(self, n_steps: int, done: int = 0) -> None:
-        """Remember the number of steps."""
-        self._n_steps = n_steps
-
-    def phase(self, name: str) -> None:
-        """Print nothing."""
-
     def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
         """Print the event `step`."""
-        self._print(event="step", step=step, of=self._n_steps, metrics=dict(metrics), seconds=dict(seconds))
+        self._status.finish_step(step)
+        left = self._status.time_left
+        self._print(
+            event="step",
+            step=step,
+            of=self._status.n_steps,
+            seconds_left=None if left is None else round(left.seconds, 1),
+            metrics=dict(metrics),
+            seconds=dict(seconds),
+        )
 
     def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
         """Print the event `samples`."""
@@ -93,14 +99,21 @@ class JsonScreen(RunConsole):
 
     def __enter__(self) -> Self:
         self._elsewhere.__enter__()
+        self._watch_silence()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop()
         self._elsewhere.__exit__(kind, error, trace)
 
+    def _tell_status(self, status: StatusLine) -> None:
+        """Print the event `progress`."""
+        self._print(event="progress", text=status.text(LONGEST_TEXT))
+
     def _print(self, **event: Any) -> None:
+        self._printed = time.monotonic()
         with self._printing:
             self._out.write(json.dumps(finite(event)) + "\n")
             self._out.flush()

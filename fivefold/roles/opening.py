@@ -24,6 +24,7 @@ from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.placement import Placement, place
 from fivefold.observe.about import about_run
 from fivefold.observe.console import RunConsole
+from fivefold.observe.earlier import build_seconds
 from fivefold.observe.events import SUFFIX, EventLog
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.screens import ScreenKind, open_screen
@@ -166,5 +167,6 @@ def open_run(
         folder.write_about(about_run(title, banner, total_steps))
         screen.banner(title, banner)
         session = stack.enter_context(Session.open(recipe.scheduler, recipe.cluster, folder.logs, timers))
+        screen.follow(session.progress, build_seconds(folder.path))
         trackers = stack.enter_context(closing(Trackers.open(recipe, folder, screen.note)))
         yield OpenRun(folder, screen, timers, session, events, trackers)

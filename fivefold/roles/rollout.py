@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import groupby
 
 from fivefold.cluster.group import Remote, WorkerGroup
+from fivefold.observe.progress import counting
 from fivefold.roles.actor import Actor
 from fivefold.roles.gate import Gate
 from fivefold.roles.responses import Generated, Group, Responses, generated, groups_of
@@ -86,13 +87,16 @@ class Rollout:
             jobs.sort(key=lambda job: -self._expected.of(job.prompts[0]))
         began = time.perf_counter()
         kept: list[list[tuple[Responses, Remote]]] = [[] for _ in range(len(self._group))]
-        for results in self._group.deal(RolloutWorker.generate, jobs, sampling, n_samples):
-            groups = []
-            for rank, report, columns in results:
-                kept[rank].append((report, columns))
-                indices = groupby(sorted(report.indices_N.tolist()), key=lambda index: index // n_samples)
-                groups += groups_of([[(index, asked[index]) for index in own] for _, own in indices], report, columns)
-            finished(groups)
+        with counting("generating", len(requests)) as count:
+            for results in self._group.deal(RolloutWorker.generate, jobs, sampling, n_samples):
+                groups = []
+                for rank, report, columns in results:
+                    kept[rank].append((report, columns))
+                    indices = groupby(sorted(report.indices_N.tolist()), key=lambda index: index // n_samples)
+                    by_group = [[(index, asked[index]) for index in own] for _, own in indices]
+                    groups += groups_of(by_group, report, columns)
+                    count(len(report.indices_N))
+                finished(groups)
         result = generated(asked, kept, time.perf_counter() - began)
         self._expected.learn(result.samples)
         return result

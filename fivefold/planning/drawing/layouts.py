@@ -12,7 +12,8 @@ from fivefold.planning.search import Candidate, Found, reasons
 
 WIDTH, HEIGHT = 760.0, 360.0
 LEFT, BOTTOM = 64.0, 40.0
-TICKS = 5
+MOST_TICKS = 6
+"""Most lines of the axis of memory."""
 COLOURS = {"none": "#59a14f", "selective": "#edc948", "full": "#e15759"}
 """Colour of a dot, by recompute mode."""
 OTHER_COLOUR = "#4e79a7"
@@ -32,13 +33,31 @@ class Scale:
         share = math.log(seconds / self.shortest) / math.log(self.longest / self.shortest)
         return LEFT + share * (WIDTH - LEFT - 20), HEIGHT - BOTTOM - size / self.largest * (HEIGHT - BOTTOM - 30)
 
+    def times(self) -> list[float]:
+        """Return the seconds that get a line: round numbers, closer to each other where the axis is short."""
+        powers = [10.0**power for power in range(-3, 7)]
+        for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
+            found = [digit * power for power in powers for digit in digits]
+            found = [seconds for seconds in found if self.shortest <= seconds <= self.longest]
+            if len(found) > 1:
+                return found
+        return [self.shortest, self.longest]
+
+    def sizes(self) -> list[float]:
+        """Return the bytes that get a line: multiples of a round number, from 0 on."""
+        steps = (digit * 10.0**power for power in range(6, 14) for digit in (1, 2, 5))
+        step = next(step for step in steps if self.largest / step <= MOST_TICKS)
+        return [step * number for number in range(int(self.largest / step) + 1)]
+
 
 def layouts_section(found: Found) -> str:
     """Return the section of a page about the layouts of a search, as HTML."""
     first = found.ranked[0]
     rows = "".join(_row(number, candidate, first) for number, candidate in enumerate(found.ranked))
     header = "".join(f'<th data-sort tabindex="0">{name}</th>' for name in COLUMNS)
-    told = f"{found.n_tried:,} layouts were tried and {found.n_fitting:,} fit; these differ in more than v."
+    told = (
+        f"{found.n_tried:,} layouts were tried and {found.n_fitting:,} fit; these differ in more than virtual stages."
+    )
     return (
         f"<section><h2>Layouts</h2><p>{told} Click a heading to sort, and a dot to find its row.</p>{_scatter(found)}"
         f'<div class="scroll"><table id="layouts"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -67,13 +86,14 @@ def _scatter(found: Found) -> str:
     canvas = Canvas(WIDTH)
     seconds = [candidate.time.total for candidate in found.ranked]
     scale = Scale(min(seconds) * 0.9, max(seconds) * 1.1, max(c.binding.total for c in found.ranked) * 1.1)
-    for tick in range(TICKS + 1):
-        at = scale.shortest * (scale.longest / scale.shortest) ** (tick / TICKS)
-        x, y = scale.place(at, scale.largest * tick / TICKS)
-        canvas.line(x, 10, x, HEIGHT - BOTTOM)
+    for at in scale.times():
+        x, _ = scale.place(at, 0)
+        canvas.line(x, 30, x, HEIGHT - BOTTOM)
+        canvas.text(x, HEIGHT - BOTTOM + 16, f"{at:g}", size=11, fill=FAINT, anchor="middle")
+    for size in scale.sizes():
+        _, y = scale.place(scale.shortest, size)
         canvas.line(LEFT, y, WIDTH - 10, y)
-        canvas.text(x, HEIGHT - BOTTOM + 16, f"{at:.3g}", size=11, fill=FAINT, anchor="middle")
-        canvas.text(LEFT - 8, y + 4, gb(scale.largest * tick / TICKS), size=11, fill=FAINT, anchor="end")
+        canvas.text(LEFT - 8, y + 4, f"{size / 1e9:g}", size=11, fill=FAINT, anchor="end")
     canvas.text(WIDTH - 10, HEIGHT - 4, "seconds of a step (logarithmic)", size=12, fill=INK, anchor="end")
     canvas.text(LEFT + 6, 22, "GB of a rank", size=12, fill=INK)
     left = LEFT + 110

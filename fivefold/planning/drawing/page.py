@@ -17,12 +17,14 @@ _STYLE = """
 body { font-family: Inter, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif; color: #1f2933; }
 body { margin: 0 auto; max-width: 1400px; }
 svg { max-width: 100%; height: auto; }
+p, li { font-size: 14px; line-height: 1.5; }
 section { margin: 0 32px 32px; }
 h2 { font-size: 16px; }
 li { margin: 6px 0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid #e3e7eb; }
+th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid #e3e7eb; white-space: nowrap; }
 th { position: sticky; top: 0; background: #fff; }
+#layouts td:last-child { white-space: normal; min-width: 280px; }
 th[data-sort] { cursor: pointer; }
 th[data-sort="up"]::after { content: " ↑"; } th[data-sort="down"]::after { content: " ↓"; }
 #layouts th:first-child, #layouts th:last-child { text-align: left; }
@@ -32,7 +34,15 @@ rect[data-tip]:hover { filter: brightness(0.93); } [id^=dot-] { cursor: pointer;
 #tip { position: fixed; z-index: 9; max-width: 360px; white-space: pre-line; pointer-events: none; font-size: 12px; }
 #tip { background: #1f2933; color: #fff; padding: 7px 11px; border-radius: 7px; line-height: 1.5; }
 #tip[hidden] { display: none; }
-@media (max-width: 700px) { section { margin: 0 12px 24px; overflow-x: auto; } }
+@media (max-width: 700px) {
+  section { margin: 0 12px 24px; overflow-x: auto; }
+  #picture { overflow-x: auto; } #picture svg { max-width: none; width: 900px; }
+}
+@media (prefers-color-scheme: dark) {
+  body { background: #1a1a1a; color: #e6e6e6; }
+  svg { filter: invert(0.9) hue-rotate(180deg); }
+  th { background: #1a1a1a; } th, td { border-color: #3a3a3a; } tr.chosen td { background: #24344d; }
+}
 """
 
 
@@ -87,7 +97,7 @@ def page(blueprint: Blueprint, found: Found | None = None) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{name}: plan</title><style>{_STYLE}</style></head>",
             "<body>",
-            draw(blueprint),
+            f'<div id="picture">{draw(blueprint)}</div>',
             layouts_section(found) if found is not None and found.ranked else "",
             *sections,
             f'<div id="tip" hidden></div><script>{_SCRIPT}</script>',

@@ -62,12 +62,12 @@ const LAYERED = /^(.*?)[\/_-]?layers?[\/_-]?(\d+)(?:[\/_-](.*))?$/i, EXPERT = /e
 
 function baseLayout(chart) {
   const grid = css("--grid"), faint = css("--faint");
-  const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { color: faint, size: 11 }, ticklabeloverflow: "allow" };
+  const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { color: faint, size: 11 } };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink"), size: 11 },
-    margin: { l: 46, r: 8, t: 8, b: 30 }, showlegend: false, hovermode: "x unified", uirevision: SETTINGS.axis, modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--line"), activecolor: css("--accent") }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    margin: { l: 46, r: 10, t: 8, b: 24 }, showlegend: false, hovermode: "x unified", uirevision: SETTINGS.axis, modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--line"), activecolor: css("--accent") }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 11 } },
-    xaxis: { ...axis }, yaxis: { ...axis },
+    xaxis: { ...axis, ticklabeloverflow: "allow" }, yaxis: { ...axis, automargin: true },
     // A chart follows its card when the window changes, but not when the page is laid out for paper.
     ...(document.documentElement.classList.contains("printing") ? { width: chart.plot.clientWidth } : {}),
   };
@@ -176,14 +176,14 @@ function drawLines(chart, names, unit, { marks, exact } = {}) {
       traces.push({ type: "scatter", mode: marks || rows.length === 1 ? "lines+markers" : "lines", x: rows.map((i) => x[i]), y: rows.map((i) => series[i]), name: label, line: { color: colour, width, dash }, marker: { size: 5, color: colour }, opacity, ...options });
     };
     if (SETTINGS.smoothing > 0 && !marks && !exact && run.table.n > 2) {
-      add(values, { hoverinfo: "skip" }, 1, 0.25);
+      add(values, { hoverinfo: "skip" }, 1, 0.35);
       add(smoothed(values, SETTINGS.smoothing), { hovertemplate: `%{y:.4~g}` }, 2, 1);
     } else add(values, { hovertemplate: `%{y:.4~g}` }, 1.8, 1);
     if (!several && names.length > 1) labels.push([colour, name]);
     else if (several && names.length > 1 && r === 0) labels.push([null, `${["—", "– –", "···", "–·"][k % 4]} ${name}`]);
   }));
   const layout = baseLayout(chart);
-  if (SETTINGS.axis === "time") layout.xaxis.title = { text: "hours", standoff: 4 };
+  if (SETTINGS.axis === "time") Object.assign(layout, { margin: { ...layout.margin, b: 36 }, xaxis: { ...layout.xaxis, title: { text: "hours", standoff: 4 } } });
   layout.yaxis.type = log ? "log" : "linear";
   const most = traces.flatMap((trace) => trace.y).reduce((largest, value) => Math.max(largest, Math.abs(value) || 0), 0);
   layout.yaxis.exponentformat = log ? "power" : most < 0.01 ? "e" : "B";
@@ -233,7 +233,7 @@ function drawHeat(chart, run, names) {
   }
   const layout = baseLayout(chart);
   layout.hovermode = "closest";
-  layout.xaxis.title = { text: label, standoff: 4 }; layout.yaxis.title = { text: "layer" };
+  layout.xaxis.title = { text: label, standoff: 4 }; layout.margin.b = 36; layout.yaxis.title = { text: "layer" };
   Plotly.react(chart.plot, [{ type: "heatmap", x, y: layers, z, colorscale: isDark() ? "Viridis" : "YlGnBu", reversescale: !isDark(), colorbar: { thickness: 10, tickfont: { color: css("--faint") } }, hovertemplate: `${label} %{x}, layer %{y}: %{z:.4~g}<extra></extra>` }], layout, CONFIG);
 }
 

@@ -18,19 +18,19 @@ function showHead() {
     const speed = last(run, "tokens_per_second");
     children.push(element("div", { class: "tiles" },
       run.held_out ? tile(run.held_out.label, `${run.held_out.before.toFixed(3)} → ${run.held_out.after.toFixed(3)}`) : null,
-      run.best ? tile(`best ${run.best.name}, step ${run.best.step.toLocaleString("en")}`, shown(run.best.value)) : null,
+      run.best ? tile(`best ${run.best.name.split("/").pop()}, step ${run.best.step.toLocaleString("en")}`, shown(run.best.value), run.best.name) : null,
       tile("last reward", last(run, "reward/mean") != null ? shown(last(run, "reward/mean")) : null),
       tile("steps", `${run.step.toLocaleString("en")}${run.total_steps ? ` / ${run.total_steps.toLocaleString("en")}` : ""}`),
       tile("time", run.duration), run.left ? tile(`left${run.left.doubt}`, `about ${run.left.time}`) : null, tile("tokens/s, last step", speed != null ? shown(speed) : null),
       tile("peak memory", last(run, "peak_memory_gb/max") != null ? `${shown(last(run, "peak_memory_gb/max"))} GB` : null),
-      tile("model TFLOP/s per device", last(run, "train/tflops_per_device") != null ? shown(last(run, "train/tflops_per_device")) : null),
+      tile("TFLOP/s per device", last(run, "train/tflops_per_device") != null ? shown(last(run, "train/tflops_per_device")) : null),
       tile("MFU of the update", last(run, "mfu/train") != null ? `${(100 * last(run, "mfu/train")).toFixed(1)}%` : null)));
     if (run.error) children.push(element("div", { class: "warnings", text: run.error }));
     if (run.warnings) children.push(element("div", { class: "warnings", text: run.warnings }));
   } else {
     children.push(element("h1", { text: `${PAGE.runs.length} runs` }));
     const columns = [["run", (run, r) => element("label", {}, element("input", { type: "checkbox", checked: true, "aria-label": `show ${run.name}`, onchange: (event) => { run.hidden = !event.target.checked; redrawAll(); } }), " ", element("i", { class: "dot", style: `background:${COLOURS[r % COLOURS.length]}` }), run.name)], ["state", (run) => stateChip(run)],
-      ["steps", (run) => run.step.toLocaleString("en")], ["time", (run) => run.duration], ["held-out before", (run) => shown(run.held_out?.before)], ["held-out after", (run) => shown(run.held_out?.after)],
+      ["steps", (run) => run.step.toLocaleString("en")], ["time", (run) => run.duration + (run.left ? `, about ${run.left.time} left` : "")], ["held-out before", (run) => shown(run.held_out?.before)], ["held-out after", (run) => shown(run.held_out?.after)],
       ["best", (run) => (run.best ? `${shown(run.best.value)} at ${run.best.step}` : "–")], ["last reward", (run) => shown(last(run, "reward/mean"))], ["tokens/s", (run) => shown(last(run, "tokens_per_second"))]];
     children.push(element("div", { class: "scroll" }, element("table", { id: "runs-table" }, element("thead", {}, element("tr", {}, ...columns.map(([name]) => element("th", { text: name })))), element("tbody", {}, ...PAGE.runs.map((run, r) => element("tr", {}, ...columns.map(([, cell]) => element("td", {}, cell(run, r)))))))));
     PAGE.runs.forEach((run) => { const text = [run.error, run.warnings].filter(Boolean).join("\n"); if (text) children.push(element("div", { class: "warnings", text: `${run.name}: ${text}` })); });

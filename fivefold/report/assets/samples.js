@@ -148,7 +148,7 @@ class SampleBrowser {
     for (let i = 0; i < this.table.n; i++) if (prompt[i] === prompt[id]) (step[i] === step[id] ? group : others).push(i);
     const sample = await this.text(id), texts = await Promise.all(group.map((each) => this.text(each)));
     if (id !== this.chosen) return;
-    const scale = this.scale(texts), facts = [["reward", shown(this.value("reward", id))], ...this.rewardNames().map((name) => [name.slice(7), shown(this.value(name, id))]), ["step", this.value("step", id)], ["length", `${this.value("length", id)} ${this.run.samples.unit}`], ["weights of version", this.versions(id)], ["ended", sample.finish_reason === "length" ? "at the limit" : sample.finish_reason || "–"], ["source", sample.data_source]];
+    const scale = this.scale(texts), facts = [["reward", shown(this.value("reward", id))], ...this.rewardNames().map((name) => [name.slice(7), shown(this.value(name, id))]), ["step", this.value("step", id)], ["length", `${this.value("length", id)} ${this.run.samples.unit}`], ["weights of version", this.versions(id)], ["ended", { length: "at the limit", stop: "by itself" }[sample.finish_reason] || sample.finish_reason || "–"], ["source", sample.data_source]];
     const children = [
       element("h3", { text: "Prompt" }), element("pre", { class: "text", "data-part": "prompt", text: sample.prompt || "" }),
       element("h3", { text: "Completion" }), element("div", { class: "facts" }, ...facts.filter(([, value]) => value != null && value !== "–").map(([name, value]) => element("span", { text: `${name} ${value}` }))), this.completion(sample, scale), this.legend(sample, scale),

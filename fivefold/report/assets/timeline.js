@@ -78,6 +78,7 @@ class TimelineView {
     const pen = this.canvas.getContext("2d"), [from, to] = this.view, scale = (this.width - this.left) / (to - from);
     pen.scale(ratio, ratio); pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
     const busy = new Float64Array(tracks.length), until = new Float64Array(tracks.length).fill(-Infinity);
+    const inView = new Set();
     this.boxes = [];
     for (let i = 0; i < this.table.n; i++) {
       const start = this.starts[i], end = start + seconds[i];
@@ -87,7 +88,8 @@ class TimelineView {
       pen.fillStyle = colourOf(name[i]);
       pen.fillRect(x, y, Math.max(1, right - x), LINE - 4);
       const wide = right - x;
-      if (wide > 46) { pen.fillStyle = "#fff"; pen.save(); pen.beginPath(); pen.rect(x, y, wide - 3, LINE); pen.clip(); pen.fillText(labels[name[i]], x + 4, y + LINE / 2 - 2); pen.restore(); }
+      inView.add(name[i]);
+      if (wide > 12 && pen.measureText(labels[name[i]]).width < wide - 8) { pen.fillStyle = "#fff"; pen.fillText(labels[name[i]], x + 4, y + LINE / 2 - 2); }
       this.boxes.push([x, y, Math.max(2, wide), i]);
     }
     pen.fillStyle = css("--ink");
@@ -97,15 +99,18 @@ class TimelineView {
       pen.save(); pen.beginPath(); pen.rect(0, k * LINE, begin - 4, LINE); pen.clip(); pen.fillText(title, 2, k * LINE + LINE / 2); pen.restore();
     });
     pen.strokeStyle = css("--faint"); pen.fillStyle = css("--faint"); pen.setLineDash([3, 3]);
-    let free = -Infinity;
+    // A line ends a step; its number stands in its middle.
+    let before = this.left, free = -Infinity;
     for (const [step, at] of steps) {
       const x = this.left + (at - from) * scale;
-      if (x < this.left || x > this.width) continue;
-      pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, tracks.length * LINE); pen.stroke();
-      const label = `step ${step}`, begin = Math.max(this.left, x - 40);
-      if (begin > free && x < this.width - 20) { pen.fillText(label, begin, tracks.length * LINE + 12); free = begin + pen.measureText(label).width + 8; }
+      if (x < this.left) continue;
+      if (x <= this.width) { pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, tracks.length * LINE); pen.stroke(); }
+      const label = `step ${step}`, size = pen.measureText(label).width, begin = (before + Math.min(x, this.width)) / 2 - size / 2;
+      if (x > this.left + 1 && begin > Math.max(free, this.left) && begin + size < this.width) { pen.fillText(label, begin, tracks.length * LINE + 12); free = begin + size + 8; }
+      before = x;
+      if (x > this.width) break;
     }
-    this.legend.replaceChildren(...labels.map((label, k) => element("span", {}, element("i", { style: `background:${colourOf(k)}` }), label)), element("span", { text: `${shown(to - from)} s in view; percentages: busy in it; Ctrl and wheel zoom, drag moves` }));
+    this.legend.replaceChildren(...labels.map((label, k) => (inView.has(k) ? element("span", {}, element("i", { style: `background:${colourOf(k)}` }), label) : "")), element("span", { text: `${shown(to - from)} s in view; percentages: busy in it; Ctrl and wheel zoom, drag moves` }));
   }
 
   save() {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
+from fivefold.observe.progress import counting
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
@@ -108,7 +109,8 @@ class ServerEngine:
 
     def _wait_until_ready(self) -> None:
         if not self._is_ready:
-            self._server.wait_until_ready(self._http)
+            with counting("starting the server"):
+                self._server.wait_until_ready(self._http)
             by_folder = self._spec.route.transport == "folder"
             self._loader = None if by_folder else self._dialect.loader(self._http, self._spec)
             self._is_ready = True

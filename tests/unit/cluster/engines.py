@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fivefold.observe.progress import counting
+
 HANG_S = 300.0
 
 if TYPE_CHECKING:
@@ -89,7 +91,9 @@ class Engine:
         yield self.word, None
 
     def run_until_told(self) -> str:
-        self.told.wait(HANG_S)
+        with counting("listening", 4) as count:
+            count(1)
+            self.told.wait(HANG_S)
         return self.word
 
     def tell_to_stop(self, word: str) -> str:

@@ -56,6 +56,19 @@ def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(sessi
     assert running.wait() == ["enough", "enough"]
 
 
+def test_a_worker_tells_how_far_it_is_while_the_driver_waits(session: Session) -> None:
+    group = launch(session, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(group.start(Engine.run_until_told).wait)
+        while not (reports := session.progress()):
+            assert not waiting.done()
+            time.sleep(0.05)
+        assert (reports["actor"].action, reports["actor"].share) == ("listening", 0.25)
+        group.control(Engine.tell_to_stop, "enough")
+        waiting.result()
+    assert session.progress() == {}
+
+
 def test_several_threads_wait_for_calls_of_their_own(session: Session, timers: PhaseTimers) -> None:
     devices = [Device(0, 0)]
     groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from fivefold.config.schema.run import StatsConfig
 from fivefold.experience.samples import extremes
-from fivefold.observe import console as console_module
-from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole, clock
+from fivefold.observe import status_line
+from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole
+from fivefold.observe.status_line import clock
 from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS, StepTable, number
 from fivefold.types import Prompt, Sample
 
@@ -162,7 +163,7 @@ def test_the_time_left_is_told_from_the_first_step_on_and_by_later_steps_as_soon
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(status_line.time, "monotonic", lambda: clock[0])
     console, out = screen(160, terminal=True)
 
     def shown(seconds: float) -> str:

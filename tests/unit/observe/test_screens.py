@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import time
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
+from fivefold.observe import console as console_module
 from fivefold.observe.console import RunConsole
+from fivefold.observe.progress import counting
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import TRAIN_COLUMNS
 
@@ -49,6 +52,8 @@ def test_json_is_one_object_a_line_with_every_number(capsys: pytest.CaptureFixtu
     assert events[0]["facts"]["model"] == "tiny"
     assert events[3]["metrics"] == METRICS | {"accuracy": 0.875, "grad_norm": None}
     assert (events[3]["step"], events[3]["of"], events[3]["seconds"]) == (2, 3, SECONDS)
+    assert events[3]["seconds_left"] >= 0
+    assert events[5]["seconds_left"] is None
     assert events[-1] == {"event": "end", "title": "finished in 9 s", "facts": {"weights": "runs/sums/trial-0/weights"}}
 
 
@@ -59,6 +64,21 @@ def test_json_is_all_that_a_program_reads(capsys: pytest.CaptureFixture[str]) ->
     out, err = capsys.readouterr()
     assert json.loads(out) == {"event": "note", "text": "a note"}
     assert err == "what a tracker or a reward function says\n"
+
+
+@pytest.mark.parametrize("kind", ["table", "json"])
+def test_without_a_terminal_what_goes_on_is_told_after_a_minute_without_a_line(
+    kind: ScreenKind, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_module, "SILENCE_S", 0.0)
+    with open_screen(kind, TRAIN_COLUMNS), counting("loading weights", 8) as count:
+        count(2)
+        told = ""
+        while "setup 25%" not in told:
+            time.sleep(0.05)
+            told += capsys.readouterr().out
+    if kind == "json":
+        assert json.loads(told.splitlines()[0])["event"] == "progress"
 
 
 def test_quiet_says_warnings_notes_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
