@@ -27,6 +27,7 @@ from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample
 from fivefold.families.check import check_examples, describe
+from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
@@ -234,7 +235,7 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
     guard = SkipGuard()
     guard.in_a_row = state.skips_in_a_row
     with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
-        run.screen.start(setup.total_steps, state.step)
+        run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         if state.step == 0:
             state = replace(state, evaluation_before=_held_out(setup, models, run, "before training"))
         timers.take()

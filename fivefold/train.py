@@ -37,6 +37,7 @@ from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import Saved, read_waiting
 from fivefold.families.check import describe
+from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
@@ -192,7 +193,7 @@ def _loop(
         _source(setup, roles, timers, state.step, saved) as source,
         keep(run, recipe, owners | dict(source.owners), state, schedule, began) as keeper,
     ):
-        run.screen.start(setup.total_steps, state.step)
+        run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         texts = TokenTexts(setup.ground.tokenizer)
         loop = _Loop(setup, roles, run, update, critic, source, keeper, saver, evaluator, profiler, speed, texts)
         state = loop.begin(state)
@@ -402,10 +403,13 @@ def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[s
 
 
 def _summary(setup: TrainSetup, state: RunState) -> dict[str, Any]:
-    before, after = state.evaluation_before, state.evaluation_last
+    evaluations = {"before": state.evaluation_before, "after": state.evaluation_last}
     return {
-        "accuracy_before": before["accuracy"] if before else None,
-        "accuracy_after": after["accuracy"] if after else None,
+        **{
+            f"{name}_{when}": values[name] if values else None
+            for name in ("accuracy", "reward", "response_length")
+            for when, values in evaluations.items()
+        },
         "held_out_prompts": len(setup.evaluator.data) if setup.evaluator else 0,
         "steps": setup.total_steps,
         "seconds": round(state.seconds, 1),

@@ -15,9 +15,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -77,8 +77,16 @@ class RunConsole:
         """Print the run's name and facts about it."""
         self._box(title, facts, style="cyan")
 
-    def start(self, n_steps: int, done: int = 0) -> None:
-        """Begin the table of steps, the first `done` of which an earlier start of the run has made."""
+    def start(self, n_steps: int, done: int = 0, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Begin the table of steps.
+
+        Args:
+            n_steps: steps of the whole run.
+            done: steps that earlier starts of the run have made.
+            earlier: the metrics of those steps, with their numbers as `step`: the best of all may be among them.
+        """
+        for record in earlier:
+            self._remember_best(record["step"], record)
         self._table = StepTable(self._columns, n_steps, self.console.width)
         self._status.begin(n_steps, done)
 

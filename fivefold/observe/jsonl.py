@@ -6,7 +6,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -48,6 +48,16 @@ class JsonLines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file; a missing file has none, and lines that are not whole are left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if _step_of(line) is not None:
+                yield json.loads(line)
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -27,7 +27,7 @@ ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("core.js", "charts.js", "timeline.js", "samples.js", "page.js")
 """Scripts of the page, in their order; the last one begins."""
 PLOTLY = "plotly-cartesian.min.js"
-"""plotly.js without maps and charts in three dimensions, which a browser runs in half of the whole one's time. No Python
+"""plotly.js without maps and charts in three dimensions: a browser runs it in half of the whole one's time. No Python
 package has it, so it is kept here as npm's package plotly.js-cartesian-dist-min has it."""
 ROOM_FOR_SAMPLES = 10_000_000
 """Bytes of a page that samples may take: with plotly's script and the metrics it stays below 20 MB."""

@@ -251,3 +251,11 @@ def test_piped_lines_are_as_wide_as_the_users_terminal(monkeypatch: pytest.Monke
 
 def test_durations_are_written_as_a_clock_shows_them() -> None:
     assert [clock(seconds) for seconds in (0, 59.6, 65, 3665)] == ["0:00", "1:00", "1:05", "1:01:05"]
+
+
+def test_the_best_step_may_be_one_before_the_run_was_interrupted() -> None:
+    console, out = screen(100, terminal=False)
+    console.start(n_steps=4, done=2, earlier=[{"step": 1, "accuracy": 0.75}, {"step": 2, "accuracy": 0.25}])
+    console.step(3, METRICS, SECONDS)
+    console.end("done", {})
+    assert "best step  1, accuracy 0.750" in out.getvalue()

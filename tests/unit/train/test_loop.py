@@ -136,6 +136,9 @@ class NoSession:
     def launch(self, *_: Any) -> dict[str, None]:
         return {"rollout": None}
 
+    def progress(self) -> dict[str, Any]:
+        return {}
+
 
 def test_an_evaluation_that_fails_is_a_failed_run_and_leaves_its_logs_to_the_next_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
