@@ -18,8 +18,8 @@ from fivefold.bridge.decoder import expected_tensors, float32_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
-from fivefold.convert.megatron import Converted, Progress
-from fivefold.convert.target import free_target
+from fivefold.convert.megatron import Converted
+from fivefold.convert.target import Progress, free_target
 from fivefold.families.read import load_shape
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
