@@ -6,42 +6,36 @@ held-out examples  ──Method.measure──> before the first step, and after 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fivefold.algorithms.preferences import Objective
-from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.store import TRAINER
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.config.load import resolved_yaml
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
-from fivefold.config.schema.run import PeriodicConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
-from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample
-from fivefold.families.check import check_examples, describe
+from fivefold.families.check import check_examples
 from fivefold.observe.jsonl import records
-from fivefold.observe.screens import ScreenKind, open_screen
+from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
-from fivefold.observe.versions import versions
 from fivefold.roles.keeping import keep
 from fivefold.roles.launch import Models, launch_models
-from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
+from fivefold.roles.opening import OpenRun, lay_groundwork
 from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.resuming import load_state, start_facts, state_at_start
+from fivefold.roles.resuming import load_state
 from fivefold.roles.speed import SupervisedSpeed, known_peak
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import SkipGuard, average_updates
+from fivefold.roles.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
 
 if TYPE_CHECKING:
@@ -133,21 +127,26 @@ class PairMethod:
 
 
 @dataclass(frozen=True)
-class Setup(Generic[Item]):
-    """A run as it is known before a process is started."""
+class Setup(RunSetup[Item]):
+    """A run of supervised training as it is known before a process is started."""
 
     recipe: SupervisedRecipe
     method: Method[Item]
-    ground: Groundwork
     data: Examples[Item]
     valid: Examples[Item] | None
-    sampler: EpochSampler[Item]
-    """Reads the training examples, step by step."""
-    total_steps: int
 
-    def schedule(self, section: PeriodicConfig) -> Schedule:
-        """Return when an action of the recipe is due; its time is measured from now on."""
-        return Schedule(section, total_steps=self.total_steps, steps_per_epoch=self.sampler.batches_per_epoch)
+    def facts(self) -> Mapping[str, object]:
+        """Return what the banner says about this kind of run."""
+        return {
+            "examples": self.data.usage,
+            **({"held out": self.valid.usage} if self.valid else {}),
+            "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} examples",
+        }
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of what evaluations measure and the summary has."""
+        return self.method.measured
 
 
 def set_up(recipe: SupervisedRecipe, method: Method[Item]) -> Setup[Item]:
@@ -162,67 +161,35 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item]) -> Setup[Item]:
     if valid is not None:
         check_examples(ground.shape, "valid_dataset", valid.longest, method.n_appended)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
-    return Setup(recipe, method, ground, data, valid, sampler, recipe.n_steps(sampler.batches_per_epoch))
+    total_steps = recipe.n_steps(sampler.batches_per_epoch)
+    return Setup(
+        recipe=recipe,
+        ground=ground,
+        sampler=sampler,
+        total_steps=total_steps,
+        method=method,
+        data=data,
+        valid=valid,
+    )
 
 
 def run_supervised(
     recipe: SupervisedRecipe, method: Method[Item], *, overwrite: bool, screen: ScreenKind
 ) -> dict[str, Any]:
-    """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
-
-    Raises:
-        ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
-        RunFailed: a worker failed, died or hung, or a checkpoint could not be written.
-        RunStopped: the run was asked to end, and ended after a step.
-    """
-    began = time.perf_counter()
-    start = find_start(recipe, overwrite=overwrite)
-    if isinstance(start, Finished):
-        open_screen(screen, method.columns).note(start.reason)
-        return start.summary
-    setup = set_up(recipe, method)
-    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps)
-    banner = _banner(setup, start, note)
-    with open_run(recipe, start, method.columns, banner, setup.total_steps, screen) as run:
-        models = launch_models(run.session, recipe, setup.ground.placement, setup.ground.path, setup.total_steps)
-        load_state(start, TRAINER, models.actor)
-        run.folder.write_engines({"actor": models.actor.effective_config()})
-        run.folder.started()
-        state = run_loop(setup, models, run, state, began)
-        summary = {
-            **_measured(method, state),
-            "steps": setup.total_steps,
-            "seconds": round(state.seconds, 1),
-            "versions": versions(),
-            "recipe": resolved_yaml(recipe),
-        }
-        run.folder.write_summary(summary)
-        run.trackers.summary(summary)
-        run.screen.end(f"finished in {summary['seconds']:.0f} s", run.folder.saved())
-    return summary
+    """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
+    return run_whole(
+        recipe, method.columns, lambda: set_up(recipe, method), _execute, overwrite=overwrite, screen=screen
+    )
 
 
-def _banner(setup: Setup[Item], start: Anew | Resume, note: str | None) -> dict[str, object]:
-    recipe = setup.recipe
-    return {
-        "model": setup.ground.describe_model(recipe),
-        **{placed.role: describe(placed.layout) for placed in setup.ground.placement.roles},
-        "examples": setup.data.usage,
-        **({"held out": setup.valid.usage} if setup.valid else {}),
-        "steps": f"{setup.total_steps} of {recipe.train_dataset.batch_size} examples",
-        **start_facts(start, note),
-        **setup.ground.warnings(recipe),
-    }
-
-
-def _measured(method: Method[Item], state: RunState) -> dict[str, float | None]:
-    """Return the evaluations before and after training, for the summary."""
-    evaluations = {"before": state.evaluation_before, "after": state.evaluation_last}
-    return {
-        f"{name}_{when}": values[name] if values else None
-        for name in method.measured
-        for when, values in evaluations.items()
-    }
+def _execute(setup: Setup[Item], start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+    """Start the models, with the state of a checkpoint, and run the loop."""
+    ground = setup.ground
+    models = launch_models(run.session, setup.recipe, ground.placement, ground.path, setup.total_steps)
+    load_state(start, TRAINER, models.actor)
+    run.folder.write_engines({"actor": models.actor.effective_config()})
+    run.folder.started()
+    return run_loop(setup, models, run, state, began)
 
 
 def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, began: float) -> RunState:

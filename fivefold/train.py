@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.start import Anew, Finished, Resume
+from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.store import CRITIC, EXPERIENCE, REFERENCE, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.config.load import resolved_yaml
 from fivefold.config.presets import deviations
-from fivefold.config.schema.run import PeriodicConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sampler import EpochSampler
@@ -36,29 +33,28 @@ from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import Saved, read_waiting
-from fivefold.families.check import describe
 from fivefold.observe.jsonl import records
-from fivefold.observe.screens import ScreenKind, open_screen
+from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.observe.versions import versions
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.critic_update import CriticUpdate, critic_update
 from fivefold.roles.imitating import ExpertExamples
 from fivefold.roles.keeping import Keeper, keep
 from fivefold.roles.launch import launch_roles, replica_spec
-from fivefold.roles.opening import Groundwork, OpenRun, lay_groundwork, open_run
+from fivefold.roles.opening import OpenRun, lay_groundwork
 from fivefold.roles.policy_update import PolicyUpdate, check_methods
 from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.resuming import load_state, start_facts, state_at_start
+from fivefold.roles.resuming import load_state
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.run_roles import Roles
 from fivefold.roles.speed import StepSpeed, known_peak
 from fivefold.roles.state_owners import state_owners
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.weights_beside import copy_weights, give_weights
+from fivefold.roles.whole_run import RunSetup, run_whole
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.sync.transport import TITLES, Route, choose_route
@@ -69,26 +65,62 @@ _OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
 
 
 @dataclass(frozen=True)
-class TrainSetup:
-    """A run as it is known before a process is started."""
+class TrainSetup(RunSetup[Prompt]):
+    """A run of reinforcement learning as it is known before a process is started."""
 
     recipe: TrainRecipe
-    ground: Groundwork
     rewards: RewardSet
     data: PromptDataset
     evaluator: Evaluator | None
     sampling: SamplingParams
-    sampler: EpochSampler[Prompt]
-    """Reads the training prompts, step by step."""
     experts: ExpertExamples | None
     """Responses of an expert to learn beside the rewards; None: there are none."""
-    total_steps: int
     route: Route
     """How weights travel from the actor to the rollout."""
 
-    def schedule(self, section: PeriodicConfig) -> Schedule:
-        """Return when an action of the recipe is due; its time is measured from now on."""
-        return Schedule(section, total_steps=self.total_steps, steps_per_epoch=self.sampler.batches_per_epoch)
+    def facts(self) -> Mapping[str, object]:
+        """Return what the banner says about this kind of run."""
+        recipe, placement = self.recipe, self.ground.placement
+        devices = (
+            "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
+        )
+        left_over = self.sampler.n_dropped
+        unused = f"; {left_over} prompts of each epoch fill no step" if left_over else ""
+        prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
+        return {
+            "devices": devices,
+            "weight sync": TITLES[self.route.transport],
+            "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
+            "prompts": self.data.usage,
+            **({} if self.experts is None else {"expert": self.experts.usage}),
+            **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),
+            **({"held out": self.evaluator.data.usage} if self.evaluator else {}),
+            "steps": f"{self.total_steps} of {prompts} prompts x {samples} samples{unused}",
+        }
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of what evaluations measure and the summary has."""
+        return ("accuracy", "reward", "response_length")
+
+    @property
+    def expert_sampler(self) -> EpochSampler[Any] | None:
+        """Reads an expert's examples; None: there are none."""
+        return None if self.experts is None else self.experts.sampler
+
+    def evaluations(self, state: RunState) -> dict[str, Any]:
+        """Return what the summary says about evaluations, with the number of prompts that they had."""
+        return {
+            **super().evaluations(state),
+            "held_out_prompts": len(self.evaluator.data) if self.evaluator else 0,
+        }
+
+    def headline(self, state: RunState) -> str:
+        """Return the last line on the screen, with the accuracy before and after training."""
+        before, after = state.evaluation_before, state.evaluation_last
+        if before is None or after is None:
+            return super().headline(state)
+        return f"{super().headline(state)}: held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"
 
     def reward_model(self, roles: Roles) -> RewardModel | None:
         """Return the reward model among the roles; None if there is none."""
@@ -138,40 +170,24 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
-    """Run `recipe` to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
+    """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
+    return run_whole(recipe, TRAIN_COLUMNS, lambda: set_up(recipe), _execute, overwrite=overwrite, screen=screen)
 
-    Raises:
-        ValueError: a recipe, a data set or a machine with which the run cannot start; nothing was trained.
-        RunFailed: a worker failed, died or hung, or a checkpoint could not be written.
-        RunStopped: the run was asked to end, and ended after a step.
-    """
-    began = time.perf_counter()
-    start = find_start(recipe, overwrite=overwrite)
-    if isinstance(start, Finished):
-        open_screen(screen, TRAIN_COLUMNS).note(start.reason)
-        return start.summary
-    setup = set_up(recipe)
-    experts = None if setup.experts is None else setup.experts.sampler
-    state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, experts)
-    banner = _banner(setup, start, note)
-    with open_run(recipe, start, TRAIN_COLUMNS, banner, setup.total_steps, screen) as run:
-        ground = setup.ground
-        roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
-        with roles.on_device(run.timers, *OFFLOADABLE):
-            load_state(start, TRAINER, roles.actor)
-            if roles.reference is not None and recipe.ref.refresh_steps is not None:
-                load_state(start, REFERENCE, roles.reference)
-        if roles.critic is not None:
-            with roles.critic_on_device(run.timers, *OFFLOADABLE):
-                load_state(start, CRITIC, roles.critic)
-        run.folder.write_engines({name: role.effective_config() for name, role in roles.trained.items()})
-        run.folder.started()
-        state = _loop(setup, roles, run, state, began, _saved(start))
-        summary = _summary(setup, state)
-        run.folder.write_summary(summary)
-        run.trackers.summary(summary)
-        run.screen.end(_headline(state), run.folder.saved())
-    return summary
+
+def _execute(setup: TrainSetup, start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+    """Start the roles, with the state of a checkpoint, and run the loop."""
+    recipe, ground = setup.recipe, setup.ground
+    roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
+    with roles.on_device(run.timers, *OFFLOADABLE):
+        load_state(start, TRAINER, roles.actor)
+        if roles.reference is not None and recipe.ref.refresh_steps is not None:
+            load_state(start, REFERENCE, roles.reference)
+    if roles.critic is not None:
+        with roles.critic_on_device(run.timers, *OFFLOADABLE):
+            load_state(start, CRITIC, roles.critic)
+    run.folder.write_engines({name: role.effective_config() for name, role in roles.trained.items()})
+    run.folder.started()
+    return _loop(setup, roles, run, state, began, _saved(start))
 
 
 def _loop(
@@ -375,52 +391,3 @@ def _speed(setup: TrainSetup, roles: Roles, run: OpenRun) -> StepSpeed:
     recipe, ground = setup.recipe, setup.ground
     peak = known_peak(recipe.cluster, roles.actor.device_names(), run.screen.note)
     return StepSpeed(recipe, ground.placement, ground.shape, ground.others, peak)
-
-
-def _banner(setup: TrainSetup, start: Anew | Resume, note: str | None) -> dict[str, object]:
-    recipe, placement, data = setup.recipe, setup.ground.placement, setup.data
-    devices = (
-        "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
-    )
-    left_over = setup.sampler.n_dropped
-    unused = f"; {left_over} prompts of each epoch fill no step" if left_over else ""
-    prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
-    return {
-        "model": setup.ground.describe_model(recipe),
-        **{placed.role: describe(placed.layout) for placed in placement.roles},
-        "devices": devices,
-        "weight sync": TITLES[setup.route.transport],
-        "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
-        "prompts": data.usage,
-        **({} if setup.experts is None else {"expert": setup.experts.usage}),
-        **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),
-        **({"held out": setup.evaluator.data.usage} if setup.evaluator else {}),
-        "steps": f"{setup.total_steps} of {prompts} prompts x {samples} samples{unused}",
-        **start_facts(start, note),
-        "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
-        **setup.ground.warnings(recipe),
-    }
-
-
-def _summary(setup: TrainSetup, state: RunState) -> dict[str, Any]:
-    evaluations = {"before": state.evaluation_before, "after": state.evaluation_last}
-    return {
-        **{
-            f"{name}_{when}": values[name] if values else None
-            for name in ("accuracy", "reward", "response_length")
-            for when, values in evaluations.items()
-        },
-        "held_out_prompts": len(setup.evaluator.data) if setup.evaluator else 0,
-        "steps": setup.total_steps,
-        "seconds": round(state.seconds, 1),
-        "versions": versions(),
-        "recipe": resolved_yaml(setup.recipe),
-    }
-
-
-def _headline(state: RunState) -> str:
-    took = f"finished in {state.seconds:.0f} s"
-    before, after = state.evaluation_before, state.evaluation_last
-    if before is None or after is None:
-        return took
-    return f"{took}: held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"

@@ -15,15 +15,12 @@ from fivefold.cli.command import EXIT_CODES
 from fivefold.cli.convert import convert
 from fivefold.cli.data import data_app
 from fivefold.cli.doctor import doctor
-from fivefold.cli.dpo import dpo
 from fivefold.cli.evaluate import evaluate
 from fivefold.cli.generate import generate
 from fivefold.cli.import_recipe import import_recipe
 from fivefold.cli.plan import plan
 from fivefold.cli.report import list_runs, report, timeline, watch
-from fivefold.cli.rm import rm
-from fivefold.cli.sft import sft
-from fivefold.cli.train import train
+from fivefold.cli.training import TRAINING, training_command
 from fivefold.cluster.interrupt import keep_exit_statuses
 
 app = typer.Typer(
@@ -59,10 +56,8 @@ def main(
     keep_exit_statuses()
 
 
-app.command("train", epilog=EXIT_CODES)(train)
-app.command("sft", epilog=EXIT_CODES)(sft)
-app.command("dpo", epilog=EXIT_CODES)(dpo)
-app.command("rm", epilog=EXIT_CODES)(rm)
+for name, text in TRAINING.items():
+    app.command(name, help=text, epilog=EXIT_CODES)(training_command(name))
 app.command("eval", epilog=EXIT_CODES)(evaluate)
 app.command("generate", epilog=EXIT_CODES)(generate)
 app.command("plan", epilog=EXIT_CODES)(plan)
