@@ -14,6 +14,8 @@ import urllib3
 
 SHOWN = 300
 """Most characters of a reply that an error shows."""
+LONGEST_REPLY = 16 << 20
+"""Most bytes of a reply."""
 LONGEST_WAIT_S = 60.0
 """Most seconds between two attempts, also where the server asks for more."""
 SETTINGS_FAULT = frozenset({401, 403, 404, 405})
@@ -83,20 +85,48 @@ class ChatClient:
 
     def _ask_once(self, body: dict[str, Any]) -> str:
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        deadline = time.monotonic() + self.timeout_s
         try:
-            reply = self._pool.request("POST", self.url, json=body, headers=headers, redirect=False)
+            reply = self._pool.request(
+                "POST", self.url, json=body, headers=headers, redirect=False, preload_content=False
+            )
+            data = _read(reply, deadline)
         except urllib3.exceptions.TimeoutError as error:
             raise ChatFailed(f"no reply within timeout_s={self.timeout_s:g} s", again=True) from error
         except urllib3.exceptions.HTTPError as error:
             raise ChatFailed(f"{type(error).__name__}: {error}", again=True) from error
         if reply.status != 200:
             raise ChatFailed(
-                f"status {reply.status}: {_shown(reply.data)}",
+                f"status {reply.status}: {_shown(data)}",
                 again=reply.status in (408, 429) or reply.status >= 500,
                 wait_s=_seconds(reply.headers.get("Retry-After")),
                 is_settings_fault=reply.status in SETTINGS_FAULT,
             )
-        return _content(reply.data)
+        return _content(data)
+
+
+def _read(reply: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
+    """Return the body of a reply.
+
+    The pool's own limit is that of one read, and services send white space to keep a connection open.
+
+    Raises:
+        urllib3.exceptions.TimeoutError: the body is not whole at `deadline`, a time on `time.monotonic`.
+        urllib3.exceptions.HTTPError: the connection broke, or the body is too long.
+    """
+    data = bytearray()
+    try:
+        while chunk := reply.read1():
+            data += chunk
+            if len(data) > LONGEST_REPLY:
+                raise urllib3.exceptions.HTTPError(f"the reply has more than {LONGEST_REPLY:,} bytes")
+            if time.monotonic() > deadline:
+                raise urllib3.exceptions.TimeoutError
+    except BaseException:
+        reply.close()
+        raise
+    reply.release_conn()
+    return bytes(data)
 
 
 def _content(data: bytes) -> str:

@@ -25,6 +25,8 @@ class Service(ThreadingHTTPServer):
     """Answers chat completions as a test says, and counts them."""
 
     daemon_threads = True
+    trickles = False
+    """Whether the first reply comes byte by byte."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -61,7 +63,12 @@ class Handler(BaseHTTPRequestHandler):
         if status == 429:
             self.send_header("Retry-After", "0")
         self.end_headers()
-        self.wfile.write(data)
+        if service.trickles and len(service.seen) == 1:
+            for byte in data:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.05)
+        else:
+            self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -133,6 +140,15 @@ def test_a_service_that_hangs_is_left_after_the_time_out(serve: Serve) -> None:
     assert judge(resolve_reward(config(service, timeout_s=0.2)), "a", "a") == 1.0
     assert time.perf_counter() - start < 10
     release.set()
+
+
+def test_the_time_out_is_that_of_the_whole_reply(serve: Serve) -> None:
+    service = serve(lambda *_: says("Score: 1"))
+    service.trickles = True
+    start = time.perf_counter()
+    assert judge(resolve_reward(config(service, timeout_s=0.3)), "a", "a") == 1.0
+    assert time.perf_counter() - start < 2, "the first reply would have taken four seconds"
+    assert len(service.seen) == 2
 
 
 @pytest.mark.parametrize(
