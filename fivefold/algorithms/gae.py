@@ -6,6 +6,11 @@ With values V_t of the state before trained token t, of n trained tokens of a se
     A_t     = delta_t + gamma * lam * A_{t+1}      A_{n+1} = 0
     return  = A_t + V_t                            what the critic learns to predict
 
+lam may follow the completion's length l, and that of the returns may be another one (VAPO: Yue et al. 2025, arXiv
+2504.05118, sections 4.1 and 4.2; VC-PPO: arXiv 2503.01491):
+
+    lam = 1 - 1 / (alpha l)                        so that the mean length of the sum is in proportion to l
+
 The completion's reward is that of its last trained token; a KL penalty is a reward of every token. Tokens that are not
 trained, such as a tool's answer, are no steps: the trained token behind them follows the one before them.
 """
@@ -29,6 +34,10 @@ class GAE:
     """Discount of the reward of the next token."""
     lam: float
     """Weight of longer against shorter estimates: 1 is Monte Carlo, 0 is one step of temporal difference."""
+    returns_lam: float | None = None
+    """lam of the returns; None: that of the advantages."""
+    length_alpha: float | None = None
+    """alpha, by which lam of the advantages follows the length; None: it is `lam`."""
 
     def estimate(self, batch: Batch, token_rewards_T: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return advantages and returns, float32 [T] each, 0 on tokens that are not trained.
@@ -45,20 +54,29 @@ class GAE:
             rows, columns = (torch.tensor(index) for index in zip(*last, strict=True))
             rewards_SL[rows, columns] += _padded(batch.fields["rewards"], batch)[rows, columns]
         values_SL = _padded(batch.fields["values"], batch)
-        advantages_SL = self._sweep(rewards_SL, values_SL)
+        lam_S = self._lam(torch.tensor(counts, dtype=torch.float64))
+        above_SL = advantages_SL = self._sweep(rewards_SL, values_SL, lam_S)
+        if self.returns_lam is not None:
+            above_SL = self._sweep(rewards_SL, values_SL, torch.full_like(lam_S, self.returns_lam))
         is_step_SL = torch.arange(rewards_SL.shape[1]) < torch.tensor(counts)[:, None]
         advantages_T, returns_T = (torch.zeros(batch.n_tokens) for _ in range(2))
         advantages_T[trained_T] = advantages_SL[is_step_SL].float()
-        returns_T[trained_T] = (advantages_SL + values_SL)[is_step_SL].float()
+        returns_T[trained_T] = (above_SL + values_SL)[is_step_SL].float()
         return advantages_T, returns_T
 
-    def _sweep(self, rewards_SL: torch.Tensor, values_SL: torch.Tensor) -> torch.Tensor:
+    def _lam(self, counts_S: torch.Tensor) -> torch.Tensor:
+        """Return float64 [S]: lam of sequences with so many trained tokens."""
+        if self.length_alpha is None:
+            return torch.full_like(counts_S, self.lam)
+        return (1.0 - 1.0 / (self.length_alpha * counts_S.clamp(min=1))).clamp(min=0.0)
+
+    def _sweep(self, rewards_SL: torch.Tensor, values_SL: torch.Tensor, lam_S: torch.Tensor) -> torch.Tensor:
         """Return the advantages [S, L] of sequences that are padded behind their end with rewards and values of 0."""
         advantages_SL = torch.zeros_like(values_SL)
         next_value_S = next_advantage_S = values_SL.new_zeros(len(values_SL))
         for step in reversed(range(values_SL.shape[1])):
             delta_S = rewards_SL[:, step] + self.gamma * next_value_S - values_SL[:, step]
-            next_advantage_S = delta_S + self.gamma * self.lam * next_advantage_S
+            next_advantage_S = delta_S + self.gamma * lam_S * next_advantage_S
             next_value_S = values_SL[:, step]
             advantages_SL[:, step] = next_advantage_S
         return advantages_SL

@@ -19,15 +19,27 @@ class AlgorithmState:
     """Weight of the KL divergence from the reference."""
     corrects_rollout: bool = False
     """Whether `actor.rollout_correction.method: auto` has begun to correct."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    entropy_is_low: bool = True
+    """Whether the entropy of the step was at most `actor.entropy_target`, above which there is no bonus."""
 
     @staticmethod
     def of(config: ActorConfig) -> AlgorithmState:
         """Return the state before the first step."""
-        return AlgorithmState(config.kl_ctl)
+        return AlgorithmState(config.kl_ctl, entropy_coeff=config.entropy_coeff)
 
     def resumed(self, config: ActorConfig) -> AlgorithmState:
         """Return the state with which a run goes on from a checkpoint: a weight that is not adapted is the recipe's."""
-        return self if config.kl_target is not None else replace(self, kl_ctl=config.kl_ctl)
+        state = self if config.kl_target is not None else replace(self, kl_ctl=config.kl_ctl)
+        if config.entropy_target is None:
+            return replace(state, entropy_coeff=config.entropy_coeff, entropy_is_low=True)
+        return state
+
+    @property
+    def entropy_bonus(self) -> float:
+        """Weight of the entropy bonus in the next step."""
+        return self.entropy_coeff if self.entropy_is_low else 0.0
 
     def after(self, config: ActorConfig, metrics: Mapping[str, float], n_samples: int) -> AlgorithmState:
         """Return the state after a step with these metrics on `n_samples` samples."""
@@ -38,7 +50,18 @@ class AlgorithmState:
         if config.kl_target is not None and "kl_ref" in metrics:
             kl_ctl = adapted(kl_ctl, metrics["kl_ref"], config.kl_target, n_samples / config.kl_horizon)
         is_auto = correction.method == "auto"
-        return replace(self, kl_ctl=kl_ctl, corrects_rollout=self.corrects_rollout or (is_auto and exceeds))
+        state = replace(self, kl_ctl=kl_ctl, corrects_rollout=self.corrects_rollout or (is_auto and exceeds))
+        if config.entropy_target is None or "entropy" not in metrics:
+            return state
+        is_low = metrics["entropy"] <= config.entropy_target
+        return replace(state, entropy_coeff=self._moved(config, is_low), entropy_is_low=is_low)
+
+    def _moved(self, config: ActorConfig, is_low: bool) -> float:
+        """Return the weight of the entropy after a step (Skywork-OR1: He et al. 2025, arXiv 2505.22312, section 3.2.4).
+
+        weight <- max(0, weight + step) if the entropy is at most the target, else max(0, weight - step)
+        """
+        return max(0.0, self.entropy_coeff + (config.entropy_step if is_low else -config.entropy_step))
 
 
 def adapted(kl_ctl: float, kl: float, target: float, share: float) -> float:

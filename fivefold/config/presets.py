@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
-    "gdpo", "distill", "rec", "raft", "m2po", "chord",
+    "gdpo", "distill", "rec", "raft", "m2po", "chord", "vapo",
 ]  # fmt: skip
 
 LOSSES = (
@@ -28,7 +28,8 @@ LOSSES = (
 
 ADVANTAGES = (
     "grpo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k",
-    "pass_at_k_best", "asymre", "opmd", "raft", "gae", "none",
+    "pass_at_k_best", "asymre", "opmd", "raft", "optimal_token_baseline",
+    "gae", "none",
 )  # fmt: skip
 """Values of `actor.advantage` that name a file in `fivefold/algorithms/advantages/`, and `gae`."""
 
@@ -48,6 +49,16 @@ PRESETS: Mapping[str, Keys] = {
     "grpo": {},
     # Schulman et al. 2017 (arXiv 1707.06347), with GAE (Schulman et al. 2015, arXiv 1506.02438).
     "ppo": {"actor.advantage": "gae"},
+    # Yue et al. 2025 (arXiv 2504.05118), section 4.
+    "vapo": {
+        "actor.advantage": "gae",
+        "actor.gae_length_alpha": 0.05,
+        "critic.gae_lambda": 1.0,
+        "actor.eps_clip": 0.2,
+        "actor.eps_clip_higher": 0.28,
+        "actor.loss_aggregation": "token_mean",
+        "actor.positive_nll_coeff": 0.1,
+    },
     # Liu et al. 2025 (arXiv 2503.20783), section 3.2: no division by length, none by the standard deviation.
     "dr_grpo": {"actor.loss_aggregation": "sequence_sum_fixed", "actor.reward_norm.std_level": "none"},
     # Yu et al. 2025 (arXiv 2503.14476), sections 3.1 to 3.4.

@@ -68,6 +68,13 @@ class TrainingEngine(Protocol):
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
         """
 
+    def compute_squares(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute log-probs of the share's trained tokens, and the sums of squared probabilities over the vocabulary.
+
+        Returns:
+            float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
+
     def compute_values(self, share: Share) -> torch.Tensor:
         """Compute the value of the state before each of the share's trained tokens, if the model has a value head.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.algorithms.distillation import Direction, coarse_divergence
+from fivefold.engine.concentration import linear_sum_of_squares
 from fivefold.engine.logprobs import linear_logprobs
 from fivefold.engine.top_k import linear_logprobs_of, linear_top_k
 
@@ -50,6 +51,14 @@ class TopKScoring:
 
     temperature: float
     k: int
+    entropy_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class SquaresScoring:
+    """Options for log-probs with the sum of squared probabilities at each place, without gradient."""
+
+    temperature: float
     entropy_gradient: bool = False
 
 
@@ -149,6 +158,17 @@ class LogprobHead:
             group=self.group,
         )
         return coarse_divergence(logprobs_NK, teacher.logprobs_NK, direction)
+
+    def sum_of_squares(self, hidden_NH: torch.Tensor, output: OutputLayer, temperature: float) -> torch.Tensor:
+        """Return the sum of squared probabilities over the vocabulary at each place, float32 [N], without gradient."""
+        return linear_sum_of_squares(
+            hidden_NH,
+            output.weight_VH,
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+            vocab=self.vocab,
+            group=self.group,
+        )
 
     def top_k(self, hidden_NH: torch.Tensor, output: OutputLayer, options: TopKScoring) -> Predictions:
         """Return the most likely tokens of each place and their log-probs, as `top_k_names` calls them.

@@ -22,6 +22,7 @@ from fivefold.engine.heads import (
     LogprobHead,
     OutputLayer,
     Predictions,
+    SquaresScoring,
     TeacherTokens,
     TopKScoring,
 )
@@ -60,6 +61,8 @@ def predict(
     if isinstance(options, TopKScoring):
         return _logprob_head(head).top_k(hidden_NH, output, options)
     own = head.predict(hidden_NH, output, micro_batch.local.targets_N, options)
+    if isinstance(options, SquaresScoring):
+        return {**own, "squares": _logprob_head(head).sum_of_squares(hidden_NH, output, options.temperature)}
     if not isinstance(options, Distilling) or (direction := options.divergence) is None:
         return own
     fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N

@@ -19,7 +19,7 @@ from fivefold.bridge.hf_writer import HFFolder, classified
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, TopKScoring, ValueHead
+from fivefold.engine.heads import Head, HeadOptions, LogprobHead, SquaresScoring, TopKScoring, ValueHead
 from fivefold.engine.passes import Scoring, check_head, no_optimizer
 from fivefold.engine.sharing import Share
 from fivefold.engine.training_state import TrainingState
@@ -73,6 +73,16 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
         """
         logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
         return logprobs, entropy
+
+    def compute_squares(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute log-probs of the share's trained tokens, and the sums of squared probabilities over the vocabulary.
+
+        Returns:
+            float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
+        check_head(self.head, LogprobHead.names)
+        rows = self._score(share, SquaresScoring(temperature), len(LogprobHead.names) + 1)
+        return rows[0], rows[-1]
 
     def compute_values(self, share: Share) -> torch.Tensor:
         """Compute the value of the state before each of the share's trained tokens.

@@ -38,7 +38,7 @@ def linear_top_k(
     Returns:
         The tokens, int64 [N, k], and their log-probs, float32 [N, k].
     """
-    first, real_rows = _rows(weight_VH, vocab, group)
+    first, real_rows = own_rows(weight_VH, vocab, group)
     tokens_NK = torch.zeros(len(hidden_NH), k, dtype=torch.int64, device=hidden_NH.device)
     logits_NK = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     sums_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
@@ -47,10 +47,10 @@ def linear_top_k(
         own = min(k, real_rows)
         logits_NK[rows, :own], tokens_NK[rows, :own] = logits.topk(own)
         sums_N[rows] = logits.logsumexp(1)
-    every_token, every_logit = _gathered(tokens_NK + first, group), _gathered(logits_NK, group)
+    every_token, every_logit = gathered(tokens_NK + first, group), gathered(logits_NK, group)
     best_NK, places_NK = torch.cat(list(every_logit), 1).topk(k)
     tokens_NK = torch.cat(list(every_token), 1).gather(1, places_NK)
-    return tokens_NK, best_NK - _gathered(sums_N, group).logsumexp(0)[:, None]
+    return tokens_NK, best_NK - gathered(sums_N, group).logsumexp(0)[:, None]
 
 
 def linear_logprobs_of(
@@ -89,7 +89,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         vocab: int,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        first, real_rows = _rows(weight, vocab, group)
+        first, real_rows = own_rows(weight, vocab, group)
         found = hidden.new_zeros(tokens.shape, dtype=torch.float32)
         sums = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
         for rows in chunks(len(hidden), chunk_size) if real_rows else []:
@@ -99,7 +99,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
             sums[rows] = logits.logsumexp(1)
         if group.size() > 1 and found.numel() > 0:
             dist.all_reduce(found, group=group)  # each token is on one rank
-        log_normalizer = _gathered(sums, group).logsumexp(0)
+        log_normalizer = gathered(sums, group).logsumexp(0)
         ctx.save_for_backward(hidden, weight, tokens, log_normalizer)
         ctx.constants = (temperature, chunk_size, first, real_rows)
         return found - log_normalizer[:, None]
@@ -123,7 +123,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         return grad_hidden, accumulator.result(), None, None, None, None, None
 
 
-def _rows(weight: torch.Tensor, vocab: int, group: dist.ProcessGroup) -> tuple[int, int]:
+def own_rows(weight: torch.Tensor, vocab: int, group: dist.ProcessGroup) -> tuple[int, int]:
     """Return the first token of this rank's rows, and the number of rows that are no filler."""
     first = group.rank() * weight.shape[0]
     return first, min(max(vocab - first, 0), weight.shape[0])
@@ -135,7 +135,7 @@ def _own(tokens: torch.Tensor, first: int, real_rows: int) -> tuple[torch.Tensor
     return rows.clamp(0, real_rows - 1), (rows >= 0) & (rows < real_rows)
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks, stacked in their order."""
     if group.size() == 1 or tensor.numel() == 0:
         return tensor.unsqueeze(0).expand(group.size(), *tensor.shape)

@@ -41,9 +41,12 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         ]
         yield from _differing("actor", actor, tuple(names), "actor.kl_ctl is 0")
     if actor.advantage != "gae":
-        yield from _differing("actor", actor, ("discount", "gae_lambda"), f"actor.advantage is {actor.advantage}")
+        names = ["discount", "gae_lambda", "gae_length_alpha"]
+        yield from _differing("actor", actor, tuple(names), f"actor.advantage is {actor.advantage}")
     if actor.kl_target is None:
         yield from _differing("actor", actor, ("kl_horizon",), "actor.kl_target is null")
+    if actor.entropy_target is None:
+        yield from _differing("actor", actor, ("entropy_step",), "actor.entropy_target is null")
     if not actor.overlong_reward_penalty:
         names = ["overlong_tokens", "overlong_penalty_factor"]
         yield from _differing("actor", actor, tuple(names), "actor.overlong_reward_penalty is false")
@@ -55,7 +58,7 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if actor.loss in _WITHOUT_CLIP and not chosen.get("actor.eps_clip"):
         names = ["eps_clip", "eps_clip_higher"]
         yield from _differing("actor", actor, tuple(names), f"actor.loss={actor.loss} clips no ratio")
-    if actor.loss in (*_WITHOUT_CLIP, "gspo", "gmpo", "cispo", "clip_cov", "cpgd"):
+    if actor.loss in (*_WITHOUT_CLIP, "gspo", "gmpo", "cispo", "clip_cov", "cpgd", "rec"):
         yield from _differing("actor", actor, ("c_clip",), f"actor.loss={actor.loss} has no dual clip")
     if actor.advantage in ADVANTAGES and actor.advantage != "grpo":
         names = ["mean_level", "std_level", "eps"]

@@ -25,6 +25,8 @@ OTHER_ADVANTAGES = {
     "grpo_passk": "pass_at_k_best",
     "asymre": "asymre",
     "raft": "raft",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
 """Values of `actor.advantage`, by the names that frameworks give them."""
 OF_ONE = ("reinforce_pp", "remax", "raft")

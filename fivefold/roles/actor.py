@@ -35,6 +35,10 @@ class Actor(TrainedRole):
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
         return self.trainer.logprobs(batch, "own", temperature, "old_logprobs")
 
+    def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        """Compute the columns `old_logprobs` and `energies` (advantages/token_baseline.py) of the trained tokens."""
+        return self.trainer.energies(batch, temperature)
+
     def advantage_moments(self, batch: RemoteBatch, change: BatchChange | None) -> Moments:
         """Return the moments of the advantages of all trained tokens, as they are after `change`."""
         return self.trainer.advantage_moments(batch, change)

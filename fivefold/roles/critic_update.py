@@ -28,7 +28,8 @@ class CriticUpdate:
         self._seed = recipe.seed
         self._critic = critic
         self._timers = timers
-        self._gae = GAE(recipe.actor.discount, recipe.actor.gae_lambda)
+        actor = recipe.actor
+        self._gae = GAE(actor.discount, actor.gae_lambda, config.gae_lambda, actor.gae_length_alpha)
         self._whitens = recipe.actor.whitens
         self._loss = ValueLoss(config.eps_clip, config.loss_aggregation)
         self.guard = SkipGuard("critic")

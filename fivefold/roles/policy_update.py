@@ -21,10 +21,11 @@ from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
+from fivefold.roles.baselines import with_token_advantages
 from fivefold.roles.critic_update import CriticUpdate
 from fivefold.roles.imitating import RIGHT, ExpertExamples, with_imitation
 from fivefold.roles.reference import Reference
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer_worker import BatchChange
 from fivefold.roles.updates import SkipGuard, make_updates
@@ -58,6 +59,7 @@ class PolicyUpdate:
         self._base_loss = PolicyLoss.from_config(config, recipe.gconfig)
         self._shaping = RewardShaping.of(config, recipe.gconfig)
         self._advantage = build_advantage(config, recipe.gconfig.n_samples)
+        self._has_token_baseline = config.advantage == "optimal_token_baseline"
         self._penalized = config.kl_in == "reward" and config.kl_ctl > 0
         self._change: BatchChange | None = None
         self._may_correct = (
@@ -100,7 +102,12 @@ class PolicyUpdate:
             batch = batch.with_scalars(**{RIGHT: np.array(is_right, dtype=np.float32)})
         if self._critic is not None:
             batch = self._critic.values(batch)
-        if self._recomputes:
+        energies: Sequence[Piece] = ()
+        if self._has_token_baseline:
+            with self._timers.phase("old log-probs"):
+                energies = self._actor.energies(batch, self._temperature)
+                batch = batch.with_pieces(energies)
+        elif self._recomputes:
             with self._timers.phase("old log-probs"):
                 batch = batch.with_pieces(self._actor.logprobs(batch, self._temperature))
         if self._reference is not None:
@@ -111,6 +118,13 @@ class PolicyUpdate:
                 batch = batch.with_pieces(self._teacher.opinions(batch, self._temperature))
         kl = KLInReward(self.state.kl_ctl, self._config.kl_estimator) if self._penalized else None
         values_N = advantages.advantages_N.numpy()
+        if self._has_token_baseline:
+            with self._timers.phase("advantages"):
+                groups = [sample.prompt.index for sample in samples]
+                zero_tail = self._config.advantage_kwargs.get("zero_tail", True)
+                batch, moments = with_token_advantages(batch, energies, values_N, groups, zero_tail=zero_tail)
+            self._change = self._change_of(batch, kl)
+            return batch, advantages.metrics | {"advantage/mean": moments.mean, "advantage/std": moments.std}
         if self._critic is None:
             batch = batch.with_scalars(advantages=values_N)
             self._change = self._change_of(batch, kl)
@@ -141,6 +155,8 @@ class PolicyUpdate:
         loss = self._base_loss
         if loss.kl_coeff:
             loss = replace(loss, kl_coeff=self.state.kl_ctl)
+        if self._config.entropy_target is not None:
+            loss = replace(loss, entropy_coeff=self.state.entropy_bonus)
         if (self.state.corrects_rollout or self._always_corrects) and self._may_correct:
             loss = replace(loss, correction=RolloutCorrection.automatic())
         if self.experts is not None:
@@ -185,6 +201,8 @@ class PolicyUpdate:
         )
         if self._config.kl_ctl > 0:
             averages["kl_ctl"] = self.state.kl_ctl
+        if self._config.entropy_target is not None:
+            averages["entropy_coeff"] = self.state.entropy_bonus
         if self.experts is not None:
             averages["imitation_weight"] = self.experts.weight
         corrected = self.state.corrects_rollout or self._always_corrects

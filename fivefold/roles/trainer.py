@@ -64,6 +64,11 @@ class Trainer:
         plan, arguments = self.deal(batch, model, temperature, column, model=model)
         return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_logprobs, arguments))
 
+    def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        """Compute log-probs of the trained tokens and their energies, as the columns `old_logprobs` and `energies`."""
+        plan, arguments = self.deal(batch, temperature)
+        return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_energies, arguments))
+
     def top_k(self, batch: RemoteBatch, k: int, temperature: float) -> tuple[Piece, ...]:
         """Compute the k most likely tokens, as the columns `teacher_tokens` and `teacher_token_logprobs`."""
         plan, arguments = self.deal(batch, k, temperature)

@@ -179,6 +179,22 @@ class TrainerWorker:
             logprobs_T, _ = engine.compute_logprobs(share, temperature=temperature)
         return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
 
+    def compute_energies(self, order: ShareOrder, temperature: float, *columns: Columns) -> tuple[None, Columns]:
+        """Compute log-probs of the share's trained tokens, as the column `old_logprobs`, and their energies.
+
+        The column `energies` has 1 - 2 p + the sum of squared probabilities on trained tokens, and NaN on others.
+
+        Returns:
+            No summary, and the columns.
+        """
+        share = assemble(order, columns)
+        with self._peaks.phase(_PHASES["old_logprobs"]):
+            logprobs_T, squares_T = self._engine.compute_squares(share, temperature=temperature)
+        energies_T = (1 - 2 * logprobs_T.exp() + squares_T).clamp(min=0)
+        energies_T[~share.batch.mask_T.bool()] = torch.nan
+        values = {"old_logprobs": logprobs_T.numpy(), "energies": energies_T.numpy()}
+        return None, Columns(order.lengths.astype(np.int32), values)
+
     def compute_top_k(self, order: ShareOrder, k: int, temperature: float, *columns: Columns) -> tuple[None, Columns]:
         """Compute the k most likely tokens at each of the share's trained tokens, as columns of a teacher.
 

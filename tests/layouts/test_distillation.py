@@ -1,4 +1,4 @@
-"""On every layout, a teacher tells what Hugging Face's model does, and a pupil has the gradient of the divergence."""
+"""On every layout, distributions are those of Hugging Face's model, and a pupil has the gradient of the divergence."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ def hugging_face(models: Path, k: int, direction: str, scratch: Path) -> Expecte
     return Expected(log_q_TV, float(loss), gradients_as_in_files(model, scratch))
 
 
-def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """In a worker: return tokens and log-probs of the whole batch."""
+def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In a worker: return tokens and log-probs of the whole batch; and the log-probs and sums of squares of its own."""
     engine, batch = case.engine(folder), uneven_batch()
     tokens_TK, logprobs_TK = engine.compute_top_k(engine.share(batch), k, temperature=TEMPERATURE)
     rows = engine._assembled(batch, torch.cat([tokens_TK.float(), logprobs_TK], 1).T)
-    return rows[:k].T.long(), rows[k:].T
+    squares = engine.compute_squares(engine.share(batch), temperature=TEMPERATURE)
+    return rows[:k].T.long(), rows[k:].T, engine._assembled(batch, torch.stack(squares))
 
 
 def pupil(
@@ -101,13 +102,17 @@ def test_a_pupil_has_the_gradient_of_the_divergence(
     batch = uneven_batch()
     (expected,) = workers(1).run(hugging_face, models, k, direction, tmp_path)
     teacher, case = case_of(of_teacher), case_of(layout)
-    for tokens_TK, logprobs_TK in workers(teacher.world_size).run(teacher_top_k, teacher, models / TEACHER, k):
+    for tokens_TK, logprobs_TK, own_2T in workers(teacher.world_size).run(teacher_top_k, teacher, models / TEACHER, k):
         trained_T = batch.mask_T.bool()
         best = expected.log_q_TV.topk(k)
         torch.testing.assert_close(logprobs_TK[trained_T], best.values[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
         told = expected.log_q_TV.gather(1, tokens_TK)[trained_T]
         torch.testing.assert_close(told, logprobs_TK[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
         assert not logprobs_TK[~trained_T].any()
+        squares_T = expected.log_q_TV.exp().square().sum(1)
+        sampled_T = expected.log_q_TV.gather(1, batch.tokens_T[:, None]).squeeze(1)
+        for mine_T, theirs_T in zip(own_2T, (sampled_T, squares_T), strict=True):
+            torch.testing.assert_close(mine_T[trained_T], theirs_T[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
     results = workers(case.world_size).run(pupil, case, models / PUPIL, tokens_TK, logprobs_TK, direction)
     for loss, divergence, _ in results:
         assert loss == pytest.approx(expected.loss, rel=TOLERANCE)

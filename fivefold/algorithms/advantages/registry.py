@@ -20,6 +20,7 @@ from fivefold.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_
 from fivefold.algorithms.advantages.remax import remax
 from fivefold.algorithms.advantages.rloo import rloo
 from fivefold.algorithms.advantages.scores import Advantage, Scores
+from fivefold.algorithms.advantages.token_baseline import optimal_token_baseline
 from fivefold.algorithms.user_method import load
 from fivefold.config.options import options
 from fivefold.config.schema.roles import ActorConfig
@@ -45,6 +46,7 @@ METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
     "asymre": asymre,
     "opmd": opmd,
     "raft": raft,
+    "optimal_token_baseline": optimal_token_baseline,
     "gae": shaped_rewards,
     "none": none,
 }

@@ -167,14 +167,17 @@ class ActorConfig(EngineConfig):
     advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
     """How rewards become advantages: `grpo` (as `reward_norm` says), `gdpo` (each of several rewards normalised by
     itself), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`,
-    `asymre`, `opmd`, `raft`, `gae`, `none` (0: rewards are not trained on), or your own as `module:function` or
-    `file.py:function`."""
+    `asymre`, `opmd`, `raft`, `optimal_token_baseline`, `gae`, `none` (0: rewards are not trained on), or your own as
+    `module:function` or `file.py:function`."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
     discount: Fraction = 1.0
     """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
     gae_lambda: Fraction = 1.0
     """`advantage: gae` weights estimates over longer spans by this factor a token: 1 is Monte Carlo, 0 is one step."""
+    gae_length_alpha: Annotated[float, Field(gt=0)] | None = None
+    """`advantage: gae` weights by 1 - 1 / (`gae_length_alpha` l) for a completion of l tokens, in place of `gae_lambda`
+    (VAPO); null: by `gae_lambda`."""
     whiten_advantages: bool | None = None
     """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1, after a KL penalty in the
     reward; null: with `gae`, `reinforce_pp` and `reinforce_pp_baseline`."""
@@ -199,6 +202,11 @@ class ActorConfig(EngineConfig):
     """Tokens by which `sequence_sum_fixed` divides; null: `gconfig.max_new_tokens`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Entropy, in nats per token, below which there is a bonus, whose weight is adapted after each step by
+    `entropy_step`, from `entropy_coeff` on (Skywork-OR1); null: the weight is fixed."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    """Change of the adapted weight of the entropy after a step: upwards below the target, downwards above it."""
     kl_ctl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -270,6 +278,15 @@ class ActorConfig(EngineConfig):
                 raise ValueError(
                     f"{key}={name} is none of {', '.join(known)}, and not of the form module:name or file.py:name"
                 )
+        if self.gae_length_alpha is not None and self.gae_lambda != 1.0:
+            raise ValueError(
+                f"gae_lambda={self.gae_lambda} has no effect with gae_length_alpha={self.gae_length_alpha}: drop one"
+            )
+        if self.entropy_target is not None and self.entropy_coeff < 0:
+            raise ValueError(
+                f"entropy_coeff={self.entropy_coeff} is below 0, where an adapted weight never is: raise it, or drop "
+                "entropy_target"
+            )
         shapes = (self.reward_bias, self.reward_scaling, self.reward_clip) != (0.0, 1.0, None)
         if self.advantage == "gdpo" and shapes:
             raise ValueError(
@@ -339,6 +356,9 @@ class CriticConfig(EngineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()
     """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
+    gae_lambda: Fraction | None = None
+    """Weight of longer estimates in the returns that the critic learns (VC-PPO, VAPO: 1); null: that of the actor's
+    advantages."""
     warmup_steps: NonNegative = 0
     """Training steps at the beginning in which only the critic is trained, and the actor stays as it is."""
     ppo_epochs: Passes = 1

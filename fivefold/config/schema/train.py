@@ -14,6 +14,12 @@ from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceCon
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.run import PeriodicConfig, RunConfig
 
+COMPARING = (
+    "gdpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd",
+    "optimal_token_baseline",
+)  # fmt: skip
+"""Advantages that compare the completions of a group."""
+
 
 class EvaluatorConfig(PeriodicConfig):
     """When and how the held-out prompts are evaluated. They are also evaluated before the first step."""
@@ -71,7 +77,7 @@ class TrainRecipe(RunConfig):
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
             )
-        if advantage in ("gdpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd"):
+        if advantage in COMPARING:
             raise ValueError(
                 f"gconfig.n_samples is 1, but actor.advantage={advantage} compares the completions of a group, which "
                 "leaves no signal: raise gconfig.n_samples, or choose another advantage such as reinforce_pp"

@@ -60,6 +60,19 @@ def test_without_discount_the_return_is_the_reward() -> None:
     torch.testing.assert_close(returns_T, batch.fields["rewards"] * batch.mask_T)
 
 
+def test_lambda_follows_the_length_and_returns_have_their_own() -> None:
+    batch = make_batch()
+    advantages_T, _ = GAE(0.9, 1.0, length_alpha=0.5).estimate(batch)
+    for mask_L, own_L, index in zip(
+        batch.split(batch.mask_T), batch.split(advantages_T), range(len(batch)), strict=True
+    ):
+        lam = max(0.0, 1 - 1 / (0.5 * max(1, int(mask_L.sum()))))
+        torch.testing.assert_close(own_L, GAE(0.9, lam).estimate(batch.select([index]))[0])
+    advantages_T, returns_T = GAE(0.9, 0.5, returns_lam=1.0).estimate(batch)
+    torch.testing.assert_close(advantages_T, GAE(0.9, 0.5).estimate(batch)[0])
+    torch.testing.assert_close(returns_T, GAE(0.9, 1.0).estimate(batch)[1])
+
+
 def test_a_share_without_sequences_has_no_advantages() -> None:
     empty = make_batch().select([])
     assert [tensor.numel() for tensor in GAE(1.0, 1.0).estimate(empty)] == [0, 0]

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fivefold.algorithms.advantages.registry import METHODS, build_advantage
 from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.token_baseline import token_advantages
 from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
 from fivefold.algorithms.state import AlgorithmState
@@ -150,6 +152,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("opmd", {}, opmd(1.0)),
     ("opmd", {"advantage_kwargs": {"tau": 0.3}}, opmd(0.3)),
     ("raft", {}, raft),
+    ("optimal_token_baseline", {}, plain),
     ("gae", {}, plain),
     ("none", {}, lambda group, _: [0.0] * len(group)),
 ]
@@ -184,6 +187,26 @@ def test_advantages_equal_the_formula(name: str, options: dict[str, Any], oracle
             torch.tensor([row[0][2] for row in rows], dtype=torch.float64),
         )
         assert compute(scores).tolist() == pytest.approx([wanted[i] for i in order], rel=1e-9, abs=1e-9), groups
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_the_baseline_of_a_token_is_the_groups_reward_weighted_by_the_paths_up_to_it(zero_tail: bool) -> None:
+    rng = random.Random(zero_tail)
+    for _ in range(STEPS):
+        groups = [rng.randint(0, 2) for _ in range(rng.randint(1, 7))]
+        energies = [np.array([rng.random() for _ in range(rng.randint(0, 5))]) for _ in groups]
+        values = [rng.gauss(0, 1) for _ in groups]
+        got = token_advantages(np.array(values), groups, energies, zero_tail)
+        for i, group in enumerate(groups):
+            own = [j for j, other in enumerate(groups) if other == group]
+            assert len(got[i]) == len(energies[i])
+            for t in range(len(energies[i])):
+                alive = [j for j in own if len(energies[j]) > t]
+                paths = {j: sum(energies[j][: t + 1]) for j in alive}
+                baseline = sum(paths[j] * values[j] for j in alive) / sum(paths.values())
+                if len(own) == 1 or (zero_tail and alive == [i]):
+                    baseline = 0.0
+                assert got[i][t] == pytest.approx(values[i] - baseline, abs=1e-9)
 
 
 def test_whitening_is_over_the_tokens_of_all_sequences() -> None:
@@ -233,6 +256,18 @@ def test_a_weight_that_is_not_adapted_is_the_recipes_when_a_run_goes_on() -> Non
     assert AlgorithmState(0.3, True).resumed(fixed) == AlgorithmState(0.1, True)
     assert AlgorithmState(0.3, True).resumed(adaptive) == AlgorithmState(0.3, True)
     assert AlgorithmState(0.3).after(fixed, {"kl_ref": 9.0}, 8) == AlgorithmState(0.3)
+
+
+def test_the_weight_of_the_entropy_rises_until_the_target_is_reached_and_rests_above_it() -> None:
+    actor = ActorConfig(path="m", entropy_target=0.5, entropy_step=0.1, entropy_coeff=0.1)
+    state = AlgorithmState.of(actor)
+    told = []
+    for entropy in (0.4, 0.5, 0.6, 0.7, 0.8, 0.3):
+        state = state.after(actor, {"entropy": entropy}, 8)
+        told.append((round(state.entropy_coeff, 9), round(state.entropy_bonus, 9)))
+    assert told == [(0.2, 0.2), (0.3, 0.3), (0.2, 0.0), (0.1, 0.0), (0.0, 0.0), (0.1, 0.1)]
+    assert state.resumed(actor) == state
+    assert state.resumed(ActorConfig(path="m")) == AlgorithmState(0.0)
 
 
 def test_the_correction_begins_after_a_step_with_a_larger_mismatch_and_stays() -> None:

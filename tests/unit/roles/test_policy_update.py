@@ -15,12 +15,13 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
+from fivefold.roles import baselines
 from fivefold.roles.actor import Actor
 from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.updates import average_updates
-from fivefold.types import Batch, Prompt, Sample
+from fivefold.types import Batch, Columns, Prompt, Sample
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 ONE_UPDATE = "actor.ppo_n_minibatches=1"
@@ -158,3 +159,31 @@ def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None
         chosen = RecordingActor()
         updates(chosen, ONE_UPDATE, stale, f"actor.rollout_correction.method={method}")
         assert [loss.correction for loss in chosen.losses] == [correction], method
+
+
+def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The columns themselves take the place of references to them.
+    for name in ("put", "fetch"):
+        monkeypatch.setattr(baselines, name, lambda columns: columns)
+
+    class Actor(RecordingActor):
+        def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+            nan = np.nan
+            rows = [[nan, nan, nan, nan, 0.5], [nan, nan, nan, 0.2, 0.3], [nan, nan, 1, 1, 1], [nan, 2, 2, 2, 2]]
+            order = [2, 0, 3, 1]  # a replica has any sequences
+            values = np.concatenate([rows[index] for index in order]).astype(np.float32)
+            return (Piece(Columns(np.full(4, 5, np.int32), {"energies": values}), np.array(order)),)
+
+    actor = Actor()
+    updates(actor, ONE_UPDATE, "actor.advantage=optimal_token_baseline")
+    (piece,) = [one for one in actor.batches[0].pieces if "advantages" in one.columns.values]
+    got = piece.columns.values["advantages"].reshape(4, 5)[np.argsort(piece.sequences_M)]
+    # Rewards are 0 and 1 in each group. At the first token of the first group, 0.2 of 0.7 is on the path with reward 1.
+    wanted = [
+        [0, 0, 0, 0, -0.2 / 0.7],
+        [0, 0, 0, 1 - 0.2 / 0.7, 1],
+        [0, 0, *[-2 / 3] * 3],
+        [0, *[1 / 3] * 3, 1],
+    ]
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert actor.n_recomputed == 0, "the energies come with the old log-probs"
