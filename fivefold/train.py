@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fivefold.checkpoints.run_state import RunState
@@ -271,7 +272,8 @@ class _Loop:
         self.source.settle()
         if self.setup.route.beside_training:
             copy = copy_weights(self.roles.actor, version, timers)
-            self.source.weights_follow(version, lambda: give_weights(self.roles.rollout, copy, timers))
+            give = partial(give_weights, self.roles.rollout, copy, timers, self.setup.route.transport)
+            self.source.weights_follow(version, give)
         else:
             self.roles.send_weights(version, timers)
             self.source.weights_sent(version)

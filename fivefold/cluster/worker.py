@@ -36,8 +36,9 @@ from fivefold.imports import large_imports
 from fivefold.observe.events import SUFFIX, EventLog
 from fivefold.observe.progress import Progress, counting, current_progress
 
-SIDES = {"feed": 1, "results": 1, "control": 1, "where": 1, "hold": 1}
-"""Ray's concurrency groups of a worker, with one thread each, for methods that run beside the one in progress."""
+SIDES = {"feed": 1, "results": 1, "control": 2, "where": 1, "hold": 1}
+"""Ray's concurrency groups of a worker, with their threads, for methods that run beside the one in progress. `control`
+writes a checkpoint and sends weights at the same time."""
 
 STACK_FRAMES = 8
 

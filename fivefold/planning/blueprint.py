@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from fivefold.families.check import layout_problems, replica_problems
 from fivefold.layout.placement import Placement, RolePlacement
 from fivefold.layout.transport import pick_transport
+from fivefold.planning.copied_weights import bucket_beside_training, copied_weights
 from fivefold.planning.host_memory import GIB, HostMemory, fullest, host_memory, host_problems
-from fivefold.planning.memory import KINDS, Kind
+from fivefold.planning.memory import KINDS, Kind, RankMemory
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
@@ -62,18 +63,8 @@ class Blueprint:
             self.rollouts,
             self.offloaded,
             copies_state=copies_state,
-            copied_weights=self._copied_weights,
+            copied_weights=copied_weights(self.question, self.placement),
         )
-
-    @property
-    def _copied_weights(self) -> int:
-        """Bytes of the weights that a rollout takes through host memory while the actor trains on; 0: it does not."""
-        question = self.question
-        if not (question.overlaps_weight_sync and self.rollouts) or self.placement.sharers("rollout"):
-            return 0
-        if pick_transport(question.weight_transport, self.placement) != "folder":
-            return 0
-        return question.shape.n_parameters * question.rollout_bytes
 
 
 def draw_up(question: Question) -> Blueprint:
@@ -167,10 +158,15 @@ def _with_sending(trainer: TrainerPlan, question: Question, placement: Placement
         return trainer
     transport = pick_transport(question.weight_transport, placement)
     sending = sending_bytes(trainer.placed.layout, question.shape, transport, element_bytes=question.work.element_bytes)
+    beside = bucket_beside_training(question, placement)
+
+    def sends(stage: RankMemory) -> RankMemory:
+        return replace(stage, sending=sending, buffers=stage.buffers + beside)
+
     return replace(
         trainer,
-        memory=tuple(replace(stage, sending=sending) for stage in trainer.memory),
-        modes={mode: replace(stage, sending=sending) for mode, stage in trainer.modes.items()},
+        memory=tuple(sends(stage) for stage in trainer.memory),
+        modes={mode: sends(stage) for mode, stage in trainer.modes.items()},
     )
 
 

@@ -55,7 +55,7 @@ def host_memory(
     offloaded: tuple[Kind, ...],
     *,
     copies_state: bool,
-    copied_weights: int = 0,
+    copied_weights: Mapping[int, int],
 ) -> dict[int, HostMemory]:
     """Return the host memory that the roles need, by node.
 
@@ -64,15 +64,11 @@ def host_memory(
         rollouts: plans of the roles that generate.
         offloaded: what the actor moves off its GPUs.
         copies_state: whether trainers copy their state to host memory for checkpoints.
-        copied_weights: bytes of the weights that the rollouts take through host memory while the actor trains on; they
-            are on the node of the actor's first rank, which copies them, and on those of the rollouts.
+        copied_weights: bytes of the weights that the rollouts take from a copy while the actor trains on, by node.
     """
     needed: dict[int, HostMemory] = {}
-    holding: set[int] = set()
     for trainer in trainers:
         placed = trainer.placed
-        if placed.role == "actor":
-            holding.add(placed.devices[0].node)
         per_stage = placed.layout.world_size // placed.layout.pp
         moved = offloaded if placed.role == "actor" else trainer.offloaded
         for rank, device in enumerate(placed.devices):
@@ -82,9 +78,8 @@ def host_memory(
     for rollout in rollouts:
         for device in rollout.placed.devices:
             needed[device.node] = needed.get(device.node, HostMemory()) + HostMemory(PROCESS_BYTES)
-            holding.add(device.node)
-    for node in holding:
-        needed[node] += HostMemory(weights=copied_weights)
+    for node, n_bytes in copied_weights.items():
+        needed[node] += HostMemory(weights=n_bytes)
     return needed
 
 

@@ -92,8 +92,9 @@ class Question:
     """Host memory of a node in GiB; None if it is not known."""
     weight_transport: Transport | Literal["auto"] = "auto"
     """How weights go from the actor to the rollout."""
-    overlaps_weight_sync: bool = False
-    """Whether the actor trains on, if it can, while a rollout takes a copy of its weights."""
+    overlaps_weight_sync: bool | None = False
+    """Whether the actor trains on while a rollout on devices of its own takes a copy of its weights; None: if they go
+    through host memory anyway."""
     writes_checkpoints: bool = False
     """Whether the run writes checkpoints."""
     snapshot: Literal["auto", "copy", "blocking"] = "auto"

@@ -181,8 +181,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         rollout_bytes=ELEMENT_BYTES[recipe.rollout.dtype or recipe.actor.dtype],
         memory_fraction=recipe.rollout.memory_fraction,
         weight_transport=recipe.rollout.weight_transport,
-        overlaps_weight_sync=recipe.rollout.max_head_offpolicyness > 0
-        and recipe.rollout.overlap_weight_sync is not False,
+        overlaps_weight_sync=recipe.rollout.overlap_weight_sync if recipe.rollout.max_head_offpolicyness else False,
         notes=(*notes, *_generation_notes(recipe)),
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import TrainedRole
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
-from fivefold.sync.device_buckets import merged
+from fivefold.sync.device_buckets import DeviceBucket, merged
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.offer import WeightOffer
 from fivefold.sync.transport import FOLDER, Route
@@ -63,20 +64,22 @@ class Actor(TrainedRole):
         group = self.trainer.group
         if self._route.transport == "folder":
             return WeightOffer(version, self.host_buckets())
-        return WeightOffer(version, self._device_buckets(), close=lambda: _free(group))
+        buckets = _announced(lambda: group.call(TrainerWorker.next_bucket, self._route))
+        return WeightOffer(version, buckets, close=lambda: _free(group))
+
+    def copy_weights(self, version: int) -> WeightOffer:
+        """Return a copy of the current weights in host memory, which the actor may then change."""
+        group = self.trainer.group
+        if self._route.transport == "folder":
+            # Each bucket is forgotten when it is taken, and its memory is then free.
+            buckets = deque(self.host_buckets())
+            return WeightOffer(version, (buckets.popleft() for _ in range(len(buckets))))
+        group.call(TrainerWorker.copy_weights, self._route)
+        return WeightOffer(version, _announced(lambda: group.control(TrainerWorker.next_copied)))
 
     def host_buckets(self) -> Iterator[Remote]:
         """Yield all weights in buckets in host memory, which are filled while they are read."""
         return self.trainer.group.stream(TrainerWorker.offer_weights, self._route.checksum)
-
-    def _device_buckets(self) -> Iterator[Remote]:
-        """Yield announcements of buckets. A bucket is filled while the rollout loads the one before it.
-
-        The reader asks for a bucket once the rollout has begun to load the last one, and so has done with the buffer
-        that is filled next.
-        """
-        while (bucket := merged(self.trainer.group.call(TrainerWorker.next_bucket, self._route))) is not None:
-            yield put(bucket)
 
     def open_link(self, meeting: Meeting) -> Invitation:
         """Open the store of an NCCL group with the rollout; return what the rollout needs to enter it."""
@@ -87,6 +90,16 @@ class Actor(TrainedRole):
     def enter_link(self) -> Pending[None]:
         """Enter the NCCL group, which waits for the rollout."""
         return self.trainer.group.start(TrainerWorker.enter_link)
+
+
+def _announced(next_bucket: Callable[[], Sequence[DeviceBucket | None]]) -> Iterator[Remote]:
+    """Yield announcements of buckets. A bucket is filled while the rollout loads the one before it.
+
+    The reader asks for a bucket once the rollout has begun to load the last one, and so has done with the buffer that
+    is filled next.
+    """
+    while (bucket := merged(next_bucket())) is not None:
+        yield put(bucket)
 
 
 def _free(group: WorkerGroup) -> None:

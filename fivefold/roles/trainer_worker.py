@@ -5,7 +5,6 @@ It holds a training engine, and the reference model beside it where the two shar
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
-from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import PARAMS, Offloadable, Teaching, TrainingEngine
 from fivefold.engine.peak_memory import UPDATE, PeakMemory
 from fivefold.engine.profiling import Recording
@@ -33,12 +31,8 @@ from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
 from fivefold.roles.remote_batch import ShareOrder, assemble
-from fivefold.sync import cuda_ipc
-from fivefold.sync.buckets import Bucket, pack, unpack
-from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
-from fivefold.sync.sender import WeightSender
-from fivefold.sync.transport import FOLDER, Route
+from fivefold.roles.weight_sending import SendsWeights
+from fivefold.sync.buckets import Bucket, unpack
 from fivefold.types import Batch, Columns
 
 if TYPE_CHECKING:
@@ -114,7 +108,7 @@ def first_ranks(layout: ParallelLayout) -> list[int]:
     return [replicas.index(replica) for replica in range(layout.dp)]
 
 
-class TrainerWorker:
+class TrainerWorker(SendsWeights):
     """One rank of a trained or frozen model. All ranks take part in every method."""
 
     def __init__(self, spec: TrainerSpec) -> None:
@@ -123,7 +117,7 @@ class TrainerWorker:
             torch.cuda.set_device(0)  # the only device that this process sees
             backend = "nccl"
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
-        self._engine: TrainingEngine = build_engine(
+        engine = build_engine(
             spec.model,
             spec.layout,
             seed=spec.seed,
@@ -133,14 +127,12 @@ class TrainerWorker:
             value_head=spec.value_head,
             value_bias=spec.value_bias,
         )
+        super().__init__(engine, spec.timeout_s)
         self._recording: Recording | None = None
         self._peaks = PeakMemory()
         self._tokenizer = spec.tokenizer
         self._first_ranks = first_ranks(spec.layout)
-        self._timeout_s = spec.timeout_s
         self._copies_state = spec.copies_state
-        self._sender: WeightSender | None = None
-        self._link: NcclLink | None = None
         self._snapshot: Snapshot | None = None
         self._reference: TrainingEngine | None = (
             build_engine(spec.reference, spec.layout, seed=spec.seed, timeout_s=spec.timeout_s)
@@ -348,41 +340,6 @@ class TrainerWorker:
         metrics |= {f"peak_memory_gb/{phase}": peak for phase, peak in self._peaks.take().items()}
         metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
         return UpdateResult(metrics, step.skipped, step.non_finite)
-
-    def offer_weights(self, with_checksum: bool) -> Iterator[Bucket]:
-        """Yield all weights under their Hugging Face names, on rank 0; other ranks take part and yield nothing."""
-        weights = self._engine.export_weights(FOLDER.readers)
-        if dist.get_rank() in FOLDER.readers:
-            yield from pack(weights, HOST_BYTES, with_checksum=with_checksum)
-        else:
-            for _ in weights:
-                yield from ()
-
-    def next_bucket(self, route: Route) -> DeviceBucket | None:
-        """Announce the next bucket of all weights; see `WeightSender.next`. None: all are sent."""
-        if self._sender is None:
-            weights = self._engine.export_weights(route.readers)
-            self._sender = WeightSender(weights, route, dist.get_rank(), self._link)
-        return self._sender.next()
-
-    def free_buckets(self) -> None:
-        """Free the buffers of the buckets, which every engine has loaded."""
-        self._sender = None
-        if torch.cuda.is_available():
-            cuda_ipc.collect()
-        self.release_cache()
-
-    def open_link(self, meeting: Meeting, n_receivers: int) -> Invitation | None:
-        """Open the store of an NCCL group with `n_receivers` processes of the rollout, on rank 0."""
-        if dist.get_rank() != 0:
-            return None
-        self._link = NcclLink(meeting, os.environ["MASTER_ADDR"], 1 + n_receivers, self._timeout_s)
-        return self._link.invite()
-
-    def enter_link(self) -> None:
-        """Enter the NCCL group, on rank 0, together with the rollout."""
-        if self._link is not None:
-            self._link.enter()
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

@@ -102,7 +102,8 @@ class NcclLink:
             self._communicator.broadcast(flat, source=0)
         else:
             dist.broadcast(flat, src=0, group=self._group)
-        torch.cuda.synchronize()
+        # Training may go on beside, on other streams.
+        torch.cuda.current_stream().synchronize()
 
 
 def pickled_id(unique_id: bytes) -> bytes:

@@ -57,7 +57,7 @@ def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
             "rollout.verify_weights=true compares what arrived, which SGLang does not tell: drop it, or use vllm"
         )
     rollout, actor = placement["rollout"].devices, placement["actor"].devices
-    asked, obstacle = recipe.rollout.overlap_weight_sync, _obstacle_to_overlap(recipe, placement, transport)
+    asked, obstacle = recipe.rollout.overlap_weight_sync, _obstacle_to_overlap(recipe, placement)
     if asked and obstacle is not None:
         raise ValueError(f"rollout.overlap_weight_sync=true, but {obstacle}: set it to null")
     return Route(
@@ -66,16 +66,15 @@ def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
         recipe.rollout.verify_weights,
         exporters=frozenset(rank for rank, device in enumerate(actor) if device in rollout and transport == "ipc"),
         n_receivers=len(rollout) if transport == "nccl" else 0,
-        beside_training=obstacle is None and asked is not False,
+        # By NCCL, the copy is an extra one, and the broadcast beside the training has not been measured on GPUs.
+        beside_training=obstacle is None and (transport == "folder" if asked is None else asked),
     )
 
 
-def _obstacle_to_overlap(recipe: TrainRecipe, placement: Placement, transport: Transport) -> str | None:
+def _obstacle_to_overlap(recipe: TrainRecipe, placement: Placement) -> str | None:
     """Return why the trainer waits until the engines have its weights; None: it need not."""
     if recipe.rollout.max_head_offpolicyness == 0:
         return "with max_head_offpolicyness=0 the next step begins with samples of these weights"
     if placement.sharers("rollout"):
         return "the rollout shares devices with other roles, which work in turn"
-    if transport != "folder":
-        return f"with weight_transport={transport} the trainer takes part until the last engine has its weights"
     return None

@@ -99,8 +99,8 @@ class RolloutConfig(Section):
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
     overlap_weight_sync: bool | None = None
-    """Let the trainer begin its next step while the engines take its weights, with `max_head_offpolicyness` above 0,
-    devices of their own and `weight_transport: folder`. It costs a copy of the weights in host memory. null: where it
-    can be."""
+    """Let the trainer begin its next step while the engines take a copy of its weights from host memory, with
+    `max_head_offpolicyness` above 0 and devices of their own. null: if weights go through host memory anyway, with
+    `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""

@@ -102,5 +102,15 @@ def test_weights_that_a_rollout_takes_beside_the_training_are_counted_once_on_ea
     assert needed(without) == needed(planned(*keys))
     assert any("61.1 GB of weights on their way to the rollout" in note for note in with_copy.notes)
     assert needed(planned(*ahead, "rollout.backend=vllm:d1")) == needed(without), "by NCCL, the trainer waits"
+    by_nccl = planned(*ahead, "rollout.backend=vllm:d1", "rollout.overlap_weight_sync=true")
+    assert needed(by_nccl) == needed(with_copy)
+    [actor] = by_nccl.trainers
+    [waiting] = planned(*ahead, "rollout.backend=vllm:d1").trainers
+    assert actor.memory[0].buffers - waiting.memory[0].buffers == 2 * 2048 * 151936, "the largest tensor, on the device"
     two_nodes = planned(*ahead, "cluster.n_nodes=2", "cluster.n_gpus_per_node=1")
     assert [memory.weights for memory in two_nodes.host_memory.values()] == [n_bytes, n_bytes]
+    two_nodes = planned(
+        *ahead, "cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "rollout.backend=vllm:d1",
+        "rollout.overlap_weight_sync=true",
+    )  # fmt: skip
+    assert sorted(memory.weights for memory in two_nodes.host_memory.values()) == [0, n_bytes]

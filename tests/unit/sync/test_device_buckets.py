@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.cluster.worker import Feed
+from fivefold.sync.copied_weights import CopiedWeights
 from fivefold.sync.device_buckets import (
     CHECKSUMS,
     BufferFiller,
@@ -147,6 +148,32 @@ def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
     }
     assert all(torch.equal(arrived[name], source.bfloat16()) for name, source in sources.items())
     assert sum(bucket.checksum or 0 for bucket in announced) == checksum(arrived.items())
+
+
+def test_a_copy_is_sent_as_it_was_when_the_weights_have_changed() -> None:
+    link = RecordingLink()
+    copy, route = CopiedWeights(link, max_bytes=256), Route("nccl", "bfloat16", checksum=True)
+    for version in range(2):
+        sources = {name: tensor + version for name, tensor in tensors().items()}
+        wanted = {name: tensor.bfloat16() for name, tensor in sources.items()}
+        copy.fill(sources.items(), route)
+        for tensor in sources.values():
+            tensor.zero_()
+        link.sent.clear()
+        announced: list[DeviceBucket] = []
+        while (bucket := copy.next()) is not None:
+            assert len(link.sent) == len(announced)
+            announced.append(bucket)
+        assert len(link.sent) == len(announced) > 1
+        arrived = {
+            name: tensor
+            for bucket, flat in zip(announced, link.sent, strict=True)
+            for name, tensor in bucket.tensors(flat)
+        }
+        assert arrived.keys() == wanted.keys()
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in wanted.items())
+        assert sum(bucket.checksum or 0 for bucket in announced) == checksum(wanted.items())
+    assert copy.next() is None
 
 
 def test_a_failure_of_the_weights_is_the_senders() -> None:

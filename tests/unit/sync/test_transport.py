@@ -102,8 +102,8 @@ AHEAD = {"max_head_offpolicyness": 1}
         ("sglang:d1+megatron:d1", AHEAD, True),
         ("sglang:d1+megatron:d1", {}, False),
         ("sglang:d2|megatron:d2", AHEAD, False),
-        ("vllm:d1+megatron:d1", AHEAD, False),
         ("vllm:d1+megatron:d1", AHEAD | {"weight_transport": "folder"}, True),
+        ("vllm:d1+megatron:d1", AHEAD | {"overlap_weight_sync": True}, True),
     ],
 )
 def test_the_trainer_goes_on_where_a_copy_of_its_weights_is_all_that_the_engines_need(
@@ -114,3 +114,7 @@ def test_the_trainer_goes_on_where_a_copy_of_its_weights_is_all_that_the_engines
         with pytest.raises(ValueError, match=r"overlap_weight_sync=true, but .*: set it to null"):
             route_of(allocation, 2, rollout | {"overlap_weight_sync": True})
     assert not route_of(allocation, 2, rollout | {"overlap_weight_sync": False}).beside_training
+
+
+def test_by_nccl_the_trainer_goes_on_only_if_the_recipe_says_so() -> None:
+    assert not route_of("vllm:d1+megatron:d1", 2, AHEAD).beside_training

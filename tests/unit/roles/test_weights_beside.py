@@ -1,0 +1,74 @@
+"""Weights that a rollout takes while the actor trains on: what is copied first, and what comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fivefold.layout.transport import Transport
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles import actor as actor_module
+from fivefold.roles.actor import Actor
+from fivefold.roles.rollout import Rollout
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.weights_beside import copy_weights, give_weights
+from fivefold.sync.device_buckets import DeviceBucket
+from fivefold.sync.offer import WeightOffer
+from fivefold.sync.transport import Route
+
+BUCKETS = [DeviceBucket((name,), ((2,),), "bfloat16", {}, None) for name in "abc"]
+
+
+class NotedGroup:
+    """The actor's two ranks, the first of which has a copy of three buckets."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._left = log, list(BUCKETS)
+
+    def call(self, method: Callable[..., Any], *args: Any) -> list[None]:
+        self._log.append(method.__name__)
+        return [None, None]
+
+    def control(self, method: Callable[..., Any]) -> list[DeviceBucket | None]:
+        self._log.append(method.__name__)
+        return [self._left.pop(0) if self._left else None, None]
+
+    def stream(self, method: Callable[..., Any], *args: Any) -> Iterator[DeviceBucket]:
+        for bucket in self._left:
+            self._log.append(f"bucket {bucket.names[0]}")
+            yield bucket
+
+
+class NotedRollout(Rollout):
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def stage_weights(self, offer: WeightOffer) -> None:
+        self._log += ["stage", *(bucket.names[0] for bucket in offer.buckets)]
+
+    def swap_weights(self, version: int) -> None:
+        self._log.append(f"swap {version}")
+
+    def take_weights(self, offer: WeightOffer) -> None:
+        self._log += ["take", *(bucket.names[0] for bucket in offer.buckets)]
+
+
+@pytest.mark.parametrize("transport", ["folder", "nccl"])
+def test_the_actor_is_free_once_its_weights_are_copied(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "put", lambda bucket: bucket)
+    log: list[str] = []
+    timers, trainer = PhaseTimers(), object.__new__(Trainer)
+    trainer.group = NotedGroup(log)  # type: ignore[assignment]
+    copy = copy_weights(Actor(trainer, Route(transport, "bfloat16", False)), 3, timers)
+    copied = ["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy_weights"]
+    assert log == copied, "nothing is left to do for the actor's own thread"
+    assert set(timers.take()) == {"weight sync"}
+    give_weights(NotedRollout(log), copy, timers, transport)
+    if transport == "folder":
+        assert log == [*copied, "stage", "a", "b", "c", "swap 3"]
+        assert set(timers.take()) == {"weight staging", "weight swap"}
+    else:
+        assert log == [*copied, *["next_copied"] * 4, "take", "a", "b", "c"]
+        assert set(timers.take()) == {"weight swap"}
