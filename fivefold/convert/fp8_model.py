@@ -79,8 +79,8 @@ def _block_size(folder: Path) -> tuple[int, int]:
     block = config.get("weight_block_size")
     if config.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
         raise ValueError(
-            f"{folder} is quantized as quant_method={config.get('quant_method')!r} with weight_block_size={block!r}; only "
-            "fp8 in blocks is converted: take the model in another format"
+            f"{folder} is quantized with quant_method={config.get('quant_method')!r} and weight_block_size={block!r}; "
+            "only fp8 in blocks is converted: take the model in another format"
         )
     return block[0], block[1]
 

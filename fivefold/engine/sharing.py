@@ -105,5 +105,6 @@ def attention_equals_rest_at(shape: ModelShape) -> float:
     """Return the sequence length at which causal attention costs as many FLOPs per token as the layers' matmuls."""
     mlp = shape.top_k * shape.expert_parameters if shape.is_moe else 3 * shape.hidden * shape.ffn_hidden
     matmul_flops = 2 * (shape.attention_parameters + mlp)
-    attention_flops_per_key = 2 * shape.n_heads * shape.head_dim  # 4 for the two products, halved by causality
+    # Two for each product of scores and of weighted values, halved by causality.
+    attention_flops_per_key = shape.query_width + shape.output_width
     return matmul_flops / attention_flops_per_key
