@@ -43,7 +43,6 @@ def assert_same_predictions(megatron_logits: torch.Tensor, folder: Path) -> None
         ("qwen2_moe", False, LAYERS_APART),
         ("deepseek_v3", False, {}),
         ("deepseek_v3", True, {}),
-        ("deepseek_v2", False, {}),
     ],
 )
 def test_megatron_core_loads_a_converted_model_and_predicts_as_hugging_face(

@@ -105,7 +105,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": (
         "DeepseekV2Config",
-        {**_LATENT, "q_lora_rank": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5},
+        # The norms of latents have an epsilon of their own.
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+            "rms_norm_eps": 1e-2,
+        },
     ),
 }
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from fivefold.engine.kernels import rotate_halves, rotate_neighbours
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.families.read import read_shape
 
@@ -40,3 +43,15 @@ def test_cosines_and_sines_are_those_of_transformers(name: str) -> None:
     frequencies = inverse_frequencies(shape, torch.device("cpu"))
     for mine, theirs in zip(cos_sin(positions_T, frequencies, torch.float32, shape.rope_scaling), wanted, strict=True):
         torch.testing.assert_close(mine.squeeze(1), theirs[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rotate", "theirs"),
+    [(rotate_halves, apply_rotary_pos_emb), (rotate_neighbours, apply_rotary_pos_emb_interleave)],
+)
+def test_pairs_turn_as_in_transformers(rotate: Callable[..., torch.Tensor], theirs: Callable[..., Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_THD = torch.randn(5, 3, 8, generator=generator)
+    cos_T1D, sin_T1D = cos_sin(torch.arange(5), torch.tensor([1.0, 0.3, 0.1, 0.03]), torch.float32, None)
+    wanted, _ = theirs(x_THD[None], x_THD[None], cos_T1D.squeeze(1)[None], sin_T1D.squeeze(1)[None], unsqueeze_dim=2)
+    torch.testing.assert_close(rotate(x_THD, cos_T1D, sin_T1D), wanted[0])
