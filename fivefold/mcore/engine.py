@@ -25,7 +25,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.expert_load import load_metrics
+from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
@@ -59,7 +59,7 @@ from fivefold.mcore.generators import MegatronGenerators
 from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_parameters
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
-from fivefold.mcore.router import expert_loads, routers_of, start_mini_batch
+from fivefold.mcore.router import LOSSES, expert_loads, routers_of, start_mini_batch
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
@@ -208,8 +208,9 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         if timers is not None:
             metrics[BUBBLE] = timers.bubble(self.groups.pp)
         if self.shape.is_moe:
-            load_LE = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
+            load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
+            metrics |= auxiliary_losses(LOSSES, losses_LK, load_LE, self.shape)
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         return metrics
 

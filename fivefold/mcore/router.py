@@ -7,7 +7,8 @@ f_e is the share of the choices that fall on expert e, and p_e its mean probabil
     seq_aux_loss      the tokens of each sequence, weighted by their number (DeepSeek-V3, arXiv:2412.19437, equation 17)
     global_aux_loss   f_e: those of all micro-batches of all replicas so far in the mini-batch; p_e: of a micro-batch
 
-Each token weighs as much as any other in the mean over a mini-batch.
+Each token weighs as much as any other in the mean over a mini-batch. z_loss is Megatron-Core's own, the mean of
+log^2 sum_e exp(logit_e) (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
+LOSSES = ("experts/aux_loss", "experts/seq_aux_loss", "experts/global_aux_loss", "experts/z_loss")
+"""Metrics of the auxiliary losses."""
+
 
 class Router(TopKRouter):
     """Chooses the experts of each token. T: the tokens of this rank. E: experts."""
@@ -31,11 +35,14 @@ class Router(TopKRouter):
         """See `note_sequences`; all routers of a chunk of the model share one."""
         self.register_buffer("load_E", torch.zeros(self.num_experts, device=device), persistent=False)
         self._seen_E = torch.zeros(self.num_experts, device=device)
+        self.losses_K = torch.zeros(len(LOSSES), device=device)
+        """Sums of each auxiliary loss over this rank's tokens of the mini-batch, without its weight."""
 
     def start_mini_batch(self) -> None:
         """Forget the loads of the mini-batch before."""
         self.load_E.zero_()
         self._seen_E.zero_()
+        self.losses_K.zero_()
 
     def _apply_expert_bias(self, *_: object, **_unused: object) -> None:
         """Count nothing for Megatron-Core's own update of the offsets, which comes even if a step is skipped."""
@@ -62,7 +69,7 @@ class Router(TopKRouter):
         if not (weight := self.get_aux_loss_coeff("aux_loss")):
             return probs
         count_E = self._sum(routing_map.sum(0).float(), self.tp_cp_group)
-        return self._attach(probs, weight, scores_for_aux_loss.sum(0), count_E)
+        return self._attach("experts/aux_loss", probs, weight, scores_for_aux_loss.sum(0), count_E)
 
     def _apply_seq_aux_loss(
         self,
@@ -79,7 +86,7 @@ class Router(TopKRouter):
         zeros_SE = scores_for_aux_loss.new_zeros(n_sequences, self.num_experts)
         score_SE = zeros_SE.index_add(0, ids_T, scores_for_aux_loss)
         count_SE = self._sum(zeros_SE.index_add(0, ids_T, routing_map.to(zeros_SE.dtype)), self.tp_cp_group)
-        return self._attach(probs, weight, score_SE, count_SE)
+        return self._attach("experts/seq_aux_loss", probs, weight, score_SE, count_SE)
 
     def _apply_global_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, **_unused: object
@@ -87,14 +94,24 @@ class Router(TopKRouter):
         if not (weight := self.get_aux_loss_coeff("global_aux_loss")):
             return probs
         self._seen_E += self._sum(routing_map.sum(0).float(), self.tp_dp_cp_group)
-        return self._attach(probs, weight, scores_for_aux_loss.sum(0), self._seen_E.clone())
+        return self._attach("experts/global_aux_loss", probs, weight, scores_for_aux_loss.sum(0), self._seen_E.clone())
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attach the loss that keeps logits small, as Megatron-Core does, and count it."""
+        if self.config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled():
+            z_T = logits.detach().float().logsumexp(-1).square().reshape(-1)
+            self._count("experts/z_loss", z_T if padding_mask is None else z_T[~padding_mask.reshape(-1)])
+        return super().apply_z_loss(logits, padding_mask=padding_mask)
+
+    def _count(self, name: str, losses: torch.Tensor) -> None:
+        self.losses_K[LOSSES.index(name)] += losses.detach().sum()
 
     def _sum(self, counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         dist.all_reduce(counts, group=group)
         return counts
 
     def _attach(
-        self, probs: torch.Tensor, weight: float, score_SE: torch.Tensor, count_SE: torch.Tensor
+        self, name: str, probs: torch.Tensor, weight: float, score_SE: torch.Tensor, count_SE: torch.Tensor
     ) -> torch.Tensor:
         """Return the probabilities, to which a loss is attached that the backward pass differentiates.
 
@@ -102,14 +119,16 @@ class Router(TopKRouter):
         of its own tokens' probabilities. The schedule divides all of them by the tokens of the mini-batch.
 
         Args:
+            name: the loss, as its metric is called.
             probs: [T, E].
             weight: weight of the loss.
             score_SE: sums of this rank's probabilities over each set of tokens; [E] for one set.
             count_SE: the choices of all ranks, like `score_SE`.
         """
         choices_S = count_SE.sum(-1, keepdim=True).clamp(min=1)
-        loss = weight * self.num_experts * (count_SE / choices_S * score_SE).sum()
-        return MoEAuxLossAutoScaler.apply(probs, loss)
+        loss = self.num_experts * (count_SE / choices_S * score_SE).sum()
+        self._count(name, loss)
+        return MoEAuxLossAutoScaler.apply(probs, weight * loss)
 
 
 def routers_of(chunks: Iterable[nn.Module]) -> list[Router]:
@@ -140,11 +159,16 @@ def start_mini_batch(routers: Sequence[Router]) -> None:
         router.sequences.clear()
 
 
-def expert_loads(routers: Sequence[Router], n_layers: int, n_experts: int) -> torch.Tensor:
-    """Return how many tokens of the mini-batch each expert of each layer got: float32 [layers, E], on every rank."""
-    load_LE = torch.zeros(n_layers, n_experts, device=torch.cuda.current_device())
+def expert_loads(routers: Sequence[Router], n_layers: int, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what routers have counted in the mini-batch, on every rank.
+
+    Returns:
+        How many tokens each expert of each layer got, float32 [layers, E], and the sums of each layer's auxiliary losses
+        over its tokens, float32 [layers, losses], in the order of `LOSSES`.
+    """
+    counted_LX = torch.zeros(n_layers, n_experts + len(LOSSES), device=torch.cuda.current_device())
     for router in routers:
-        load_LE[router.layer_number - 1] = router.load_E
+        counted_LX[router.layer_number - 1] = torch.cat([router.load_E, router.losses_K])
     # Each token is on one rank of a stage, and each layer on one stage.
-    dist.all_reduce(load_LE)
-    return load_LE
+    dist.all_reduce(counted_LX)
+    return counted_LX[:, :n_experts], counted_LX[:, n_experts:]

@@ -53,17 +53,19 @@ def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: P
 def gradients_with_auxiliary_loss(
     folder: Path, batch: Batch, kind: str, coefficient: float, scratch: Path
 ) -> tuple[float, Tensors]:
-    """Return the SFT loss, and the gradient of it plus `coefficient` times an auxiliary loss, summed over the layers.
+    """Return an auxiliary loss, its mean over layers, and the gradient of the SFT loss plus `coefficient` times its sum.
 
     moe_aux_loss_coeff: E sum_e f_e p_e (Fedus et al. 2021, eq. 4 to 6), where f_e is the share of all choices that
     fall on expert e and p_e its mean probability. moe_z_loss_coeff: the mean of log^2 sum_e exp(logit_e) (Zoph et al.
     2022, eq. 5). Both over each sequence, and their mean is weighted by the sequences' tokens.
     """
     model = load_model(folder)
-    value = _accumulate(model, batch, SFTLoss())
+    _accumulate(model, batch, SFTLoss())
+    value = 0.0
     for tokens_L in batch.split(batch.tokens_T):
-        weight = coefficient * len(tokens_L) / batch.n_tokens
-        for logits_TE in model(tokens_L[None], output_router_logits=True).router_logits:
+        weight = len(tokens_L) / batch.n_tokens
+        logits = model(tokens_L[None], output_router_logits=True).router_logits
+        for logits_TE in logits:
             p_TE = logits_TE.softmax(-1)
             chosen_TK = p_TE.topk(model.config.num_experts_per_tok).indices
             f_E = torch.bincount(chosen_TK.flatten(), minlength=p_TE.shape[1]) / chosen_TK.numel()
@@ -71,7 +73,8 @@ def gradients_with_auxiliary_loss(
                 "moe_aux_loss_coeff": p_TE.shape[1] * (f_E * p_TE.mean(0)).sum(),
                 "moe_z_loss_coeff": logits_TE.logsumexp(-1).square().mean(),
             }
-            (weight * losses[kind]).backward(retain_graph=True)
+            value += weight * losses[kind].item() / len(logits)
+            (coefficient * weight * losses[kind]).backward(retain_graph=True)
     return value, gradients_as_in_files(model, scratch)
 
 

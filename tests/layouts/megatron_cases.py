@@ -87,6 +87,7 @@ class Gradients:
     entropy_T: torch.Tensor
     loss: float
     gradients: Tensors
+    metrics: dict[str, float]
 
 
 def gradients(case: Case, folder: Path, batch: Batch, loss: Loss) -> Gradients:
@@ -94,7 +95,7 @@ def gradients(case: Case, folder: Path, batch: Batch, loss: Loss) -> Gradients:
     engine = case.engine(folder, OptimizerConfig())
     logprobs, entropy = engine.logprobs_of(batch, temperature=loss.temperature)
     metrics = engine.forward_backward_of(batch, loss)
-    return Gradients(logprobs, entropy, metrics["loss"], whole(engine.gradients()))
+    return Gradients(logprobs, entropy, metrics["loss"], whole(engine.gradients()), metrics)
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     kind = "moe_z_loss_coeff" if name == "moe_z_loss_coeff" else "moe_aux_loss_coeff"
     coefficient, folder = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}[kind], models / "qwen3_moe"
     case = Case(layout, MegatronConfig(transformer=AUXILIARY[name]))
-    ((_, wanted),) = workers(1).run(
+    ((auxiliary, wanted),) = workers(1).run(
         hf_reference.gradients_with_auxiliary_loss, folder, ONE_SEQUENCE, kind, coefficient, tmp_path / "hf"
     )
     ((plain_loss, plain),) = workers(1).run(hf_reference.gradients, folder, ONE_SEQUENCE, SFTLoss(), tmp_path / "plain")
@@ -258,6 +258,9 @@ def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
     assert (wanted[router] - plain[router]).norm() > 0.1 * plain[router].norm(), "the auxiliary loss must matter here"
     assert got.loss == pytest.approx(plain_loss, rel=1e-4), "the reported loss is the trained one alone"
     assert_close(got.gradients, wanted, 1e-4)
+    told = {name: value for name, value in got.metrics.items() if name.endswith(("aux_loss", "z_loss"))}
+    metric = {"moe_aux_loss_coeff": "aux_loss", "moe_z_loss_coeff": "z_loss"}.get(name, name)
+    assert told == {f"experts/{metric}": pytest.approx(auxiliary, rel=1e-4)}
 
 
 @pytest.mark.parametrize(
@@ -274,12 +277,13 @@ def test_the_balance_of_each_sequence_does_not_depend_on_layout_and_packing(
     workers: Workers, models: Path, tmp_path: Path, layout: str, recompute: Any
 ) -> None:
     folder, batch = models / "qwen3_moe", uneven_batch()
-    ((_, wanted),) = workers(1).run(
+    ((auxiliary, wanted),) = workers(1).run(
         hf_reference.gradients_with_auxiliary_loss, folder, batch, "moe_aux_loss_coeff", 0.5, tmp_path / "hf"
     )
     case = Case(layout, MegatronConfig(recompute=recompute, transformer=AUXILIARY["seq_aux_loss"]))
     got = workers(case.world_size).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
     assert_close(got.gradients, wanted, 1e-4)
+    assert got.metrics["experts/seq_aux_loss"] == pytest.approx(auxiliary, rel=1e-4)
 
 
 def routed_loads(case: Case, folder: Path, batch: Batch) -> tuple[dict[str, float], list[list[float]]]:
