@@ -53,7 +53,7 @@ def gradients(folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, scratch: P
 def gradients_with_auxiliary_loss(
     folder: Path, batch: Batch, kind: str, coefficient: float, scratch: Path
 ) -> tuple[float, Tensors]:
-    """Return an auxiliary loss, its mean over layers, and the gradient of the SFT loss plus `coefficient` times its sum.
+    """Return the mean over layers of an auxiliary loss, and the gradient of the SFT loss + `coefficient` x its sum.
 
     moe_aux_loss_coeff: E sum_e f_e p_e (Fedus et al. 2021, eq. 4 to 6), where f_e is the share of all choices that
     fall on expert e and p_e its mean probability. moe_z_loss_coeff: the mean of log^2 sum_e exp(logit_e) (Zoph et al.
