@@ -15,7 +15,7 @@ from fivefold.importing.reasons import LEADS_NOWHERE
 from fivefold.importing.values import Convert, Unfit, positive
 
 Outcome = Literal["mapped", "implied", "unsupported"]
-Role = Literal["actor", "rollout", "ref", "critic"]
+Role = Literal["actor", "rollout", "ref", "critic", "reward", "teacher"]
 Degree = Literal["tp", "pp", "cp", "vpp", "ep", "etp"]
 
 Rule = Callable[["Draft", str], None]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fivefold.config.role_sections import ROLE_SECTIONS
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.critic import NOT_TRAINED, has_critic
@@ -76,7 +77,7 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
     plan = draft.plans.get(role)
     if plan is None:
         return None
-    to = f"{role}.backend"
+    to = f"{ROLE_SECTIONS[role]}.backend"
     try:
         allocation = _fitting(draft, plan)
     except ValueError as error:
@@ -120,13 +121,17 @@ def _settle_critic(draft: Draft) -> None:
 
 
 def _settle_frozen(draft: Draft) -> None:
-    """Lay a reward model and a teacher out as the actor, on the actor's devices."""
+    """Convert the plans of a reward model and of a teacher; without one, they are laid out as the actor is."""
     if "allocation_mode" in draft.recipe:
         return
-    for section, sign in (("reward.model", "reward.model.path"), ("teacher", COEFF)):
-        for key in ("backend", "device_mapping") if sign in draft.recipe else ():
+    signs: Mapping[Role, str] = {"reward": "reward.model.path", "teacher": COEFF}
+    for role, sign in signs.items():
+        if sign not in draft.recipe:
+            continue
+        _settle(draft, role)
+        for key in ("backend", "device_mapping"):
             if f"actor.{key}" in draft.recipe:
-                draft.recipe.setdefault(f"{section}.{key}", draft.recipe[f"actor.{key}"])
+                draft.recipe.setdefault(f"{ROLE_SECTIONS[role]}.{key}", draft.recipe[f"actor.{key}"])
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
@@ -266,14 +271,14 @@ def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
 def _needs_lists(draft: Draft, sets: Mapping[Role, set[int]]) -> bool:
     """Return whether roles share devices in another way than `rollout.colocate` can say: all of them, or none.
 
-    A reference without a list of its own runs in the actor's processes, and a critic on the actor's devices. Without a
-    rollout, lists are needed for a reference on other devices.
+    A reference without a list of its own runs in the actor's processes, and the other models on the actor's devices.
+    Without a rollout, lists are needed for a reference on other devices.
     """
     if "actor" not in sets or ("rollout" not in sets and draft.schema is not DPORecipe):
         return False
     actor = sets["actor"]
     rollout = sets.get("rollout", actor)
-    is_beside = all(sets.get(role, actor) == actor for role in ("ref", "critic"))
+    is_beside = all(devices == actor for role, devices in sets.items() if role != "rollout")
     return not (is_beside and (actor == rollout or not actor & rollout))
 
 
@@ -285,7 +290,8 @@ def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None
             plan.has_processes = set(devices) != set(lists["actor"])
             continue
         plan.keys.pop(plan.devices_key)
-        draft.mapped(plan.devices_key, f"{role}.device_mapping", device_text(devices), f"{len(devices)} devices")
+        to = f"{ROLE_SECTIONS[role]}.device_mapping"
+        draft.mapped(plan.devices_key, to, device_text(devices), f"{len(devices)} devices")
     if has_critic(draft):
         draft.recipe.setdefault("critic.device_mapping", draft.recipe["actor.device_mapping"])
 

@@ -163,8 +163,8 @@ def expert_loads(routers: Sequence[Router], n_layers: int, n_experts: int) -> tu
     """Return what routers have counted in the mini-batch, on every rank.
 
     Returns:
-        How many tokens each expert of each layer got, float32 [layers, E], and the sums of each layer's auxiliary losses
-        over its tokens, float32 [layers, losses], in the order of `LOSSES`.
+        How many tokens each expert of each layer got, float32 [layers, E], and the sums of each layer's auxiliary
+        losses over its tokens, float32 [layers, losses], in the order of `LOSSES`.
     """
     counted_LX = torch.zeros(n_layers, n_experts + len(LOSSES), device=torch.cuda.current_device())
     for router in routers:

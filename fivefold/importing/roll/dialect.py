@@ -13,8 +13,8 @@ from fivefold.importing.distillation import NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft
 from fivefold.importing.roll import given
 from fivefold.importing.roll.defaults import BATCH, CRITICS, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
-from fivefold.importing.roll.layout import lay_out, router
-from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, PURE, RULES, TRAIN
+from fivefold.importing.roll.layout import lay_out, lay_out_frozen, router
+from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, MIXED, PURE, RULES, TRAIN
 from fivefold.importing.settings import (
     MEAN_LEVEL,
     STD_LEVEL,
@@ -82,6 +82,8 @@ def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
     _sections(draft)
     lay_out(draft)
+    if True in (draft.get(PURE), draft.get(MIXED)):
+        lay_out_frozen(draft, "teacher", "teacher.")
     router(draft)
     _lengths(draft)
     _advantages(draft)
@@ -385,9 +387,11 @@ def _score_model(draft: Draft, own: str, to: str) -> None:
         draft.mapped(dtype, "reward.model.dtype", draft.read(dtype, DTYPE))
     if draft.get(f"{own}model_args.num_labels", 1) != 1:
         draft.unsupported(f"{own}model_args.num_labels", "a reward model has one label, its score")
+    plan = lay_out_frozen(draft, "reward", own)
+    otherwise = "the reward model is laid out as the actor, on its devices: change reward.model.backend"
     for key in draft.keys(f"{own}*"):
-        if key != f"{own}tag_included":
-            draft.implied(key, "the reward model is laid out as the actor, on its devices: change reward.model.backend")
+        if key != f"{own}tag_included" and (plan is None or key not in plan.keys):
+            draft.implied(key, otherwise if plan is None else "reward.model has its model, layout, dtype and batches")
 
 
 def _is_behind_url(draft: Draft, own: str) -> bool:

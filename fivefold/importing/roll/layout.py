@@ -50,6 +50,14 @@ def lay_out(draft: Draft, train: str = TRAIN) -> None:
         megatron.recompute(draft, train + CONFIG, switch, is_on)
 
 
+def lay_out_frozen(draft: Draft, role: Role, section: str) -> RolePlan | None:
+    """Return how a reward model or a teacher is laid out; None if not on Megatron-Core: it is laid out as the actor."""
+    if not str(draft.get(section + STRATEGY, "")).startswith("megatron"):
+        return None
+    _lay_out_trainer(draft, role, section)
+    return draft.plans[role]
+
+
 def _plan(draft: Draft, devices_key: str) -> RolePlan:
     """Return the plan of a role whose list of devices is `devices_key`."""
     plan = RolePlan(devices=draft.get(devices_key), devices_key=devices_key)

@@ -264,7 +264,8 @@ SCORE_MODEL: Mapping[str, Rule] = {
         "use_dynamic_bsz": implied(reasons.TOKEN_BUDGET),
         "model.use_remove_padding": implied(reasons.ALWAYS_PACKED),
         "max_length": implied("completions that are too long for the model are an error before the run"),
-        "megatron.*": unsupported("the reward model is laid out as the actor: change reward.model.backend"),
+        "strategy": implied("the reward model is laid out as the actor: change reward.model.backend"),
+        "megatron.*": unsupported("the section reward.model has the reward model's keys (docs/rewards.md)"),
         "*": unsupported("the section reward.model has the reward model's keys (docs/rewards.md)"),
     }.items()
 }

@@ -36,6 +36,7 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     _advantages(draft, at)
     lay_out_trainers(draft, tree)
     lay_out_critic(draft, tree)
+    _lay_out_reward_model(draft, tree)
     recompute(draft, at)
     router(draft, at, at + MODEL + "path")
     _lay_out_rollout(draft, at)
@@ -132,6 +133,18 @@ def lay_out_critic(draft: Draft, tree: Tree) -> None:
         megatron.ignore(draft, at + CRITIC + "megatron.")
     else:
         megatron.recompute(ForCritic(draft), at + CRITIC + OVERRIDE, switch, is_on=True)
+
+
+def _lay_out_reward_model(draft: Draft, tree: Tree) -> None:
+    """Read how a reward model on Megatron-Core is laid out, on the actor's devices."""
+    section = tree.prefix + "reward_model."
+    if draft.get(section + "enable") is not True or draft.get(section + "strategy") != "megatron":
+        return
+    plan = draft.plans["reward"] = RolePlan(
+        etp_follows_tp=tree.etp_follows_tp, n_devices=draft.plans["actor"].n_devices
+    )
+    plan.keys[section + "strategy"] = ""
+    megatron.degrees(draft, "reward", section + "megatron.")
 
 
 def recompute(draft: Draft, at: str) -> None:
