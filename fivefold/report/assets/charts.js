@@ -1,6 +1,6 @@
 "use strict";
 /* Curves, bars and heat maps of metrics. A chart is drawn when it comes into view, with the points that its width can show. */
-const POINTS = 1200, BARS = 240;
+const POINTS = 1200, BARS = 240, FEW_STEPS = 10;
 const CONFIG = { responsive: true, displayModeBar: "hover", displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
 const CHARTS = [];
 const SETTINGS = { smoothing: 0.6, axis: "step", log: false };
@@ -67,7 +67,7 @@ function baseLayout(chart) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink"), size: 11 },
     margin: { l: 46, r: 10, t: 8, b: 24 }, showlegend: false, hovermode: "x unified", uirevision: SETTINGS.axis, modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--line"), activecolor: css("--accent") }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 11 } },
-    xaxis: { ...axis, ticklabeloverflow: "allow" }, yaxis: { ...axis, automargin: true },
+    xaxis: { ...axis, ticklabeloverflow: "allow", ...(SETTINGS.axis === "step" && PAGE.runs.every((run) => run.step <= FEW_STEPS) ? { dtick: 1 } : {}) }, yaxis: { ...axis, automargin: true },
     // A chart follows its card when the window changes, but not when the page is laid out for paper.
     ...(document.documentElement.classList.contains("printing") ? { width: chart.plot.clientWidth } : {}),
   };
@@ -233,6 +233,7 @@ function drawHeat(chart, run, names) {
   }
   const layout = baseLayout(chart);
   layout.hovermode = "closest";
+  if (experts.length) delete layout.xaxis.dtick;
   layout.xaxis.title = { text: label, standoff: 4 }; layout.margin.b = 36; layout.yaxis.title = { text: "layer" };
   Plotly.react(chart.plot, [{ type: "heatmap", x, y: layers, z, colorscale: isDark() ? "Viridis" : "YlGnBu", reversescale: !isDark(), colorbar: { thickness: 10, tickfont: { color: css("--faint") } }, hovertemplate: `${label} %{x}, layer %{y}: %{z:.4~g}<extra></extra>` }], layout, CONFIG);
 }

@@ -18,10 +18,10 @@ function showHead() {
     const speed = last(run, "tokens_per_second");
     children.push(element("div", { class: "tiles" },
       run.held_out ? tile(run.held_out.label, `${run.held_out.before.toFixed(3)} → ${run.held_out.after.toFixed(3)}`) : null,
-      run.best ? tile(`best ${run.best.name.split("/").pop()}, step ${run.best.step.toLocaleString("en")}`, shown(run.best.value), run.best.name) : null,
+      run.best ? tile(`best ${run.best.name.startsWith("eval/") ? "held-out" : run.best.name.replace("/mean", "")}, step ${run.best.step.toLocaleString("en")}`, shown(run.best.value), run.best.name) : null,
       tile("last reward", last(run, "reward/mean") != null ? shown(last(run, "reward/mean")) : null),
       tile("steps", `${run.step.toLocaleString("en")}${run.total_steps ? ` / ${run.total_steps.toLocaleString("en")}` : ""}`),
-      tile("time", run.duration), run.left ? tile(`left${run.left.doubt}`, `about ${run.left.time}`) : null, tile("tokens/s, last step", speed != null ? shown(speed) : null),
+      tile("time", run.duration), run.left ? tile(`left${run.left.doubt}`, `≈ ${run.left.time}`) : null, tile("tokens/s, last step", speed != null ? shown(speed) : null),
       tile("peak memory", last(run, "peak_memory_gb/max") != null ? `${shown(last(run, "peak_memory_gb/max"))} GB` : null),
       tile("TFLOP/s per device", last(run, "train/tflops_per_device") != null ? shown(last(run, "train/tflops_per_device")) : null),
       tile("MFU of the update", last(run, "mfu/train") != null ? `${(100 * last(run, "mfu/train")).toFixed(1)}%` : null)));

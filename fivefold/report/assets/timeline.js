@@ -110,7 +110,7 @@ class TimelineView {
       before = x;
       if (x > this.width) break;
     }
-    this.legend.replaceChildren(...labels.map((label, k) => (inView.has(k) ? element("span", {}, element("i", { style: `background:${colourOf(k)}` }), label) : "")), element("span", { text: `${shown(to - from)} s in view; percentages: busy in it; Ctrl and wheel zoom, drag moves` }));
+    this.legend.replaceChildren(...labels.map((label, k) => (inView.has(k) ? element("span", {}, element("i", { style: `background:${colourOf(k)}` }), label) : "")), element("span", { text: `${shown(to - from)} s in view; percentages: busy in it` }), element("span", { class: "by-hand", text: "Ctrl and wheel zoom, drag moves" }));
   }
 
   save() {

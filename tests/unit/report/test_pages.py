@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
+from fivefold.observe.jsonl import write_json
 from fivefold.observe.sample_log import parts_of, read_part
 from fivefold.observe.time_left import TimeLeft
 from fivefold.report import page as page_module
@@ -141,6 +142,22 @@ def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path
     assert found["trial-1"]["best"]["value"] == pytest.approx(1.0)
     assert found["trial-2"]["command"].endswith("trial-2")
     assert found["trial-1"]["bytes"] > 1000
+
+
+def test_the_list_of_runs_tells_the_time_left_of_those_that_go_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path, n_steps=4)
+    make_run(tmp_path, "trial-1", n_steps=4)
+    set_state(run, "running")
+    (run / "summary.json").unlink()
+    about = json.loads((run / "about.json").read_text())
+    write_json(run / "about.json", about | {"steps": 10})
+    for width in ("80", "160"):
+        header, *_ = rows = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": width}).output.splitlines()
+        assert "left" in header
+        assert [("about 36 s" in row) for row in rows[1:]].count(True) == 1
+    lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output.splitlines()
+    left = {Path(facts["folder"]).name: facts["seconds_left"] for facts in map(json.loads, lines)}
+    assert left == {"trial-0": pytest.approx(36.0), "trial-1": None}
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
