@@ -25,28 +25,16 @@ def _read(config: HFConfig) -> ModelShape:
         return shape
     if shape.norm_topk_prob:
         raise config.error("norm_topk_prob=true is not supported: transformers does not read it for this family")
-    shape = replace(
+    if config.get("topk_method") != "greedy" and config.integer("n_group") > 1:
+        raise config.error(
+            f"topk_method={config.get('topk_method')!r} with n_group={config.get('n_group')} is not supported: "
+            "Megatron-Core does not rank a group of experts by its best one"
+        )
+    return replace(
         shape,
         shared_expert_ffn_hidden=shared_width(config, shape),
         router_scale=config.number("routed_scaling_factor"),
     )
-    return shape if config.get("topk_method") == "greedy" else _with_groups(config, shape)
-
-
-def _with_groups(config: HFConfig, shape: ModelShape) -> ModelShape:
-    """Return `shape` with groups of experts, each ranked by its best expert.
-
-    Megatron-Core ranks a group by its best top_k / topk_group experts.
-    """
-    if (method := config.get("topk_method")) != "group_limited_greedy":
-        raise config.error(f"topk_method={method!r} is not supported; use greedy or group_limited_greedy")
-    groups, chosen = config.integer("n_group"), config.integer("topk_group")
-    if groups > 1 and (shape.n_experts % groups or chosen > groups or shape.top_k != chosen):
-        raise config.error(
-            f"topk_method='group_limited_greedy' with n_group={groups} must divide the {shape.n_experts} experts, and "
-            f"topk_group={chosen} be the {shape.top_k} experts of a token"
-        )
-    return replace(shape, expert_groups=groups, groups_per_token=chosen)
 
 
 DEEPSEEK_V2 = Family(

@@ -86,9 +86,9 @@ def _yarn(config: HFConfig, factor: float, rope: Mapping[str, Any]) -> RopeScali
         return config.as_number(key, rope[key]) if rope.get(key) is not None else otherwise
 
     mscale, mscale_all = number("mscale", 0.0), number("mscale_all_dim", 0.0)
-    magnitude = yarn_magnitude(factor)
+    magnitude = _magnitude(factor)
     if mscale and mscale_all:
-        magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+        magnitude = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     return RopeScaling(
         "yarn",
         factor,
@@ -101,7 +101,7 @@ def _yarn(config: HFConfig, factor: float, rope: Mapping[str, Any]) -> RopeScali
     )
 
 
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+def _magnitude(factor: float, mscale: float = 1.0) -> float:
     """Return by how much YaRN scales queries and keys for a context that is `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -116,7 +116,7 @@ def score_factor(config: HFConfig) -> float:
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
         return 1.0
     factor, mscale = (config.as_number(key, rope.get(key)) for key in ("factor", "mscale_all_dim"))
-    return yarn_magnitude(factor, mscale) ** 2
+    return _magnitude(factor, mscale) ** 2
 
 
 def _trained_positions(config: HFConfig, rope: Mapping[str, Any]) -> int:

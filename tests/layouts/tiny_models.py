@@ -118,7 +118,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
 DENSE = ("llama", "qwen2", "qwen3")
-MOE = tuple(name for name in MODELS if name not in DENSE)
+ALIKE = ("deepseek_v2",)
+"""Models that differ little from another one, and are tried on fewer layouts."""
+MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
 
 
 def save_models(folder: Path) -> None:
