@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ class CodeReward:
 
     timeout_s: float = 10.0
     """Seconds of wall-clock time of each test, the start of the interpreter included."""
+    total_timeout_s: float = 300.0
+    """Seconds of all tests of a response together; a test that has not ended by then is not passed."""
     memory_mb: int = 512
     """Address space of each program, in MiB."""
     concurrency: int | None = None
@@ -42,6 +45,7 @@ class CodeReward:
         """
         bounds = {
             "timeout_s": (0.01, 86_400),
+            "total_timeout_s": (0.01, 86_400),
             "memory_mb": (LEAST_MEMORY_MB, 1 << 20),
             "concurrency": (1, MOST_AT_ONCE),
         }
@@ -62,9 +66,14 @@ class CodeReward:
             RuntimeError: the sandbox could not be closed.
         """
         tests, program = read_tests(ground_truth), program_of(response)
-        if not self.partial:
-            return float(all(test.passes(program, self._sandbox) for test in tests))
-        return sum(test.passes(program, self._sandbox) for test in tests) / len(tests)
+        deadline, n_passed = time.monotonic() + self.total_timeout_s, 0
+        for test in tests:
+            left = min(self.timeout_s, deadline - time.monotonic())
+            passes = left > 0 and test.passes(program, replace(self._sandbox, timeout_s=left))
+            if left <= 0 or not (passes or self.partial):
+                break
+            n_passed += passes
+        return n_passed / len(tests) if self.partial else float(n_passed == len(tests))
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth that holds no tests.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -79,6 +80,14 @@ def test_partial_earns_the_share_of_the_tests_that_pass() -> None:
     assert earned(program, SUMS) == 0.0
 
 
+def test_all_tests_of_a_response_share_one_limit() -> None:
+    truth = {"inputs": ["0\n", "9\n", "9\n", "0\n"], "outputs": ["0\n", "9\n", "9\n", "0\n"]}
+    program = "import time\nn = int(input())\ntime.sleep(n)\nprint(n)"
+    start = time.perf_counter()
+    assert earned(program, truth, partial=True, total_timeout_s=3.0) == 0.25
+    assert time.perf_counter() - start < 8
+
+
 def test_the_last_fenced_block_is_the_program() -> None:
     assert program_of("```\na\n```\ntext\n```python\nb\nc\n```\n") == "b\nc\n"
     assert program_of("1. Code:\n   ```py\n   x\n   ```") == "   x\n"
@@ -119,6 +128,7 @@ def test_ground_truths_without_tests_are_refused_before_the_run(truth: Any, mess
     [
         ({"memory_mb": 1}, "memory_mb=1 must be from 64 to"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"total_timeout_s": 0}, "total_timeout_s"),
         ({"concurrency": 0}, "concurrency=0 must be from 1"),
         ({"language": "rust"}, "reward.kwargs.language='rust'"),
         ({"time_limit": 3}, r"\['time_limit'\]"),
