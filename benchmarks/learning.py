@@ -5,8 +5,8 @@
     python benchmarks/learning.py --jobs 40 --out learning.jsonl  on a machine with many cores
 
 Each run is `fivefold train recipes/quickstart.yaml algorithm=NAME seed=SEED` on the CPU, with the learning rate of the
-recipe and, where the recipe writes a key that the algorithm sets, with the algorithm's value. `ppo` is
-recipes/quickstart-ppo.yaml. Each run prints one line of JSON when it ends; the last lines are a table.
+recipe and, where the recipe writes a key that the algorithm sets, with the algorithm's value. `ppo` and
+`vapo` are of recipes/quickstart-ppo.yaml. Each run prints one line of JSON when it ends; the last lines are a table.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from fivefold.config.presets import PRESETS
 RECIPES = Path(__file__).parents[1] / "recipes"
 WRITTEN = ("actor.eps_clip", "actor.eps_clip_higher")
 """Keys that the quickstart writes and an algorithm may set."""
+ALONE = sorted(PRESETS.keys() - {"distill", "chord"})
+"""Algorithms that need neither a teacher nor an expert's data."""
 WIDER: dict[str, dict[str, Any]] = {"gspo": {"actor.eps_clip": 3e-3, "actor.eps_clip_higher": 4e-3}}
 """Keys of algorithms whose own values belong to another learning rate: GSPO's range of 3e-4 is for updates a hundred
 times smaller than the quickstart's, and clips most of the second one of a step."""
@@ -42,7 +44,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", choices=sorted(PRESETS), default=sorted(PRESETS))
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(PRESETS), default=ALONE)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time; each has three busy processes")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the recipe")
@@ -53,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run one algorithm with one seed. Returns its accuracies, or the end of its output if it failed."""
-    recipe = RECIPES / ("quickstart-ppo.yaml" if name == "ppo" else "quickstart.yaml")
+    recipe = RECIPES / ("quickstart-ppo.yaml" if name in ("ppo", "vapo") else "quickstart.yaml")
     keys = {"algorithm": name, "seed": seed, "trial_name": f"{name}-{seed}", "cluster.fileroot": folder}
     keys |= {"recover.mode": "disabled", "stats.trackers": "[]"}
     keys |= {key: value for key, value in PRESETS[name].items() if key in WRITTEN}

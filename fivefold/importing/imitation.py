@@ -23,9 +23,14 @@ def is_mixed(draft: Draft, algorithm: str) -> bool:
 
 def convert_mix(draft: Draft, algorithm: str, n_samples: int) -> None:
     """Convert the weight of the expert's data, their share of a batch, and where they are."""
+    has_data = any(draft.writes(section + "path") for section in SECTIONS)
     for key in ("algorithm.algorithm_type", "algorithm.policy_loss_fn"):
-        if draft.get(key) in ALGORITHMS:
+        if draft.get(key) in ALGORITHMS and not has_data:
+            draft.unsupported(key, f"the expert's data have no path: give {SECTIONS[0]}path")
+        elif draft.get(key) in ALGORITHMS:
             draft.implied(key, "expert_dataset is a term of the loss, beside PPO's clipped loss")
+    if not has_data:
+        return
     is_chord = draft.get("algorithm.policy_loss_fn", algorithm) == "mix_chord"
     _weights(draft, is_chord)
     _batch(draft, n_samples)

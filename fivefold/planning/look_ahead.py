@@ -230,8 +230,8 @@ def _train_seconds(recipe: TrainRecipe, blueprint: Blueprint, length: float) -> 
     work = replace(question.work, sequence_length=round(length))
     time = plan_trainer(replace(question, work=work), blueprint.placement["actor"]).time
     assert time is not None, "an actor is trained"
-    several = config.ppo_epochs * config.ppo_n_minibatches > 1
-    computes_again = several if config.recompute_logprob is None else config.recompute_logprob
+    computes_again = config.has_several_updates if config.recompute_logprob is None else config.recompute_logprob
+    computes_again = computes_again or config.advantage == "optimal_token_baseline"
     n_forward = computes_again + (question.kept_reference is not None)
     # A third of the computation of a step is its forward pass.
     forward = (time.layers + time.head + time.exposed + time.bubble) / 3

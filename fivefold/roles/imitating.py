@@ -105,13 +105,11 @@ def with_imitation(batch: RemoteBatch, divisor: float, expert: ExpertTerm | None
         is_right_N = batch.scalars[RIGHT] > 0
         weights_N[is_right_N] = positive_coeff * divisor / max(1, int(batch.trained_N[is_right_N].sum()))
     if expert is None:
-        return batch.with_scalars(**{NLL_WEIGHT: _float32(weights_N), EXPERT: np.zeros(len(batch), np.float32)})
+        return batch.with_scalars(
+            **{NLL_WEIGHT: weights_N.astype(np.float32), EXPERT: np.zeros(len(batch), np.float32)}
+        )
     ends = np.cumsum(expert.columns.lengths_N, dtype=np.int64)
     counts_M = np.add.reduceat(expert.columns.values["mask"].astype(np.int64), ends - expert.columns.lengths_N)
     whole = len(counts_M) * counts_M if expert.by_sequence else np.full(len(counts_M), counts_M.sum())
     weights_N = np.concatenate([weights_N, expert.weight * divisor / whole])
-    return batch.with_experts(expert.columns).with_scalars(**{NLL_WEIGHT: _float32(weights_N)})
-
-
-def _float32(values_N: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return values_N.astype(np.float32)
+    return batch.with_experts(expert.columns).with_scalars(**{NLL_WEIGHT: weights_N.astype(np.float32)})

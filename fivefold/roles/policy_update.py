@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
 from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.batch_steps import InTurn
 from fivefold.algorithms.corrections import RolloutCorrection
-from fivefold.algorithms.gae import Whitening
+from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.losses.covariance import NUMBER
@@ -25,7 +26,7 @@ from fivefold.roles.baselines import with_token_advantages
 from fivefold.roles.critic_update import CriticUpdate
 from fivefold.roles.imitating import RIGHT, ExpertExamples, with_imitation
 from fivefold.roles.reference import Reference
-from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer_worker import BatchChange
 from fivefold.roles.updates import SkipGuard, make_updates
@@ -78,7 +79,9 @@ class PolicyUpdate:
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
         needed = self._penalized or config.has_several_updates or self._base_loss.before is not None
         needed = needed and not self._base_loss.old_is_interpolated
-        self._recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
+        recomputes = needed if config.recompute_logprob is None else config.recompute_logprob
+        # A baseline of tokens comes with the old log-probs.
+        self._recomputes = recomputes and not self._has_token_baseline
 
     def prepare(
         self, samples: Sequence[Sample], batch: RemoteBatch, greedy: Sequence[Sample] = ()
@@ -93,6 +96,26 @@ class PolicyUpdate:
         advantages = compute_advantages(
             _outcomes(samples), self._shaping, self._advantage, _outcomes(greedy) if greedy else None
         )
+        batch = self._marked(batch, samples)
+        if self._critic is not None:
+            batch = self._critic.values(batch)
+        batch = self._with_logprobs(batch)
+        kl = KLInReward(self.state.kl_ctl, self._config.kl_estimator) if self._penalized else None
+        values_N, metrics = advantages.advantages_N.numpy(), advantages.metrics
+        if self._critic is not None:
+            batch, whitening, own = self._critic.advantages(batch.with_scalars(rewards=values_N), kl)
+            self._change = None if whitening is None else whitening.applied
+            return batch, metrics | own
+        if self._has_token_baseline:
+            batch, moments = self._with_token_advantages(batch, values_N, samples)
+            metrics |= {"advantage/mean": moments.mean, "advantage/std": moments.std}
+        else:
+            batch = batch.with_scalars(advantages=values_N)
+        self._change = self._change_of(batch, kl)
+        return batch, metrics
+
+    def _marked(self, batch: RemoteBatch, samples: Sequence[Sample]) -> RemoteBatch:
+        """Return `batch` with what its loss must know of whole sequences."""
         if self._config.mask_truncated:
             batch = batch.untrained([i for i, sample in enumerate(samples) if sample.finish_reason == "length"])
         if self._base_loss.before is not None:
@@ -100,14 +123,11 @@ class PolicyUpdate:
         if self._config.positive_nll_coeff > 0:
             is_right = [sample.is_right for sample in samples]
             batch = batch.with_scalars(**{RIGHT: np.array(is_right, dtype=np.float32)})
-        if self._critic is not None:
-            batch = self._critic.values(batch)
-        energies: Sequence[Piece] = ()
-        if self._has_token_baseline:
-            with self._timers.phase("old log-probs"):
-                energies = self._actor.energies(batch, self._temperature)
-                batch = batch.with_pieces(energies)
-        elif self._recomputes:
+        return batch
+
+    def _with_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        """Return `batch` with the log-probs of old policy, reference and teacher, as far as they are needed."""
+        if self._recomputes:
             with self._timers.phase("old log-probs"):
                 batch = batch.with_pieces(self._actor.logprobs(batch, self._temperature))
         if self._reference is not None:
@@ -116,22 +136,18 @@ class PolicyUpdate:
         if self._teacher is not None:
             with self._timers.phase("teacher"):
                 batch = batch.with_pieces(self._teacher.opinions(batch, self._temperature))
-        kl = KLInReward(self.state.kl_ctl, self._config.kl_estimator) if self._penalized else None
-        values_N = advantages.advantages_N.numpy()
-        if self._has_token_baseline:
-            with self._timers.phase("advantages"):
-                groups = [sample.prompt.index for sample in samples]
-                zero_tail = self._config.advantage_kwargs.get("zero_tail", True)
-                batch, moments = with_token_advantages(batch, energies, values_N, groups, zero_tail=zero_tail)
-            self._change = self._change_of(batch, kl)
-            return batch, advantages.metrics | {"advantage/mean": moments.mean, "advantage/std": moments.std}
-        if self._critic is None:
-            batch = batch.with_scalars(advantages=values_N)
-            self._change = self._change_of(batch, kl)
-            return batch, advantages.metrics
-        batch, whitening, metrics = self._critic.advantages(batch.with_scalars(rewards=values_N), kl)
-        self._change = None if whitening is None else whitening.applied
-        return batch, advantages.metrics | metrics
+        return batch
+
+    def _with_token_advantages(
+        self, batch: RemoteBatch, rewards_N: npt.NDArray[np.float32], samples: Sequence[Sample]
+    ) -> tuple[RemoteBatch, Moments]:
+        """Return `batch` with advantages of each token and with the old log-probs that come with them."""
+        with self._timers.phase("old log-probs"):
+            energies = self._actor.energies(batch, self._temperature)
+        with self._timers.phase("advantages"):
+            groups = [sample.prompt.index for sample in samples]
+            zero_tail = self._config.advantage_kwargs.get("zero_tail", True)
+            return with_token_advantages(batch.with_pieces(energies), energies, rewards_N, groups, zero_tail=zero_tail)
 
     def _change_of(self, batch: RemoteBatch, kl: KLInReward | None) -> BatchChange | None:
         """Return what happens to the advantages of tokens before they are trained on."""

@@ -8,6 +8,9 @@ import torch
 
 from fivefold.algorithms.advantages.scores import Scores
 
+EPS = 1e-6
+"""Added to a standard deviation."""
+
 
 def pass_at_k(scores: Scores, k: int = 4, full_reward: float = 1.0) -> torch.Tensor:
     """Compute the expected advantage over all subsets of k completions of the group, whose reward is that of the best.
@@ -40,15 +43,19 @@ def pass_at_k(scores: Scores, k: int = 4, full_reward: float = 1.0) -> torch.Ten
     return result_N
 
 
-def pass_at_k_best(scores: Scores) -> torch.Tensor:
+def pass_at_k_best(scores: Scores, divide_by_std: bool = False) -> torch.Tensor:
     """Give the best completion of each group its distance from the second best, and 0 to all others.
 
     Tang et al. 2025 (arXiv 2503.19595). If several are the best, the distance is 0.
+
+    Args:
+        scores: the completions.
+        divide_by_std: whether the distance is divided by the standard deviation of the group's rewards, as in verl.
     """
-    result_N = torch.zeros_like(scores.rewards_N)
+    result_N, std_N = torch.zeros_like(scores.rewards_N), scores.of_group.std_N
     for group in range(int(scores.groups_N.max()) + 1):
         (members_M,) = torch.nonzero(scores.groups_N == group, as_tuple=True)
         if len(members_M) > 1:
             best, second = scores.rewards_N[members_M].topk(2).values
             result_N[members_M[scores.rewards_N[members_M].argmax()]] = best - second
-    return result_N
+    return result_N / (std_N + EPS) if divide_by_std else result_N

@@ -230,6 +230,11 @@ class TrainRecipe(RunConfig):
             raise ValueError(f"{key} says where old log-probs come from: drop actor.recompute_logprob")
         if actor.kl_in == "reward" and actor.kl_ctl > 0:
             raise ValueError(f"actor.kl_in=reward needs old log-probs before the update, which {key} does not give")
+        if actor.rollout_correction.mask == "second_moment":
+            raise ValueError(
+                f"actor.rollout_correction.mask=second_moment needs old log-probs before the update, which {key} does "
+                "not give"
+            )
         if self.rollout.logprob_share < 1 or self.gconfig.truncates_distribution:
             raise ValueError(
                 f"{key} needs the rollout's log-probs of all tokens under the whole distribution: drop "
@@ -282,7 +287,7 @@ class TrainRecipe(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_updates(self) -> TrainRecipe:
+    def _check_terms(self) -> TrainRecipe:
         actor = self.actor
         in_loss = actor.kl_in == "loss" and actor.kl_ctl > 0
         if in_loss and actor.kl_estimator == "k1" and not actor.kl_unbiased:
@@ -301,7 +306,11 @@ class TrainRecipe(RunConfig):
                 f"actor.opsm_delta={actor.opsm_delta} has no effect with one update a step, before which the policy is "
                 "the old one: raise actor.ppo_n_minibatches, or set actor.recompute_logprob=false"
             )
-        if self.train_dataset.batch_size % actor.ppo_n_minibatches:
+        return self
+
+    @model_validator(mode="after")
+    def _check_updates(self) -> TrainRecipe:
+        if self.train_dataset.batch_size % self.actor.ppo_n_minibatches:
             raise ValueError(
                 f"train_dataset.batch_size={self.train_dataset.batch_size} must be a multiple of "
                 f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches}, so that groups stay whole"

@@ -155,6 +155,7 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     else:
         advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
     _scale_of_opmd(draft, algorithm, estimator)
+    _unwritten_options(draft, algorithm)
     if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
         draft.implied("algorithm.algorithm_type", f"{key} overrides it")
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
@@ -194,6 +195,15 @@ def _scale_of_opmd(draft: Draft, algorithm: str, estimator: str) -> None:
         draft.recipe["actor.advantage_kwargs.tau"] = scale * draft.read(temperature, number, 1.0)
         draft.mapped(temperature, "actor.advantage_kwargs.tau", draft.recipe["actor.advantage_kwargs.tau"])
     draft.implied(temperature, "only the baseline logavgexp reads this")
+
+
+def _unwritten_options(draft: Draft, algorithm: str) -> None:
+    """Take Trinity-RFT's defaults of options that Fivefold's loss has others for."""
+    loss = draft.get(LOSS_FN, algorithm)
+    if loss == "rec" and not draft.writes(f"{LOSS_FN}_args.clip_mode"):
+        draft.recipe["actor.loss_kwargs.region"] = "none"
+    if loss == "sppo" and not draft.writes(f"{LOSS_FN}_args.epsilon"):
+        draft.recipe |= {"actor.eps_clip": 0.3 / 1.3, "actor.eps_clip_higher": 0.3}
 
 
 def _distillation(draft: Draft) -> None:

@@ -226,6 +226,9 @@ def _advantages(draft: Draft, at: str) -> None:
     advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
     if estimator in ("grpo", "grpo_vectorized"):
         draft.mapped(std, STD_LEVEL, "group" if divides else "none")
+    if estimator == "grpo_passk":
+        draft.recipe["actor.advantage_kwargs.divide_by_std"] = divides
+        draft.mapped(std, "actor.advantage_kwargs.divide_by_std", divides)
     draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
     for other in draft.keys(at + "critic.*"):
         draft.implied(other, f"{estimator} has no critic")

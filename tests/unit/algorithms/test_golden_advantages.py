@@ -147,6 +147,14 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("pass_at_k", {"advantage_kwargs": {"k": 1}}, pass_at_k(1)),
     ("pass_at_k", {"advantage_kwargs": {"k": 3}}, pass_at_k(3)),
     ("pass_at_k_best", {}, pass_at_k_best),
+    (
+        "pass_at_k_best",
+        {"advantage_kwargs": {"divide_by_std": True}},
+        lambda group, groups: [
+            distance / (statistics.stdev(rewards(group)) + EPS) if distance else 0.0
+            for distance in pass_at_k_best(group, groups)
+        ],
+    ),
     ("asymre", {}, asymre(-0.1)),
     ("asymre", {"advantage_kwargs": {"baseline_shift": 0.3}}, asymre(0.3)),
     ("opmd", {}, opmd(1.0)),

@@ -95,6 +95,7 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["actor.rollout_correction.method=tis", "gconfig.top_p=0.9"], "a truncated distribution"),
         (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "weights losses by p / q, but with"),
         (["algorithm=m2po", "actor.recompute_logprob=false", "actor.loss=reinforce"], "they are the same"),
+        ([STALE, "algorithm=m2po", "actor.prox_logp_method=loglinear"], "second_moment needs old log-probs before"),
         (["actor.opsm_delta=0.1"], "no effect with one update a step"),
         (["actor.kl_unbiased=true"], "no effect with actor.kl_ctl=0"),
         (

@@ -309,6 +309,8 @@ def test_losses_of_trinity_with_options_of_rec() -> None:
             ["algorithm_type=rec", *(f"policy_loss_fn_args.{w}" for w in ("clip_mode=one-side", "weight=none"))],
             {"loss": "rec", "region": "one_side", "weight": "none", "std_level": "none"},
         ),
+        (["algorithm_type=rec", "advantage_fn_args.std_normalize=true"], {"region": "none", "std_level": "group"}),
+        (["algorithm_type=sppo"], {"region": "two_side", "eps_clip": 0.3 / 1.3, "eps_clip_higher": 0.3}),
         (
             ["algorithm_type=opmd", "policy_loss_fn_args.tau=3.0", "kl_loss_fn=none"],
             {"loss": "reinforce", "reward_scaling": 0.25, "mean_level": "group", "std_level": "none"},
@@ -336,6 +338,9 @@ def test_losses_of_trinity_with_options_of_rec() -> None:
 
 
 def test_expert_data_of_trinity() -> None:
+    without = convert_words("trinity", "algorithm.algorithm_type=mix", f"{LOSS}mu=0.3")
+    assert without["algorithm.algorithm_type"].outcome == "unsupported"
+    assert not any(key.startswith("expert_dataset") for key in without.recipe)
     data = [
         "buffer.batch_size=8",
         *(f"buffer.trainer_input.auxiliary_buffers.sft_dataset.{w}" for w in ("path=expert", "format.prompt_key=q")),
