@@ -93,12 +93,14 @@ def cap_of_weights(draft: Draft, key: str) -> None:
         return draft.implied(key, "only rollout_is reads this")
     if _weight_is_in_ratio(draft, key):
         return draft.implied(key, IN_RATIO)
+    level = str(draft.get(_beside(key, "rollout_is"))).lower()
+    if level not in ("token", "sequence"):
+        return draft.unsupported(key, f"rollout_is={level} is not offered")
     low, high = _bounds(draft.get(key))
     if low is None:
         return draft.mapped(key, CORRECTION + "weight_cap", high)
     if str(draft.get(_beside(key, "rollout_rs"))).lower() not in OFF:
         return draft.unsupported(key, "there is one mask, and rollout_rs says which")
-    level = str(draft.get(_beside(key, "rollout_is"))).lower()
     return correct_rollout(draft, key, {"mask": level, "mask_below": low, "mask_above": high})
 
 
@@ -116,20 +118,27 @@ def masks(draft: Draft, key: str) -> None:
 
 def bounds_of_mask(draft: Draft, key: str) -> None:
     """Convert the bounds of the mask: one, or two as in `0.5_2.0`."""
-    if str(draft.get(_beside(key, "rollout_rs"))).lower() in OFF:
-        return draft.implied(key, "only rollout_rs reads this")
-    low, high = _bounds(draft.get(key))
-    if low is not None:
-        draft.recipe[CORRECTION + "mask_below"] = low
-    return draft.mapped(key, CORRECTION + "mask_above", high)
+    if _has_mask(draft, key):
+        low, high = _bounds(draft.get(key))
+        if low is not None:
+            draft.recipe[CORRECTION + "mask_below"] = low
+        draft.mapped(key, CORRECTION + "mask_above", high)
 
 
 def lower_bound_of_mask(draft: Draft, key: str) -> None:
     """Convert the lower bound of the mask, which older releases have beside the upper one."""
-    if str(draft.get(_beside(key, "rollout_rs"))).lower() in OFF:
-        draft.implied(key, "only rollout_rs reads this")
-    else:
+    if _has_mask(draft, key):
         draft.mapped(key, CORRECTION + "mask_below", number(draft.get(key)))
+
+
+def _has_mask(draft: Draft, key: str) -> bool:
+    """Return whether there is a mask for a bound; otherwise the bound's key gets its entry."""
+    name = str(draft.get(_beside(key, "rollout_rs"))).lower()
+    if name in OFF:
+        draft.implied(key, "only rollout_rs reads this")
+    elif name not in MASKS:
+        draft.unsupported(key, f"rollout_rs={name} is not offered")
+    return name in MASKS
 
 
 def veto(draft: Draft, key: str) -> None:

@@ -205,7 +205,7 @@ WAITING_BYTES = 13
 
 
 def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
-    """Yield a note for each reason why more is generated than a step trains on, which is not counted elsewhere."""
+    """Yield a note for all that a step generates or trains on besides what is counted."""
     if recipe.actor.dynamic_sampling:
         yield (
             f"actor.dynamic_sampling generates up to {recipe.actor.dynamic_sampling_max_rounds} times as much as is "

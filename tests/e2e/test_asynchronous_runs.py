@@ -24,7 +24,7 @@ BATCH, SAMPLES, STEPS, AGE = 8, 4, 6, 2
 KEYS = (
     "rollout.max_head_offpolicyness=2", f"total_train_steps={STEPS}", f"train_dataset.batch_size={BATCH}",
     f"gconfig.n_samples={SAMPLES}", "valid_dataset=null", "recover.freq_steps=1", "stats.n_logged_samples=32",
-    "actor.backend=megatron:d1", "actor.ppo_n_minibatches=1",
+    "actor.backend=megatron:d1", "actor.ppo_n_minibatches=1", "actor.advantage=optimal_token_baseline",
 )  # fmt: skip
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 

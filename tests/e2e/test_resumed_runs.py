@@ -31,7 +31,6 @@ TRAIN = (
     "gconfig.n_samples=4", "valid_dataset.limit=16", "recover.freq_steps=1", "stats.n_logged_samples=32",
     "saver.freq_steps=3", "actor.kl_ctl=0.001", "actor.ppo_n_minibatches=1", "actor.path=mcore",
     "actor.megatron.use_dist_checkpointing=true", "actor.megatron.dist_checkpointing_path=mcore", KEEP_ALL,
-    "actor.advantage=optimal_token_baseline",
 )  # fmt: skip
 """The runs start from a Megatron-Core checkpoint in the folder `mcore`, which has no weights for Hugging Face."""
 SFT = (

@@ -286,6 +286,19 @@ def test_a_weight_of_the_kl_term_that_is_adapted() -> None:
         assert (recipe["actor.kl_target"], recipe["actor.kl_horizon"]) == (0.2, 500), framework
 
 
+def test_bounds_of_a_mask_that_is_not_offered_are_not_those_of_another() -> None:
+    section = "algorithm.rollout_correction."
+    words = (
+        "rollout_rs=token_k1,seq_mean_k3",
+        "rollout_rs_threshold=2.0",
+        "rollout_is=turn",
+        "rollout_is_threshold=2.0",
+    )
+    conversion = convert_words("verl", *(section + word for word in words))
+    assert {section + word.partition("=")[0] for word in words} <= conversion.unsupported()
+    assert not any(key.startswith("actor.rollout_correction") for key in conversion.recipe)
+
+
 def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones() -> None:
     section = "algorithm.rollout_correction."
     words = [f"{section}{word}" for word in ("bypass_mode=true", "rollout_is=token", "rollout_is_threshold=2.0")]
