@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,7 +24,7 @@ from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied, ServerProcess
-from fivefold.rollout.servers.room import Room, asks_of, take_finished
+from fivefold.rollout.servers.room import answered, asks_of
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -146,8 +145,8 @@ class ServerEngine:
         asks = asks_of(requests, sampling, self._spec.max_batch_size)
         ends = list(accumulate(ask.n for ask in asks))
         jobs = [requests[end - ask.n : end] for ask, end in zip(asks, ends, strict=True)]
-        answered = dict(self.generate_each(iter(jobs), sampling))
-        return [answered[number][index] for number, job in enumerate(jobs) for index in range(len(job))]
+        done = dict(self.generate_each(iter(jobs), sampling))
+        return [done[number][index] for number, job in enumerate(jobs) for index in range(len(job))]
 
     def generate_each(
         self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
@@ -158,24 +157,15 @@ class ServerEngine:
         """
         version = self._state.require_weights()
         most = self._spec.max_batch_size
-        room = Room(most)
+
+        def asks(requests: Sequence[GenerationRequest]) -> list[Ask]:
+            check_requests(requests, sampling, self._config)
+            return asks_of(requests, sampling, most)
 
         def complete(ask: Ask) -> list[Completion]:
-            with room.held(ask):
-                return [answer.completion(version) for answer in self._answers(ask, sampling)]
+            return [answer.completion(version) for answer in self._answers(ask, sampling)]
 
-        running: dict[int, list[Future[list[Completion]]]] = {}
-        threads = ThreadPoolExecutor(most)
-        try:
-            for number, requests in enumerate(room.admitted(jobs)):
-                check_requests(requests, sampling, self._config)
-                asks = asks_of(requests, sampling, most)
-                running[number] = [threads.submit(complete, ask) for ask in room.taken(asks)]
-                yield from take_finished(running)
-            for _ in as_completed([future for futures in running.values() for future in futures]):
-                yield from take_finished(running)
-        finally:
-            threads.shutdown(cancel_futures=True)
+        yield from answered(map(asks, jobs), complete, most)
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         """Begin to answer the requests of job `number` (`RolloutEngine`).

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TypeVar
@@ -87,7 +87,35 @@ def _weight(ask: Ask) -> int:
     return (ask.n + 1) // 2
 
 
-def take_finished(
+def answered(
+    jobs: Iterator[Sequence[Ask]], complete: Callable[[Ask], list[Completion]], most: int
+) -> Iterator[tuple[int, Mapping[int, Completion]]]:
+    """Yield each job's number and its completions, all at once, as jobs finish.
+
+    Args:
+        jobs: what each job asks for, one of which is taken when there is room for it.
+        complete: asks the server, in a thread of its own.
+        most: most sequences that the server decodes at one time.
+    """
+    room = Room(most)
+
+    def held(ask: Ask) -> list[Completion]:
+        with room.held(ask):
+            return complete(ask)
+
+    running: dict[int, list[Future[list[Completion]]]] = {}
+    threads = ThreadPoolExecutor(most)
+    try:
+        for number, asks in enumerate(room.admitted(jobs)):
+            running[number] = [threads.submit(held, ask) for ask in room.taken(asks)]
+            yield from _take_finished(running)
+        for _ in as_completed([future for futures in running.values() for future in futures]):
+            yield from _take_finished(running)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _take_finished(
     running: dict[int, list[Future[list[Completion]]]],
 ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
     """Remove the jobs that have finished, and yield them; raise the failure of one that failed."""
