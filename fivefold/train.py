@@ -28,6 +28,7 @@ from fivefold.data.sft import end_token
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.engine.scoring import N_APPENDED
 from fivefold.evaluate import Evaluator, check_requests
+from fivefold.experience.idle import idle_shares
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
 from fivefold.experience.source import Experience, Source
 from fivefold.experience.step import StepSource
@@ -256,9 +257,10 @@ class _Loop:
         n_logged = self._write_samples(experience.samples, step)
         batch, metrics = self._train(experience, step, n_logged)
         self._send_weights(step)
-        seconds = self.run.timers.take()
+        seconds, whole = self.run.timers.take(), time.perf_counter() - began
+        metrics |= idle_shares(experience.metrics, seconds, whole)
         metrics |= experience.metrics | self._described(experience.samples)
-        metrics |= self.speed.metrics(batch, seconds, time.perf_counter() - began) | self.roles.take_moved()
+        metrics |= self.speed.metrics(batch, seconds, whole) | self.roles.take_moved()
         if self.critic is not None and self.critic.is_warming_up(step):
             metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
         state = self._keep(self._after(step, state), metrics)

@@ -85,7 +85,8 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(f"mfu/{phase}" for phase in ("values", "critic train", "teacher")),
         "hfu/critic train",
         *(f"dynamic_sampling/{name}" for name in ("rounds", "kept")),
-        *("seconds/generation", "idle/trainer", "idle/rollout"),  # asynchronous training: test_asynchronous_runs.py
+        # asynchronous training: test_asynchronous_runs.py
+        *(f"seconds/{phase}" for phase in ("generation", "weight staging", "weight swap")),
         *(name for name in listed_metrics() if name.startswith("staleness/")),
         *("kl", "margin", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
         *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py

@@ -9,6 +9,7 @@ from statistics import mean
 
 import pytest
 
+from fivefold.experience.idle import idle_shares
 from fivefold.experience.samples import sample_metrics, staleness_metrics
 from fivefold.types import Prompt, Sample
 
@@ -51,3 +52,9 @@ def test_samples_of_each_age_are_told_apart() -> None:
         "staleness/response_length/0": 10.0, "staleness/response_length/1": 20.0, "staleness/response_length/2": 40.0,
     }  # fmt: skip
     assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed"]) == (1.25, 2.0, 0.75)
+
+
+def test_sides_that_work_in_turn_are_idle_while_the_other_works() -> None:
+    seconds = {"rollout": 6.0, "rewards": 1.0, "train": 3.0}
+    shares = idle_shares({"replica_busy/mean": 0.5}, seconds, 12.0)
+    assert shares == {"idle/trainer": pytest.approx(7 / 12), "idle/rollout": pytest.approx(1 - 3 / 12)}
