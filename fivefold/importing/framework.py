@@ -1,8 +1,9 @@
 """The table of frameworks whose configurations can be imported.
 
 A framework is a word in `Framework` and a folder of that name with three modules: `dialect`, which offers a `DIALECT`
-(the keys that need other keys to be converted, and the signs of other tasks), `rules`, a table for all other keys, and
-`defaults`, a table of the framework's own defaults for the keys that are mapped.
+(for each task, the keys that need other keys to be converted, and what tells the task), `rules`, a table for all other
+keys, and `defaults`, a table of the framework's own defaults for the keys that are mapped. What only training on given
+answers has is in a module of its own.
 
 The command line reads this table for its help, so nothing else is imported until a dialect is asked for.
 """

@@ -228,6 +228,11 @@ def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
             f"or wait for their step, with {most / 1e9:,.1f} GB of tokens and log-probs in host memory and in each "
             "checkpoint at most"
         )
+        if recipe.reward.model is not None:
+            yield (
+                "reward.model scores samples while others are generated and trained on, which the time of a step does "
+                "not count; on the actor's devices it does so in turn with training"
+            )
 
 
 def _kind_notes(recipe: SFTRecipe | DPORecipe | RMRecipe) -> Iterator[str]:
@@ -237,7 +242,8 @@ def _kind_notes(recipe: SFTRecipe | DPORecipe | RMRecipe) -> Iterator[str]:
         yield f"planned for `{command}`; each step also computes the scores of its sequences without gradient first"
         return
     datasets = (recipe.train_dataset, recipe.valid_dataset)
-    if not any(rows is not None and "response_key" in rows.model_fields_set for rows in datasets):
+    own = {"response_key", "messages_key"}
+    if not any(rows is not None and own & rows.model_fields_set for rows in datasets):
         yield (
             "planned for `fivefold sft`, because the recipe has no key that only `fivefold train` reads; to plan that, "
             "give one, such as rollout.backend"

@@ -373,3 +373,7 @@ def test_a_plan_says_how_much_waits_for_its_step() -> None:
     synchronous = plan_recipe(RECIPES / "quickstart-async.yaml", [*keys, "rollout.max_head_offpolicyness=0"]).blueprint
     assert synchronous is not None
     assert not [note for note in synchronous.notes if "max_head_offpolicyness" in note]
+    scored = [*keys, "reward={fn: model, model: {path: package:tiny-moe}}"]
+    blueprint = plan_recipe(RECIPES / "quickstart-async.yaml", scored).blueprint
+    assert blueprint is not None
+    assert any("reward.model scores samples while others are generated" in note for note in blueprint.notes)
