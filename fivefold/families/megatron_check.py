@@ -27,20 +27,26 @@ def megatron_problems(
 ) -> Iterator[str]:
     """Yield a line for each key of a role's section `megatron` that its model or its pipeline cannot take."""
     prefix = f"{role}.megatron.transformer"
-    if config.megatron.bridge_type == "mbridge":
-        if role == "critic":
-            yield "critic.megatron.bridge_type=mbridge has no value heads: set it to fivefold"
-        if shape.latent is not None:
-            yield (
-                f"{role}.megatron.bridge_type=mbridge has no latent attention, which {shape.family} needs: set it to "
-                "fivefold"
-            )
+    yield from _bridge_problems(role, config, shape, layout.tp)
     yield from _router_problems(prefix, config, shape)
     if config.megatron.transformer.moe_shared_expert_overlap:
         yield from _overlap_problems(f"{prefix}.moe_shared_expert_overlap=true", config, shape, layout)
     yield from _recompute_problems(prefix, config, shape)
     yield from _recomputed_layers_problems(prefix, config, shape, layout)
     yield from _schedule_problems(prefix, config, layout.pp, layout.vpp)
+
+
+def _bridge_problems(role: str, config: EngineConfig, shape: ModelShape, tp: int) -> Iterator[str]:
+    """Yield a line for each thing that a bridge of another package cannot do."""
+    bridge, key = config.megatron.bridge_type, f"{role}.megatron.bridge_type={config.megatron.bridge_type}"
+    if bridge == "fivefold":
+        return
+    if role == "critic":
+        yield f"{key} has no value heads: set it to fivefold"
+    if shape.latent is not None:
+        yield f"{key} has no latent attention, which {shape.family} needs: set it to fivefold"
+    if bridge == "megatron-bridge" and shape.vocab % tp:
+        yield f"{key} does not pad the vocabulary, and t{tp} does not divide {shape.vocab} tokens: set it to fivefold"
 
 
 def _overlap_problems(

@@ -14,7 +14,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.read import find_shape
-from fivefold.mcore import bridges
+from fivefold.mcore import mbridge
 
 pytest.importorskip("mbridge")
 
@@ -33,7 +33,7 @@ def names_that_differ(case: Case, folders: list[Path]) -> list[str]:
     for folder in folders:
         files = load_file(folder / "model.safetensors")
         engine = case.engine(folder, OptimizerConfig())
-        assert type(engine._bridge) is bridges.MBridge
+        assert type(engine._bridge) is mbridge.MBridge
         for export in (
             engine.export_weights(),
             Bridge(engine.shape).export(engine.weights, engine._shards),
@@ -53,6 +53,16 @@ def test_mbridge_loads_and_exports_the_weights_of_the_files(
     case = Case(layout, BY_MBRIDGE)
     folders = [models / name for name in names]
     assert workers(case.world_size).run(names_that_differ, case, folders) == [[]] * case.world_size
+
+
+def test_megatron_bridge_says_what_it_lacks(workers: Workers, models: Path) -> None:
+    """The package needs TransformerEngine, which CPU machines do not have."""
+    case = Case("megatron:d1", MegatronConfig(bridge_type="megatron-bridge"))
+    (message,) = workers(1).run(error_of, case, models / "qwen2", False)
+    assert message.startswith("bridge_type=megatron-bridge loads weights with the package megatron-bridge, which ")
+    assert "is not installed here" in message or "cannot be imported without" in message
+    (heads,) = workers(1).run(error_of, case, models / "qwen2", True)
+    assert heads == "bridge_type=megatron-bridge has no value heads: set bridge_type to fivefold"
 
 
 def error_of(case: Case, folder: Path, value_head: bool) -> str:
@@ -85,6 +95,6 @@ def test_what_mbridge_cannot_do_is_an_error(
     assert "mbridge does not know all parameters" in unknown
     (unfilled,) = run.run(error_without_loading, case, models / "qwen2")
     assert unfilled.startswith("mbridge has left embedding.word_embeddings.weight, decoder.layers.0.")
-    monkeypatch.setattr(bridges, "find_spec", lambda _: None)
+    monkeypatch.setattr(mbridge, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"package mbridge, which is not installed here: run pip install 'fivefold"):
-        bridges.MBridge(find_shape("Qwen3-8B"), tmp_path, torch.bfloat16)
+        mbridge.MBridge(find_shape("Qwen3-8B"), tmp_path, torch.bfloat16)

@@ -189,9 +189,10 @@ class MegatronOptimizerFields(MegatronFields):
 class MegatronConfig(Section):
     """Settings that only the Megatron-Core engine reads."""
 
-    bridge_type: Literal["fivefold", "mbridge"] = "fivefold"
+    bridge_type: Literal["fivefold", "mbridge", "megatron-bridge"] = "fivefold"
     """What loads a Hugging Face folder into Megatron-Core's parameters, and turns them into Hugging Face's for the
-    rollout: Fivefold itself, or the package mbridge, which must be installed. The weights are the same bit for bit."""
+    rollout: Fivefold itself, or the package mbridge or megatron-bridge, which must be installed (megatron-bridge needs
+    TransformerEngine as well). The weights are the same bit for bit."""
     use_dist_checkpointing: bool = False
     """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
     config and a tokenizer."""

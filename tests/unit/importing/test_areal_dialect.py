@@ -100,6 +100,7 @@ def test_a_recipe_takes_five_of_areals_options_of_megatron(tmp_path: Path) -> No
         "ddp.overlap_grad_reduce=true",
         "ddp.grad_reduce_in_fp32=true",
         "bridge_type=mbridge",
+        "bridge_type=megatron-bridge",
     }
     others = {
         *(f"{name}=true" for name in ("wrap_with_ddp", "async_save", "use_precision_aware_optimizer")),
@@ -112,7 +113,7 @@ def test_a_recipe_takes_five_of_areals_options_of_megatron(tmp_path: Path) -> No
             "recompute_modules=[mlp]",
         ),
         *("moe_router_dtype=fp32", "moe_token_dispatcher_type=alltoall", "moe_permute_fusion=true"),
-        *("moe_shared_expert_overlap=true", "moe_enable_deepep=true", "bridge_type=megatron-bridge"),
+        *("moe_shared_expert_overlap=true", "moe_enable_deepep=true"),
     }
     for option in taken | others:
         try:
@@ -121,13 +122,6 @@ def test_a_recipe_takes_five_of_areals_options_of_megatron(tmp_path: Path) -> No
             assert option in others
         else:
             assert option in taken
-
-
-def test_a_recipe_refuses_a_bridge_that_needs_transformer_engine(tmp_path: Path) -> None:
-    base = tmp_path / "recipe.yaml"
-    base.write_text("experiment_name: b\nactor: {path: m}\ntrain_dataset: {path: d.parquet}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"actor\.megatron\.bridge_type"):
-        load_recipe(base, ["actor.megatron.bridge_type=megatron-bridge"], TrainRecipe)
 
 
 def test_older_layouts_name_their_backends_and_leave_degrees_of_1_out() -> None:
