@@ -74,7 +74,8 @@ class TimelineView {
     this.width = this.canvas.clientWidth || 800;
     const height = tracks.length * LINE + 24;
     this.canvas.style.height = `${height}px`; this.canvas.width = this.width * ratio; this.canvas.height = height * ratio;
-    this.left = this.width < 600 ? 78 : 190;
+    const narrow = this.width < 600;
+    this.left = narrow ? 104 : 190;
     const pen = this.canvas.getContext("2d"), [from, to] = this.view, scale = (this.width - this.left) / (to - from);
     pen.scale(ratio, ratio); pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
     const busy = new Float64Array(tracks.length), until = new Float64Array(tracks.length).fill(-Infinity);
@@ -96,7 +97,7 @@ class TimelineView {
     tracks.forEach((title, k) => {
       const share = `${Math.round((100 * busy[k]) / (to - from))}%`, begin = this.left - 6 - pen.measureText(share).width;
       pen.fillText(share, begin, k * LINE + LINE / 2);
-      pen.save(); pen.beginPath(); pen.rect(0, k * LINE, begin - 4, LINE); pen.clip(); pen.fillText(title, 2, k * LINE + LINE / 2); pen.restore();
+      pen.save(); pen.beginPath(); pen.rect(0, k * LINE, begin - 4, LINE); pen.clip(); pen.fillText(narrow ? title.replace(", thread ", " · ") : title, 2, k * LINE + LINE / 2); pen.restore();
     });
     pen.strokeStyle = css("--faint"); pen.fillStyle = css("--faint"); pen.setLineDash([3, 3]);
     // A line ends a step; its number stands in its middle.

@@ -15,6 +15,7 @@ from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.families.read import load_shape
 from fivefold.families.registry import FAMILIES
+from fivefold.observe.progress import current_progress
 
 NAMES = sorted(FAMILIES)
 
@@ -45,6 +46,24 @@ def test_hf_to_megatron_to_hf_is_bit_exact(hf_models: dict[str, Path], tmp_path:
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert original.keys() == reloaded.keys()
     assert all(reloaded[name].equal(tensor) for name, tensor in original.items())
+
+
+def test_loading_tells_how_far_it_is(hf_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    read = HFWeights.read
+
+    def watched(weights: HFWeights, name: str, *index: slice) -> torch.Tensor:
+        if (progress := current_progress()) is not None and progress.share is not None:
+            shares.append(progress.share)
+        return read(weights, name, *index)
+
+    monkeypatch.setattr(HFWeights, "read", watched)
+    folder = hf_models["qwen3_moe"]
+    with HFWeights(folder) as saved:
+        Bridge(load_shape(folder)).load(megatron_parameters(folder), saved, ShardGroups())
+    assert shares == sorted(shares)
+    assert shares[0] == 0 < shares[-1] < 1
+    assert current_progress() is None
 
 
 def test_layers_without_experts_keep_a_dense_mlp(hf_models: dict[str, Path]) -> None:

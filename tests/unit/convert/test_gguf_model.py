@@ -23,7 +23,9 @@ TINY_TOKENS = torch.tensor([[5, 17, 203, 8, 44, 90, 3]])
 def test_weights_and_logits_are_those_of_the_original(family: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model(family)
     source = GGUFFile(model).write(tmp_path / "model.gguf")
-    shape = convert_gguf(source, tmp_path / "out", dtype="float32")
+    told: list[tuple[str, int, int]] = []
+    shape = convert_gguf(source, tmp_path / "out", dtype="float32", progress=lambda *news: told.append(news))
+    assert told[-1] == ("writing", shape.n_parameters, shape.n_parameters)
     converted = load_file(tmp_path / "out" / "model.safetensors")
     assert converted.keys() == model.weights.keys()
     assert all(torch.equal(converted[name], weight) for name, weight in model.weights.items())
