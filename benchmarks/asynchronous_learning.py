@@ -83,7 +83,9 @@ def measure(age: int, seed: int, folder: Path, args: argparse.Namespace) -> dict
     }
     command = [sys.executable, __file__, "--rare", str(args.rare), "--delay", str(args.delay)]
     words = [*(f"{key}={value}" for key, value in keys.items()), *args.set]
-    subprocess.run([*command, "--run", *words], check=True, capture_output=True)
+    done = subprocess.run([*command, "--run", *words], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     place = folder / "quickstart-async" / name
     steps = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (place / "logs" / "driver.events").read_text().splitlines()]
