@@ -110,6 +110,7 @@ OLD: Mapping[str, Any] = {
     "optim.lr_scheduler": "cosine",
     "optim.lr_warmup_steps_ratio": 0.1,
     BATCH: 4,
+    "trainer.n_gpus_per_node": 8,
 }
 """Defaults of the trainer with FSDP alone."""
 NEW: Mapping[str, Any] = {
@@ -119,6 +120,7 @@ NEW: Mapping[str, Any] = {
     "data.use_dynamic_bsz": True,
     BUDGET: 8192,
     "model.enable_gradient_checkpointing": True,
+    "trainer.n_gpus_per_node": 1,
 }
 """Defaults of the trainer that chooses its engine."""
 DEFAULTS: Mapping[str, Any] = {
@@ -128,7 +130,8 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.project_name": "gsm8k-sft",
     "trainer.experiment_name": "test",
     "trainer.seed": 1,
-    **none("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_training_steps", "trainer.default_local_dir"),
+    "trainer.nnodes": 1,
+    **none("trainer.total_training_steps", "trainer.default_local_dir"),
 }
 
 
@@ -187,10 +190,12 @@ def _lay_out(draft: Draft) -> None:
         ("cluster.n_gpus_per_node", ("--nproc_per_node", "--nproc-per-node", "trainer.n_gpus_per_node")),
     )
     for to_, keys in sizes:
-        for key in keys:
-            if isinstance(draft.get(key), int):
-                draft.recipe.setdefault(to_, draft.get(key))
-                draft.mapped(key, to_, draft.recipe[to_])
+        found = [key for key in keys if isinstance(draft.get(key), int)]
+        for key in found[:1]:
+            draft.recipe[to_] = draft.get(key)
+            draft.mapped(key, to_, draft.get(key))
+        for key in found[1:]:
+            draft.implied(key, f"{found[0]} is the number of processes")
     nodes, gpus = draft.recipe.get("cluster.n_nodes", 1), draft.recipe.get("cluster.n_gpus_per_node")
     plan.n_devices = None if gpus is None else nodes * gpus
     switch = "model.enable_gradient_checkpointing"

@@ -177,6 +177,13 @@ def test_the_model_of_areals_first_releases_is_read_by_its_later_name() -> None:
     assert (recipe["actor.path"], recipe["actor.backend"]) == ("Qwen/Qwen3-1.7B", "fsdp:d4")
 
 
+def test_torchruns_processes_of_verl_count_before_the_trainers_keys(tmp_path: Path) -> None:
+    keys = "-m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen3-4B data.train_files=a # python3"
+    for flags, gpus in (("--nnodes=2 --nproc_per_node=4", 4), ("", 8)):
+        recipe = convert_text("verl", tmp_path, f"torchrun {flags} {keys}").recipe
+        assert (recipe["cluster.n_gpus_per_node"], recipe["actor.backend"]) == (gpus, "fsdp:d8"), flags
+
+
 def test_the_rows_of_a_step_that_cannot_be_counted_are_unsupported() -> None:
     section = "sft_train.training_args."
     conversion = convert_words("roll", "pretrain=m", f"{section}gradient_accumulation_steps=4")
