@@ -16,8 +16,11 @@ from fivefold.sync.offer import WeightOffer
 
 
 def copy_weights(actor: Actor, version: int, timers: PhaseTimers) -> WeightOffer:
-    """Return a copy of the actor's weights in host memory, as version `version`; the actor may change them then."""
-    with timers.phase("weight sync"):
+    """Return a copy of the actor's weights in host memory, as version `version`; the actor may change them then.
+
+    A frozen model on the actor's devices does not work meanwhile.
+    """
+    with actor.in_turn, timers.phase("weight sync"):
         return actor.copy_weights(version)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,13 +23,22 @@ from fivefold.sync.transport import Route
 BUCKETS = [DeviceBucket((name,), ((2,),), "bfloat16", {}, None) for name in "abc"]
 
 
+def is_held(lock: threading.RLock) -> bool:
+    """Return whether another thread would have to wait for a lock."""
+    with ThreadPoolExecutor(1) as thread:
+        return not thread.submit(lock.acquire, blocking=False).result()
+
+
 class NotedGroup:
     """The actor's two ranks, the first of which has a copy of three buckets."""
+
+    actor: Actor
 
     def __init__(self, log: list[str]) -> None:
         self._log, self._left = log, list(BUCKETS)
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[None]:
+        assert is_held(self.actor.in_turn), "a frozen model may work on the actor's devices"
         self._log.append(method.__name__)
         return [None, None]
 
@@ -36,6 +47,7 @@ class NotedGroup:
         return [self._left.pop(0) if self._left else None, None]
 
     def stream(self, method: Callable[..., Any], *args: Any) -> Iterator[DeviceBucket]:
+        assert is_held(self.actor.in_turn)
         for bucket in self._left:
             self._log.append(f"bucket {bucket.names[0]}")
             yield bucket
@@ -60,8 +72,9 @@ def test_the_actor_is_free_once_its_weights_are_copied(transport: Transport, mon
     monkeypatch.setattr(actor_module, "put", lambda bucket: bucket)
     log: list[str] = []
     timers, trainer = PhaseTimers(), object.__new__(Trainer)
-    trainer.group = NotedGroup(log)  # type: ignore[assignment]
-    copy = copy_weights(Actor(trainer, Route(transport, "bfloat16", False)), 3, timers)
+    trainer.group = group = NotedGroup(log)  # type: ignore[assignment]
+    group.actor = Actor(trainer, Route(transport, "bfloat16", False))
+    copy = copy_weights(group.actor, 3, timers)
     copied = ["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy_weights"]
     assert log == copied, "nothing is left to do for the actor's own thread"
     assert set(timers.take()) == {"weight sync"}
