@@ -13,7 +13,6 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.checkpoints import kept, loaded_contents, note_kept, weights_in_checkpoints
 from fivefold.importing.defaults import none
 from fivefold.importing.draft import Draft, RolePlan, Rule
-from fivefold.importing.models import is_moe
 from fivefold.importing.rules import for_each, implied, moments_on_host, off, only, to, under, unknown, unsupported
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, token_budget
 from fivefold.importing.values import LR_SCHEDULE, flag, number, text, whole
@@ -100,6 +99,12 @@ RULES: Mapping[str, Rule] = {
     "--*": implied(reasons.LAUNCHER),
 }
 
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "cluster.n_nodes": ("--nnodes", "trainer.nnodes"),
+    "cluster.n_gpus_per_node": ("--nproc_per_node", "--nproc-per-node", "trainer.n_gpus_per_node"),
+}
+"""Keys of the recipe, each with the source's, of which the first that is written counts."""
+
 OLD: Mapping[str, Any] = {
     "data.prompt_key": "question",
     "data.response_key": "answer",
@@ -176,8 +181,8 @@ def _columns(draft: Draft) -> None:
 
 
 def _lay_out(draft: Draft) -> None:
-    """Read the engine, its degrees, and the devices: those that `torchrun` starts processes for."""
-    plan = draft.plans["actor"] = RolePlan("fsdp", etp_follows_tp=True)
+    """Read the engine, its degrees and devices, and what it recomputes."""
+    plan = draft.plans["actor"] = RolePlan("fsdp", n_devices=_devices(draft), etp_follows_tp=True)
     for key in ("engine.strategy", "engine"):
         if draft.writes(key) and "megatron" in str(draft.get(key)):
             plan.backend = "megatron"
@@ -185,19 +190,6 @@ def _lay_out(draft: Draft) -> None:
             plan.keys |= {key: ""} if draft.writes(key) else {}
         else:
             draft.unsupported(key, f"{draft.get(key)!r} is not offered; {plan.backend} is laid out in its place")
-    sizes = (
-        ("cluster.n_nodes", ("--nnodes", "trainer.nnodes")),
-        ("cluster.n_gpus_per_node", ("--nproc_per_node", "--nproc-per-node", "trainer.n_gpus_per_node")),
-    )
-    for to_, keys in sizes:
-        found = [key for key in keys if isinstance(draft.get(key), int)]
-        for key in found[:1]:
-            draft.recipe[to_] = draft.get(key)
-            draft.mapped(key, to_, draft.get(key))
-        for key in found[1:]:
-            draft.implied(key, f"{found[0]} is the number of processes")
-    nodes, gpus = draft.recipe.get("cluster.n_nodes", 1), draft.recipe.get("cluster.n_gpus_per_node")
-    plan.n_devices = None if gpus is None else nodes * gpus
     switch = "model.enable_gradient_checkpointing"
     is_on = draft.read(switch, flag, False)
     if plan.shards_weights:
@@ -208,8 +200,23 @@ def _lay_out(draft: Draft) -> None:
         return
     megatron.degrees(draft, "actor", "engine.")
     megatron.recompute(draft, OVERRIDE, switch, is_on=True)
-    if is_moe(str(draft.get("model.path", ""))):
-        megatron.router_defaults(draft, OVERRIDE, str(draft.get("model.path")), {})
+    megatron.router_defaults(draft, OVERRIDE, str(draft.get("model.path", "")), {})
+
+
+def _devices(draft: Draft) -> int | None:
+    """Convert the numbers of nodes and GPUs: those that `torchrun` starts processes for, else the trainer's keys."""
+    n_devices = 1
+    for to_, keys in SIZES.items():
+        found = [key for key in keys if isinstance(draft.get(key), int)]
+        if not found:
+            return None
+        first, *others = found
+        draft.recipe[to_] = draft.get(first)
+        draft.mapped(first, to_, draft.get(first))
+        for key in others:
+            draft.implied(key, f"{first} is the number of processes")
+        n_devices *= draft.get(first)
+    return n_devices
 
 
 def _micro_batches(draft: Draft) -> None:
