@@ -72,7 +72,7 @@ def test_the_other_commands_hand_over_their_recipes(recipe: str, loop: Callable[
         assert invoke(name, recipe).exit_code == 0
         assert seen.pop() == (kind, False)
 
-    loop("evaluate", lambda recipe, *, model: {"accuracy": 0.5, "model": model})
+    loop("evaluate", lambda recipe, *, model, status: {"accuracy": 0.5, "model": model})
     result = invoke("eval", recipe, "--model", "elsewhere")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"accuracy": 0.5, "model": "elsewhere"}
