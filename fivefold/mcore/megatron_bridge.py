@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,12 @@ class MegatronBridge(ForeignBridge):
             ) from error
 
     def _fill(self, parameters: Mapping[str, Tensor], folder: Path, groups: ShardGroups) -> None:
+        if max(groups.tp_size, groups.etp_size) > 1 and not torch.cuda.is_available():
+            # Gloo takes the columns of a matrix, which are not contiguous, for its first elements.
+            raise ValueError(
+                "megatron-bridge mixes up the columns of matrices when it scatters them over CPU processes with tensor "
+                "parallelism: set bridge_type to fivefold"
+            )
         self._theirs.load_hf_weights([self._model(parameters)], str(folder))
 
     def _exported(self, parameters: Mapping[str, Tensor], groups: ShardGroups) -> Iterator[tuple[str, Tensor]]:
