@@ -29,7 +29,7 @@ WRITTEN = ("actor.eps_clip", "actor.eps_clip_higher")
 """Keys that the quickstart writes and an algorithm may set."""
 ALONE = sorted(PRESETS.keys() - {"distill", "chord"})
 """Algorithms that need neither a teacher nor an expert's data."""
-WIDER: dict[str, dict[str, Any]] = {"gspo": {"actor.eps_clip": 3e-3, "actor.eps_clip_higher": 4e-3}}
+WIDER: dict[str, dict[str, Any]] = {"gspo": {"actor.eps_clip": 1e-2, "actor.eps_clip_higher": 1.3e-2}}
 """Keys of algorithms whose own values belong to another learning rate: GSPO's range of 3e-4 is for updates a hundred
 times smaller than the quickstart's, and clips most of the second one of a step."""
 

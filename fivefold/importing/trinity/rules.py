@@ -244,6 +244,17 @@ TASKSET: Mapping[str, Rule] = {
     "*": unknown("a task set"),
 }
 
+
+def _selector(draft: Draft, key: str) -> None:
+    """Convert the order of tasks, as far as rewards have no influence on it."""
+    match draft.get(key):
+        case "sequential":
+            draft.mapped(key, "train_dataset.shuffle", False)
+        case "shuffle":
+            draft.mapped(key, "train_dataset.shuffle", True)
+    draft.unsupported(key, reasons.SAMPLER)
+
+
 BUFFER: Mapping[str, Rule] = {
     "batch_size": to("train_dataset.batch_size", whole),
     "explore_batch_size": to("train_dataset.batch_size", whole),
@@ -255,6 +266,7 @@ BUFFER: Mapping[str, Rule] = {
     "max_retry_*": implied(reasons.NO_RETRY),
     **under("explorer_input.taskset.", TASKSET),
     "explorer_input.taskset.split": to("train_dataset.split", text),
+    "explorer_input.taskset.task_selector.selector_type": _selector,
     "explorer_input.taskset.format.prompt_key": to("train_dataset.prompt_key", text),
     "explorer_input.taskset.format.response_key": to("train_dataset.answer_key", text),
     "explorer_input.taskset.rollout_args.temperature": to("gconfig.temperature", number),

@@ -149,7 +149,7 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "shuffle": only(True, holds="mini-batches are always drawn at random, by the seed"),
     "data_loader_seed": implied(reasons.ONE_SEED),
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),
-    "policy_loss.loss_mode": loss_by_name("vanilla"),
+    "policy_loss.loss_mode": loss_by_name("vanilla", "bypass_mode"),
     "tis_imp_ratio_cap": truncated_weights,
     "checkpoint.async_save": implied(reasons.IN_BACKGROUND),
     **dict.fromkeys(

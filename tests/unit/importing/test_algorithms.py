@@ -374,3 +374,11 @@ def test_expert_data_of_trinity() -> None:
     }  # fmt: skip
     assert {name: chord.recipe[f"expert_dataset.{name}"] for name in wanted} == wanted
     assert not {f"{LOSS}{word.partition('=')[0]}" for word in words} & chord.unsupported()
+
+
+def test_the_order_of_trinitys_tasks() -> None:
+    key = "buffer.explorer_input.taskset.task_selector.selector_type"
+    for value, shuffle in {"sequential": False, "shuffle": True, "difficulty_based": None}.items():
+        conversion = convert_words("trinity", f"{key}={value}")
+        assert conversion.recipe.get("train_dataset.shuffle") is shuffle
+        assert (conversion[key].outcome == "unsupported") is (shuffle is None)
