@@ -130,7 +130,10 @@ class StatusLine:
         reports = self._workers()
         if not reports:
             return "", None
-        return max(reports.items(), key=lambda report: report[1].seconds_left or float("inf"))
+        unknown = float("inf")
+        left = {role: unknown if (rest := each.seconds_left) is None else rest for role, each in reports.items()}
+        role = max(left, key=lambda role: left[role])
+        return role, reports[role]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line = self.text(options.max_width - SPINNER_WIDTH)
