@@ -11,7 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.observe.errors import RunFailed
 
-TAIL_LINES = 40
+TAIL_LINES = 60
+"""Last lines of a log that an error shows: those of a crash have the stacks of about ten threads below its cause."""
 
 _WARNING = re.compile(r".+:\d+: (\w+\.)*\w*Warning: ")
 
