@@ -68,6 +68,11 @@ class SortingDispatcher(MoETokenDispatcher):
     def __init__(self, n_local_experts: int, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config, groups)
         self.n_local_experts = n_local_experts
+        # Where one of the two groups is all there is, their product would be another communicator of the same ranks.
+        if self.tp_size == 1:
+            self.counting_group = self.ep_group
+        else:
+            self.counting_group = self.tp_group if self.ep_size == 1 else self.tp_ep_group
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -93,7 +98,7 @@ class SortingDispatcher(MoETokenDispatcher):
 
     def _count(self, routing_map: torch.Tensor) -> None:
         """Find how many rows each expert-parallel rank has for each expert, and begin to tell the host."""
-        counts = gather_from_sequence_parallel_region(routing_map.sum(0), group=self.tp_ep_group)
+        counts = gather_from_sequence_parallel_region(routing_map.sum(0), group=self.counting_group)
         # Expert-tensor ranks are side by side, and each of them has the rows of all.
         counts_SE = counts.view(self.ep_size, self.tp_size, -1).sum(1)
         first = self.ep_group.rank() * self.n_local_experts

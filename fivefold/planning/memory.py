@@ -228,4 +228,6 @@ def _n_communicators(layout: ParallelLayout, shape: ModelShape) -> int:
     groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp]
     if shape.is_moe:
         groups += [layout.ep, layout.etp, layout.edp]
+        if layout.ep > 1 and layout.etp > 1:
+            groups.append(layout.ep * layout.etp)  # the numbers of rows for each expert go over both
     return sum(size > 1 for size in groups)
