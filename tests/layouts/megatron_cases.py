@@ -20,6 +20,7 @@ from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
+from fivefold.mcore.stage_timers import BUBBLE
 from fivefold.types import Batch
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -111,6 +112,7 @@ def train(case: Case, folder: Path, batch: Batch, loss: Loss, optimizer: Optimiz
     steps, metrics = [], []
     for _ in range(n_steps):
         metrics.append(engine.forward_backward_of(batch, loss))
+        metrics[-1].pop(BUBBLE, None)  # by the clock
         result = engine.optim_step()
         assert not result.skipped
         steps.append(Step(metrics[-1]["loss"], result.grad_norm))
