@@ -59,7 +59,11 @@ SCHEDULES = {
         "qwen2_moe",
         {"moe_shared_expert_overlap": True},
     ),
-    "shared experts beside slices": ("megatron:(attn:t2|ffn:t2)", "qwen2_moe", {"moe_shared_expert_overlap": True}),
+    "shared experts beside slices, computed again": (
+        "megatron:(attn:t2|ffn:t2)",
+        "qwen2_moe",
+        {"moe_shared_expert_overlap": True, "moe_layer_recompute": True},
+    ),
 }
 """Layout, model and fields of ways to compute the same."""
 
