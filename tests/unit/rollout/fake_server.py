@@ -222,7 +222,7 @@ class FakeServer:
             os._exit(STATUS_IN_REQUEST)
         self._wait_for_its_turn(prompt[0])
         n, most_tokens = sampling.get("n", 1), sampling[self.flavour.most_tokens]
-        seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(n)
+        seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(LONG_TOKENS, LONG_TOKENS + n)
         answers = [_spoilt(prompt[0], *answer_to(prompt, seed, most_tokens)) for seed in seeds]
         if self._is_cut_short(prompt):
             answers = [(tokens[:LONG_TOKENS], logprobs[:LONG_TOKENS], "abort") for tokens, logprobs, _ in answers]

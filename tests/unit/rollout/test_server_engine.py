@@ -21,7 +21,7 @@ from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
-from tests.unit.rollout.fake_server import Log, answer_to, write_python
+from tests.unit.rollout.fake_server import LONG_TOKENS, Log, answer_to, write_python
 from tests.unit.rollout.served import GENERATE, Served, requests_of, sampling, start
 
 END, POSITIONS = 2, 128
@@ -234,7 +234,7 @@ def test_the_servers_own_seed_fits_every_library(backend: str) -> None:
 
 
 def test_a_group_is_one_request_whose_prompt_is_read_once(served: Served) -> None:
-    """Without seeds, the server's completions of a prompt are those of the seeds 0, 1, ... of its formula."""
+    """Without seeds, the server takes those from `LONG_TOKENS` on for the completions of a prompt."""
     requests = [GenerationRequest((5, 6, number), 99) for number in (7, 8) for _ in range(4)]
     before = len(served.bodies())
     completions = served.engine.generate(requests, replace(sampling(), seeded=False))
@@ -242,7 +242,7 @@ def test_a_group_is_one_request_whose_prompt_is_read_once(served: Served) -> Non
     assert sorted(asked) == [([5, 6, 7], 4), ([5, 6, 8], 4)]
     assert all(SEED[served.backend] not in body["sampling_params"] for body in served.bodies()[before:])
     for completion, (number, index) in zip(completions, product((7, 8), range(4)), strict=True):
-        token_ids, logprobs, reason = answer_to((5, 6, number), index, 12)
+        token_ids, logprobs, reason = answer_to((5, 6, number), LONG_TOKENS + index, 12)
         assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([*token_ids], [*logprobs])
         assert completion.finish_reason == reason
 
