@@ -207,7 +207,7 @@ def _difference(what: str, got: Any, expected: Any) -> str:
 
 
 def _is_time(metric: str) -> bool:
-    return any(word in metric for word in ("seconds/", "per_second", "tflops", "bubble", "replica_busy"))
+    return any(word in metric for word in ("seconds/", "per_second", "tflops", "bubble", "replica_busy", "idle/"))
 
 
 def _digests(folder: Path, kind: str) -> dict[str, int]:

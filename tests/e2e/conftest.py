@@ -1,4 +1,4 @@
-"""Runs the command line as a user does."""
+"""Runs the command line as a user does, and knows which metrics two runs share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from tests.forks import ROOT, run_forked
 
 COMMAND = [sys.executable, "-m", "fivefold"]
 
+TIMED = ("seconds", "per_second", "flops", "mfu", "hfu", "busy", "idle", "bubble")
+"""Parts of the names of metrics that measure time, and so differ between runs of the same bits."""
+
 Fivefold = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def is_timed(metric: str) -> bool:
+    """Return whether a metric measures time."""
+    return any(word in metric for word in TIMED)
 
 
 @pytest.fixture(scope="session")

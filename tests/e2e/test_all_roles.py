@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForTokenClassification
 
-from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.conftest import ROOT, Fivefold, is_timed
 from tests.e2e.documents import as_listed, listed_metrics
 from tests.e2e.reward_models import TINY, check_scores, write_reward_model
 
@@ -163,8 +163,7 @@ def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, comma
     assert result.returncode == 0, result.stderr + result.stdout
     assert "goes on" in result.stdout
     for mine, other in zip(rows(run / "metrics.jsonl"), rows(whole / "metrics.jsonl"), strict=True):
-        timed = ("seconds", "per_second", "flops", "busy", "bubble")
-        names = [name for name in other if not any(word in name for word in timed)]
+        names = [name for name in other if not is_timed(name)]
         assert {name: mine[name] for name in names} == {name: other[name] for name in names}
     for role in ("trainer", "critic", "reference"):
         assert differing(state(run, N_STEPS, role), state(whole, N_STEPS, role)) == []

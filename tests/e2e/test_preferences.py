@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.conftest import ROOT, Fivefold, is_timed
 from tests.e2e.documents import as_listed, listed_metrics
 
 N_STEPS = 4
@@ -69,8 +69,7 @@ def runs(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return the metrics of all steps, without those that measure time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "per_second", "per_device")
-    return [{key: value for key, value in line.items() if not any(word in key for word in timed)} for line in lines]
+    return [{key: value for key, value in line.items() if not is_timed(key)} for line in lines]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_to_torch_dist
-from tests.e2e.conftest import COMMAND, ROOT, Fivefold
+from tests.e2e.conftest import COMMAND, ROOT, Fivefold, is_timed
 
 N_STEPS = 5
 KEEP_ALL = f"recover.max_to_keep={N_STEPS}"
@@ -111,11 +111,7 @@ def ended(undisturbed: Path) -> Ended:
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return the metrics of all steps, without those that measure time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not is_time(key)} for line in lines]
-
-
-def is_time(metric: str) -> bool:
-    return any(word in metric for word in ("seconds/", "per_second", "tflops", "bubble", "replica_busy"))
+    return [{key: value for key, value in line.items() if not is_timed(key)} for line in lines]
 
 
 def trainer_state(run: Path, step: int) -> dict[str, torch.Tensor]:
