@@ -29,9 +29,13 @@ WRITTEN = ("actor.eps_clip", "actor.eps_clip_higher")
 """Keys that the quickstart writes and an algorithm may set."""
 ALONE = sorted(PRESETS.keys() - {"distill", "chord"})
 """Algorithms that need neither a teacher nor an expert's data."""
-WIDER: dict[str, dict[str, Any]] = {"gspo": {"actor.eps_clip": 1e-2, "actor.eps_clip_higher": 1.3e-2}}
-"""Keys of algorithms whose own values belong to another learning rate: GSPO's range of 3e-4 is for updates a hundred
-times smaller than the quickstart's, and clips most of the second one of a step."""
+FITTED: dict[str, dict[str, Any]] = {
+    "gspo": {"actor.eps_clip": 1e-2, "actor.eps_clip_higher": 1.3e-2},
+    "vapo": {"actor.gae_length_alpha": 1.0},
+}
+"""Keys of algorithms whose own values belong to other tasks. GSPO's range of 3e-4 is for updates a hundred times
+smaller than the quickstart's, and clips most of the second one of a step. VAPO's 0.05 is for answers of thousands of
+tokens: in an answer of fewer than 20, a token gets the value of the next one alone."""
 
 
 def main() -> None:
@@ -59,7 +63,7 @@ def train(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
     keys = {"algorithm": name, "seed": seed, "trial_name": f"{name}-{seed}", "cluster.fileroot": folder}
     keys |= {"recover.mode": "disabled", "stats.trackers": "[]"}
     keys |= {key: value for key, value in PRESETS[name].items() if key in WRITTEN}
-    keys |= WIDER.get(name, {})
+    keys |= FITTED.get(name, {})
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.set]
     began = time.perf_counter()
     row: dict[str, Any] = {"algorithm": name, "seed": seed}
