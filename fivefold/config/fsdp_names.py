@@ -6,7 +6,7 @@ A recipe may write under `actor.fsdp` what the schema declares there. Every othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _LAYOUT = "the layout decides it: set backend"
 _PROGRAM = "it is an object of the running program, not a setting"
@@ -42,10 +42,3 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
 }
 """The reason for each parameter of PyTorch's functions and classes that a recipe cannot set."""
-
-
-def refused_problems(owner: str, names: Iterator[str]) -> Iterator[str]:
-    """Yield a text for each name that is a parameter of PyTorch that a recipe cannot set."""
-    for name in names:
-        if reason := REFUSED[owner].get(name):
-            yield f"{name} of PyTorch's {owner} cannot be set in a recipe: {reason}"

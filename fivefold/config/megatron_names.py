@@ -6,7 +6,7 @@ field of `TransformerConfig`, `DistributedDataParallelConfig` and `OptimizerConf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _LAYOUT = "the layout decides it: set backend"
 _DTYPE = "the number format of the whole model decides it: set dtype"
@@ -199,10 +199,3 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "OptimizerConfig": _OPTIMIZER,
 }
 """The reason for each field of Megatron-Core's classes that a recipe cannot set."""
-
-
-def refused_problems(config_class: str, names: Iterator[str]) -> Iterator[str]:
-    """Yield a text for each name that is a field of a class of Megatron-Core that a recipe cannot set."""
-    for name in names:
-        if reason := REFUSED[config_class].get(name):
-            yield f"{name} of Megatron-Core's {config_class} cannot be set in a recipe: {reason}"

@@ -125,7 +125,7 @@ def transformer_settings(config: EngineConfig, layout: ParallelLayout, shape: Mo
 
 
 def _handed_on(section: MegatronFields) -> Values:
-    return {name: getattr(section, name) for name in sorted(HANDED_ON[section.config_class])}
+    return {name: getattr(section, name) for name in sorted(HANDED_ON[section.owner])}
 
 
 def _model_fields(shape: ModelShape) -> Values:

@@ -90,8 +90,8 @@ _BALANCING = one_of(**{name: name for name in get_args(Balancing)})
 
 def _by_name(section: type[MegatronFields], name: str) -> dict[str, Rule]:
     """Return rules for the fields of a section that map to themselves, and for those that no recipe can set."""
-    handed_on = HANDED_ON[section.config_class] | (STAGES if section is MegatronTransformerFields else frozenset())
-    refused = {field: off(reason) for field, reason in REFUSED[section.config_class].items()}
+    handed_on = HANDED_ON[section.owner] | (STAGES if section is MegatronTransformerFields else frozenset())
+    refused = {field: off(reason) for field, reason in REFUSED[section.owner].items()}
     return {**refused, **{field: _handed_on(f"actor.megatron.{name}.{field}") for field in sorted(handed_on)}}
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from fivefold.config.fsdp_names import refused_problems
+from fivefold.config.fsdp_names import REFUSED
 from fivefold.config.limits import MOST_DEVICES, MOST_LAYERS
-from fivefold.config.schema.fields import Dtype, Positive, Section
+from fivefold.config.schema.fields import Dtype, Positive
+from fivefold.config.schema.library import LibraryFields
 
 Layers = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 
 
-class TorchParameters(Section):
-    """Parameters of a function or class of PyTorch, under their own names."""
+class TorchParameters(LibraryFields):
+    """Parameters of one of PyTorch's functions or classes."""
 
-    owner: ClassVar[str]
-    """Name of the function or class."""
-    added: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the section that are not parameters of it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _explain_refused(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (problems := list(refused_problems(cls.owner, iter(values)))):
-            raise ValueError("; ".join(problems))
-        return values
+    library = "PyTorch"
+    refused = REFUSED
 
 
 class FSDPMixedPrecision(TorchParameters):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fivefold.config.megatron_names import refused_problems
+from fivefold.config.megatron_names import REFUSED
 from fivefold.config.schema.fields import Dtype, PathText, Positive, Section
+from fivefold.config.schema.library import LibraryFields
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 Weight = Annotated[float, Field(ge=0)]
@@ -16,20 +17,11 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "sh
 _STAGES = "pipeline_model_parallel_layout"
 
 
-class MegatronFields(Section):
-    """Fields of one of Megatron-Core's configuration classes, under their own names."""
+class MegatronFields(LibraryFields):
+    """Fields of one of Megatron-Core's configuration classes."""
 
-    config_class: ClassVar[str]
-    """Name of the class."""
-    added: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the section that are not fields of the class."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _explain_refused(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (problems := list(refused_problems(cls.config_class, iter(values)))):
-            raise ValueError("; ".join(problems))
-        return values
+    library = "Megatron-Core"
+    refused = REFUSED
 
 
 class MegatronTransformerFields(MegatronFields):
@@ -39,7 +31,7 @@ class MegatronTransformerFields(MegatronFields):
     use instead, or says why the field has no effect.
     """
 
-    config_class = "TransformerConfig"
+    owner = "TransformerConfig"
 
     num_layers_in_first_pipeline_stage: Positive | None = None
     """Layers of the first pipeline stage, all its virtual stages together; null: see `pipeline_model_parallel_layout`.
@@ -132,7 +124,7 @@ class MegatronTransformerFields(MegatronFields):
 class MegatronDDPFields(MegatronFields):
     """Fields of Megatron-Core's `DistributedDataParallelConfig`, handed on under their own names."""
 
-    config_class = "DistributedDataParallelConfig"
+    owner = "DistributedDataParallelConfig"
 
     bucket_size: Positive | None = None
     """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
@@ -153,7 +145,7 @@ class MegatronOptimizerFields(MegatronFields):
     The learning rate, the betas and the other hyper-parameters are in `actor.optimizer`.
     """
 
-    config_class = "OptimizerConfig"
+    owner = "OptimizerConfig"
     added = frozenset({"state_on"})
 
     decoupled_weight_decay: bool = True

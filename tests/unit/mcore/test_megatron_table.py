@@ -62,8 +62,8 @@ def test_the_table_of_fields_is_that_of_the_installed_megatron_core() -> None:
 def test_every_field_is_a_key_or_has_a_reason(section: str) -> None:
     keys, config = SECTIONS[section]
     names = {field.name for field in dataclasses.fields(config)}
-    taken, refused = set(keys.model_fields) - keys.added, set(REFUSED[keys.config_class])
-    assert keys.config_class == config.__name__
+    taken, refused = set(keys.model_fields) - keys.added, set(REFUSED[keys.owner])
+    assert keys.owner == config.__name__
     assert taken | refused == names
     assert not taken & refused
 
@@ -71,10 +71,10 @@ def test_every_field_is_a_key_or_has_a_reason(section: str) -> None:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_refused_field_says_why(section: str) -> None:
     keys, _ = SECTIONS[section]
-    for name, reason in REFUSED[keys.config_class].items():
+    for name, reason in REFUSED[keys.owner].items():
         with pytest.raises(ValidationError) as error:
             keys.model_validate({name: 1})
-        assert f"{name} of Megatron-Core's {keys.config_class} cannot be set in a recipe: {reason}" in str(error.value)
+        assert f"{name} of Megatron-Core's {keys.owner} cannot be set in a recipe: {reason}" in str(error.value)
 
 
 # A key without an entry here has a value that shows that it arrives: the other one of true and false, or this number.
