@@ -7,7 +7,6 @@ w.weight_scale_inv  float32 [out / 128, in / 128], rounded up    ──> w.weigh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.convert.megatron import Converted
-from fivefold.convert.target import Progress, free_target
+from fivefold.convert.target import Progress, free_target, streamed
 from fivefold.families.read import load_shape
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -59,19 +58,8 @@ def convert_fp8(
             name: TensorSpec(torch.float32 if name in exact else dtype, full)
             for name, full in expected_tensors(shape).items()
         }
-        save_hf(target, _streamed(weights, tensors, progress), folder, tensors=tensors)
+        save_hf(target, streamed(weights, tensors, progress), folder, tensors=tensors)
     return Converted(shape, len(tensors))
-
-
-def _streamed(
-    weights: _Dequantized, tensors: dict[str, TensorSpec], progress: Progress | None
-) -> Iterator[tuple[str, Tensor]]:
-    done, total = 0, sum(spec.n_elements for spec in tensors.values())
-    for name, spec in tensors.items():
-        yield name, weights.read(name).to(spec.dtype)
-        done += spec.n_elements
-        if progress is not None:
-            progress("writing", done, total)
 
 
 def _block_size(folder: Path) -> tuple[int, int]:

@@ -9,7 +9,7 @@ compared bit for bit before the folder gets its name. Never more than a tensor o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -30,7 +30,7 @@ from fivefold.bridge.megatron_names import Spec, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.convert.megatron_files import CheckpointFiles
-from fivefold.convert.target import Progress, free_target, written_beside
+from fivefold.convert.target import Progress, free_target, streamed, written_beside
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
@@ -126,7 +126,7 @@ def convert_from_torch_dist(
         tensors = {
             name: TensorSpec(dtype or weights.dtype(name), full) for name, full in expected_tensors(shape).items()
         }
-        save_hf(partial, _streamed(weights, tensors, progress), described, tensors=tensors)
+        save_hf(partial, streamed(weights, tensors, progress), described, tensors=tensors)
         with HFWeights(partial) as written:
             n_tensors = _compare(shape, weights, written, progress)
     left_out = "the optimizer's state" if weights.has_optimizer else None
@@ -240,17 +240,6 @@ def _singles(mapping: WeightMapping) -> Iterator[WeightMapping]:
                 yield replace(mapping, down=mapping.down.format(expert=expert), n_experts=1)
         case _:
             yield mapping
-
-
-def _streamed(
-    weights: MegatronWeights, tensors: Mapping[str, TensorSpec], progress: Progress | None
-) -> Iterator[tuple[str, Tensor]]:
-    done, total = 0, sum(spec.n_elements for spec in tensors.values())
-    for name, spec in tensors.items():
-        yield name, weights.read(name).to(spec.dtype)
-        done += spec.n_elements
-        if progress is not None:
-            progress("writing", done, total)
 
 
 def _compare(shape: ModelShape, source: TensorReader, written: TensorReader, progress: Progress | None) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
 from fivefold.bridge import folder_swap
+from fivefold.bridge.mapping import TensorReader
+from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.config.paths import user_path
 
 Progress = Callable[[str, int, int], None]
@@ -46,3 +50,15 @@ def written_beside(target: Path) -> Iterator[Path]:
         folder_swap.commit(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def streamed(
+    weights: TensorReader, tensors: Mapping[str, TensorSpec], progress: Progress | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each of `tensors` as `weights` has it, in its dtype, and tell how many elements are written."""
+    done, total = 0, sum(spec.n_elements for spec in tensors.values())
+    for name, spec in tensors.items():
+        yield name, weights.read(name).to(spec.dtype)
+        done += spec.n_elements
+        if progress is not None:
+            progress("writing", done, total)
