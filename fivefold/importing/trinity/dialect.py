@@ -13,7 +13,6 @@ from typing import Any
 
 from fivefold.importing import reasons
 from fivefold.importing.algorithms import choose_loss
-from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.critic import gae
 from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.distillation import COEFF, NO_REWARD, train_on_teacher_alone
@@ -35,12 +34,11 @@ from fivefold.importing.trinity.rules import (
     is_on,
 )
 from fivefold.importing.trinity.trainer import (
+    finish,
     micro_batches,
-    optimizer,
     override_layout,
     path_of_data,
     sequence_length,
-    trainers_file,
 )
 from fivefold.importing.values import number, positive
 from fivefold.importing.verl import tree as verl_tree
@@ -115,12 +113,7 @@ def convert(draft: Draft) -> None:
     _lay_out(draft)
     _batches(draft, n_samples)
     _tasks(draft)
-    optimizer(draft)
-    trainers_file(draft)
-    if draft.writes("cluster.ray_address"):
-        draft.recipe["scheduler.type"] = "ray"
-    draft.apply(RULES)
-    note_kept(draft, "Trinity-RFT")
+    finish(draft, RULES)
 
 
 # Algorithm

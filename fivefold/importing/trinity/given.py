@@ -7,14 +7,13 @@ from typing import Any
 
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.importing import reasons
-from fivefold.importing.checkpoints import note_kept
 from fivefold.importing.defaults import none
 from fivefold.importing.dialect import Conversion
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import for_each, implied, off, only, to, under, unknown
 from fivefold.importing.trinity.defaults import OWN_OPTIMIZER
 from fivefold.importing.trinity.rules import IN_MEMORY, RULES, TREE
-from fivefold.importing.trinity.trainer import micro_batches, optimizer, override_layout, path_of_data, trainers_file
+from fivefold.importing.trinity.trainer import finish, micro_batches, override_layout, path_of_data
 from fivefold.importing.values import number, text, whole
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import MODEL
@@ -93,12 +92,7 @@ def convert(draft: Draft) -> None:
     _lengths(draft)
     _lay_out(draft)
     micro_batches(draft)
-    optimizer(draft)
-    trainers_file(draft)
-    if draft.writes("cluster.ray_address"):
-        draft.recipe["scheduler.type"] = "ray"
-    draft.apply(GIVEN)
-    note_kept(draft, "Trinity-RFT")
+    finish(draft, GIVEN)
 
 
 def _columns(draft: Draft) -> None:

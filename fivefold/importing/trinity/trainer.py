@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.draft import Draft
+from fivefold.importing.checkpoints import note_kept
+from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.settings import TOKEN_BUDGET_KEY, warmup
 from fivefold.importing.trinity.rules import TREE
 from fivefold.importing.values import whole
@@ -72,7 +74,7 @@ def path_of_data(draft: Draft, section: str, target: str) -> None:
         draft.unsupported(section + "subset_name", "only a data set of the hub has subsets")
 
 
-def optimizer(draft: Draft) -> None:
+def _optimizer(draft: Draft) -> None:
     """Convert the warm-up and the rates, which depend on the number of steps and on the schedule."""
     own, total = "algorithm.optimizer.", draft.get("buffer.total_steps", draft.get("trainer.total_steps"))
     if draft.writes(own + "lr_warmup_steps"):
@@ -83,7 +85,17 @@ def optimizer(draft: Draft) -> None:
     verl_tree.warmup_and_rates(draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None)
 
 
-def trainers_file(draft: Draft) -> None:
+def finish(draft: Draft, rules: Mapping[str, Rule]) -> None:
+    """Convert what all kinds of training end with: the optimizer, where the run is, and the rest by a rule table."""
+    _optimizer(draft)
+    _trainers_file(draft)
+    if draft.writes("cluster.ray_address"):
+        draft.recipe["scheduler.type"] = "ray"
+    draft.apply(rules)
+    note_kept(draft, "Trinity-RFT")
+
+
+def _trainers_file(draft: Draft) -> None:
     """Say whether the trainer's own file was among those that were read."""
     key = "trainer.trainer_config_path"
     if draft.keys(TREE + "*"):
