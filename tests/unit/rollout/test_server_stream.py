@@ -40,6 +40,15 @@ def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
     return answers
 
 
+def restartable(model_folder: Folder, tmp_path: Path) -> Served:
+    """Return a server with weights of version 0 that may be started again once."""
+    model = model_folder("qwen3_moe")
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    served = Served(spec, start(spec), tmp_path, load_file(model / "model.safetensors"))
+    served.update(0)
+    return served
+
+
 def long_request(n_pauses: int, seed: int = 77) -> GenerationRequest:
     return GenerationRequest((LONG, n_pauses, 11, 12), seed)
 
@@ -239,11 +248,8 @@ def test_a_server_answers_until_the_weights_that_it_is_to_load_are_there(server:
 def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_folder("qwen3_moe")
-    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
-    engine = start(spec)
-    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
-    served.update(0)
+    served = restartable(model_folder, tmp_path)
+    engine = served.engine
     engine.submit(4, [long_request(1)], sampling(max_new_tokens=20))
     assert engine.collect(0.5) == []
 
@@ -268,11 +274,8 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
 def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     dies_before: str, model_folder: Folder, tmp_path: Path
 ) -> None:
-    model = model_folder("qwen3_moe")
-    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
-    engine = start(spec)
-    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
-    served.update(0)
+    served = restartable(model_folder, tmp_path)
+    engine = served.engine
     assert engine.has_weights
     params, waits = sampling(max_new_tokens=20), {number: long_request(2, number) for number in (4, 8)}
     [quick] = requests_of(1)
@@ -330,11 +333,8 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     found: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_of_servers, "PAUSE_S", 0.5)
-    model = model_folder("qwen3_moe")
-    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
-    engine = start(spec)
-    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
-    served.update(0)
+    served = restartable(model_folder, tmp_path)
+    engine = served.engine
     engine.submit(4, [long_request(2)], sampling())
     assert engine.collect(0.5) == []
     os.kill(served.log.rows("start")[-1]["pid"], signal.SIGSTOP)
@@ -367,11 +367,8 @@ def test_a_server_that_takes_long_is_asked_what_it_has_and_goes_on(
 def test_a_server_that_answers_and_samples_nothing_is_started_again(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_folder("qwen3_moe")
-    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
-    engine = start(spec)
-    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
-    served.update(0)
+    served = restartable(model_folder, tmp_path)
+    engine = served.engine
     engine.submit(4, [long_request(2)], sampling())
     assert engine.collect(0.5) == []
     monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
