@@ -6,18 +6,18 @@ may use it.
 """
 
 LARGEST = 1_000_000_000
-"""Of numbers that are computed with and never counted through, such as tokens and steps."""
+"""Largest number that is computed with and never counted through, such as a number of tokens or of steps."""
 MOST_DEVICES = 32_768
-"""Of devices, on all nodes together; a plan looks at each rank."""
+"""Most devices, on all nodes together: a plan looks at each rank."""
 MOST_SEQUENCES = 65_536
-"""Of lists that are made at once: completions of a prompt, rows of a decoding batch, micro-batches."""
+"""Longest list that is made at once: completions of a prompt, rows of a decoding batch, micro-batches."""
 MOST_LAYERS = 1_000
-"""Of a model's layers."""
+"""Most layers that a model may have."""
 MOST_PASSES = 10_000
-"""Of passes over the same data."""
+"""Most passes over the same data."""
 LARGEST_SEED = 2**32 - 1
-"""Of seeds: every library takes 32 bits."""
+"""Largest seed: every library takes 32 bits."""
 MOST_SECONDS = 100_000_000
-"""Of time-outs: about three years. Clocks of libraries overflow far beyond."""
+"""Longest time-out, in seconds: about three years. Clocks of libraries overflow far beyond."""
 MOST_STALENESS = 1_000
-"""Of training steps by which rollouts may be ahead."""
+"""Most training steps by which rollouts may be ahead."""
