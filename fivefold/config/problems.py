@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from fivefold.config.schema.fields import NAME, ONE_LINE
@@ -70,11 +71,16 @@ class RecipeError(ValueError):
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all keys, sections included."""
+    return (path for path, _ in _known_fields(schema, prefix))
+
+
+def _known_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted path of each key, sections included, and its field."""
     for name, field in schema.model_fields.items():
-        yield prefix + name
+        yield prefix + name, field
         section = section_of(field.annotation)
         if section is not None:
-            yield from known_keys(section, f"{prefix}{name}.")
+            yield from _known_fields(section, f"{prefix}{name}.")
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -89,20 +95,43 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
-    """Return the known keys that `key` most likely stands for: in its own section, in those inside it, or in others."""
+    """Return the known keys that `key` most likely stands for.
+
+    Its last word is compared with the names of the keys in its own section, in those inside it and in all others, and
+    then with what their descriptions call them: `lr` is described as the peak learning rate.
+    """
     section, _, name = key.rpartition(".")
-    keys = list(known_keys(schema))
-    siblings = {field: f"{section}.{field}" if section else field for field in _fields_at(section, schema)}
-    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
-        return [siblings[close[0]]]
-    close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in keys}, n=1, cutoff=0.8)
-    namesakes = [path for path in keys if close and path.rpartition(".")[2] == close[0]]
-    namesakes = [path for path in namesakes if section and path.startswith(f"{section}.")] or namesakes
-    if namesakes:
-        likeness = {path: difflib.SequenceMatcher(None, key, path).ratio() for path in namesakes}
-        return namesakes if len(namesakes) <= MOST_SUGGESTIONS else [max(namesakes, key=likeness.__getitem__)]
-    elsewhere = [path for path in keys if not key.startswith(f"{path}.")]
-    return difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.75)
+    siblings = {f"{section}.{field}" if section else field: field for field in _fields_at(section, schema)}
+    fields = dict(_known_fields(schema))
+    names = {path: path.rpartition(".")[2] for path in fields}
+    phrases = {path: _first_sentence(field) for path, field in fields.items()}
+    phrase = name.replace("_", " ").lower()
+    for word, words, cutoff in (
+        (name, siblings, 0.75),
+        (name, _inside(section, names), 0.8),
+        (name, names, 0.8),
+        (phrase, _inside(section, phrases), 0.75),
+        (phrase, phrases, 0.75),
+    ):
+        if close := difflib.get_close_matches(word, set(words.values()), n=1, cutoff=cutoff):
+            return _likeliest(key, [path for path, each in words.items() if each == close[0]])
+    return []
+
+
+def _first_sentence(field: FieldInfo) -> str:
+    """Return the first sentence of a key's description, in small letters."""
+    return (field.description or "").partition(".")[0].lower()
+
+
+def _inside(section: str, words: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries whose paths are inside the section."""
+    return {path: word for path, word in words.items() if section and path.startswith(f"{section}.")}
+
+
+def _likeliest(key: str, paths: list[str]) -> list[str]:
+    """Return the paths if they are few, and otherwise the one that is most like `key`."""
+    likeness = {path: difflib.SequenceMatcher(None, key, path).ratio() for path in paths}
+    return paths if len(paths) <= MOST_SUGGESTIONS else [max(paths, key=likeness.__getitem__)]
 
 
 def _fields_at(section: str, schema: type[BaseModel]) -> Iterable[str]:

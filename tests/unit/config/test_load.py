@@ -215,6 +215,8 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
     [
         ("seeds=1", "seeds=1: unknown key; did you mean seed?"),
         ("actor.lr=1", "actor.lr=1: unknown key; did you mean actor.optimizer.lr?"),
+        ("actor.lerning_rate=1", "actor.lerning_rate=1: unknown key; did you mean actor.optimizer.lr?"),
+        ("actor.weight_dcay=1", "actor.weight_dcay=1: unknown key; did you mean actor.optimizer.weight_decay?"),
         ("n_samples=4", "n_samples=4: unknown key; did you mean gconfig.n_samples or evaluator.n_samples?"),
         (
             "actor.temperture=1",
