@@ -2,7 +2,8 @@
 
 logs/driver.events, logs/<role>-<rank>.events       one line an event, written as it ends
 
-    {"name": "update", "start": 1700000000.123, "seconds": 0.81, "thread": 0}
+    {"name": "train", "start": 1700000000.123, "seconds": 0.81, "thread": "main"}
+    {"name": "rewards", "start": 1700000000.204, "seconds": 0.03, "thread": "rewards"}
     {"step": 12, "at": 1700000001.004}                                          the driver, at the end of a step
 
 Start and end are on the clock of the process's machine. An event costs about 20 microseconds.
@@ -18,15 +19,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SUFFIX = ".events"
+MAIN = "main"
+"""Name of the thread that does a process's own work."""
 
 
 class EventLog:
     """The events of one process, to which several of its threads may add."""
 
-    def __init__(self, path: Path) -> None:
-        """Begin a new file, in the place of an earlier one."""
+    def __init__(self, path: Path, *, names_threads: bool = False) -> None:
+        """Begin a new file, in the place of an earlier one.
+
+        Args:
+            path: the file.
+            names_threads: whether events tell their threads apart, by the names that the program gives them; otherwise
+                all are those of one thread.
+        """
         self._file = path.open("w", buffering=1, encoding="utf-8")
-        self._threads: dict[int, int] = {}
+        self._names_threads = names_threads
         self._lock = threading.Lock()
 
     @contextmanager
@@ -41,9 +50,9 @@ class EventLog:
     def add(self, name: str, seconds: float) -> None:
         """Record an event that took `seconds` and has just ended."""
         start = time.time() - seconds
+        thread = _thread_name() if self._names_threads else MAIN
+        line = {"name": name, "start": round(start, 6), "seconds": round(seconds, 6), "thread": thread}
         with self._lock:
-            thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
-            line = {"name": name, "start": round(start, 6), "seconds": round(seconds, 6), "thread": thread}
             self._file.write(json.dumps(line) + "\n")
 
     def step_ended(self, step: int) -> None:
@@ -55,3 +64,9 @@ class EventLog:
         """Close the file; what other threads add later is dropped."""
         with self._lock:
             self._file.close()
+
+
+def _thread_name() -> str:
+    """Return what the current thread does: its name, or that of the pool whose only thread it is."""
+    thread = threading.current_thread()
+    return MAIN if thread is threading.main_thread() else thread.name.removesuffix("_0")

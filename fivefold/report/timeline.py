@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.observe.events import SUFFIX
+from fivefold.observe.events import MAIN, SUFFIX
 from fivefold.report.blocks import table_block
 
 MOST_EVENTS = 40_000
@@ -31,7 +31,8 @@ class Event:
 
     process: str
     """`driver`, or role and rank such as `actor-3`."""
-    thread: int
+    thread: str
+    """What the thread does, such as `rollout`; `main` for the process's own work."""
     name: str
     start: float
     """Seconds since 1970, on the clock of the process's machine."""
@@ -58,7 +59,8 @@ class Timeline:
                     steps.append((record["step"], record["at"]))
                 else:
                     name = str(record["name"]).replace("_", " ")
-                    events.append(Event(file.stem, record["thread"], name, record["start"], record["seconds"]))
+                    thread = str(record["thread"])
+                    events.append(Event(file.stem, thread, name, record["start"], record["seconds"]))
         return Timeline(
             tuple(sorted(events, key=lambda event: event.start)), tuple(sorted(steps, key=lambda each: each[1]))
         )
@@ -77,10 +79,13 @@ class Timeline:
         kept = tuple(event for event in self.events if event.start < ends[last] and event.start + event.seconds > begin)
         return Timeline(kept, tuple(each for each in self.steps if first <= each[0] <= last))
 
-    def tracks(self) -> list[tuple[str, int]]:
-        """Return each process and thread that has events: the driver first, then by role, rank and thread."""
+    def tracks(self) -> list[tuple[str, str]]:
+        """Return each process and thread that has events: the driver first, then by role and rank; `main` first."""
         found = {(event.process, event.thread) for event in self.events}
-        return sorted(found, key=lambda track: (track[0] != DRIVER, *_role_and_rank(track[0]), track[1]))
+        return sorted(
+            found,
+            key=lambda track: (track[0] != DRIVER, *_role_and_rank(track[0]), track[1] != MAIN, track[1]),
+        )
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -129,10 +134,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": [*named, *spans, *marks]}
 
 
-def title(track: tuple[str, int]) -> str:
+def title(track: tuple[str, str]) -> str:
     """Return the name of a process's thread."""
     process, thread = track
-    return process if thread == 0 else f"{process}, thread {thread}"
+    return process if thread == MAIN else f"{process}, {thread}"
 
 
 def timeline_block(timeline: Timeline) -> bytes:

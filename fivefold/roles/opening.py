@@ -161,7 +161,7 @@ def open_run(
     with ExitStack() as stack:
         folder = stack.enter_context(start.open_folder(recipe))
         screen = stack.enter_context(open_screen(screen_kind, columns))
-        events = stack.enter_context(closing(EventLog(folder.logs / f"driver{SUFFIX}")))
+        events = stack.enter_context(closing(EventLog(folder.logs / f"driver{SUFFIX}", names_threads=True)))
         timers = PhaseTimers(on_change=screen.phase, events=events)
         title = f"{recipe.experiment_name} / {recipe.trial_name}"
         folder.write_about(about_run(title, banner, total_steps))

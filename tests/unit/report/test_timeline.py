@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     logs = run / "logs"
     (logs / "start-1").mkdir()
     for folder, steps in ((logs / "start-1", (1,)), (logs, (2,))):
-        driver = EventLog(folder / "driver.events")
+        driver = EventLog(folder / "driver.events", names_threads=True)
         ranks = [EventLog(folder / f"actor-{rank}.events") for rank in (0, 10)]
         timers = PhaseTimers(events=driver)
 
@@ -36,7 +37,7 @@ def run(tmp_path: Path) -> Path:
                 time.sleep(0.01)
 
         for step in steps:
-            beside = threading.Thread(target=generate)
+            beside = threading.Thread(target=generate, name="rollout")
             beside.start()
             with timers.phase("train"):
                 for rank in ranks:
@@ -55,7 +56,7 @@ def test_a_time_line_has_the_phases_of_every_process_and_thread(run: Path) -> No
     timeline = Timeline.read(run / "logs")
     assert len(timeline.events) == 8
     tracks = timeline.tracks()
-    assert [process for process, _ in tracks] == ["driver", "driver", "actor-0", "actor-10"]
+    assert tracks == [("driver", "main"), ("driver", "rollout"), ("actor-0", "main"), ("actor-10", "main")]
     own = [event for event in timeline.events if event.process == "actor-0"]
     [train, _] = [event for event in timeline.events if event.name == "train"]
     assert train.start <= own[0].start
@@ -64,6 +65,14 @@ def test_a_time_line_has_the_phases_of_every_process_and_thread(run: Path) -> No
     assert [event.name for event in timeline.between(2, 2).events].count("compute logprobs") == 2
     with pytest.raises(ValueError, match="--steps 2-3: the run has events of steps 1-2"):
         timeline.between(2, 3)
+
+
+def test_the_thread_of_a_pool_has_the_name_of_the_pool(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "driver.events", names_threads=True)
+    with ThreadPoolExecutor(1, "checkpoint") as pool:
+        pool.submit(log.add, "checkpoint write", 0.5)
+    log.close()
+    assert Timeline.read(tmp_path).tracks() == [("driver", "checkpoint")]
 
 
 def test_the_trace_is_one_that_perfetto_opens(run: Path, tmp_path: Path) -> None:
@@ -79,7 +88,7 @@ def test_the_trace_is_one_that_perfetto_opens(run: Path, tmp_path: Path) -> None
     # Perfetto takes thread 0 for the thread with the number of its process: two threads must not become one.
     named = [event for event in events if event["name"] == "thread_name"]
     threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
-    assert sorted(threads.values()) == ["actor-0", "actor-10", "driver", "driver, thread 1"]
+    assert sorted(threads.values()) == ["actor-0", "actor-10", "driver", "driver, rollout"]
     assert all(tid for _, tid in threads)
     assert {(event["pid"], event["tid"]) for event in events} == threads.keys()
     assert len({tid for _, tid in threads}) == len(threads)
