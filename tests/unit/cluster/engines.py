@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -36,6 +37,15 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_file(path: Path) -> None:
+    """Return once `path` exists; raise TimeoutError if that takes `HANG_S`."""
+    deadline = time.monotonic() + HANG_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} does not exist")
+        time.sleep(0.01)
 
 
 class Engine:
@@ -75,13 +85,26 @@ class Engine:
     def total_length(self, *payloads: bytes) -> int:
         return sum(map(len, payloads))
 
-    def work(self, jobs: Iterator[int], seconds_of_rank_0: float) -> Iterator[tuple[int, str]]:
+    def work(self, jobs: Iterator[int]) -> Iterator[tuple[int, str]]:
         """Yield each job, and the rank that took it; a job that is a text cannot be done."""
         for job in jobs:
             if isinstance(job, str):
                 raise RuntimeError(job)
-            time.sleep(seconds_of_rank_0 if self.rank == 0 else 0)
             yield job, f"rank {self.rank}"
+
+    def work_unevenly(self, jobs: Iterator[int], folder: str) -> Iterator[tuple[int, str]]:
+        """Do as `work`; rank 0 has its first job from before the first until after the last one of the others.
+
+        The ranks tell one another by files in `folder`.
+        """
+        begun, through = Path(folder, "rank 0 has begun"), Path(folder, "the others are through")
+        for job in jobs:
+            if self.rank == 0:
+                begun.touch()
+            wait_for_file(through if self.rank == 0 else begun)
+            yield job, f"rank {self.rank}"
+        if self.rank != 0:
+            through.touch()
 
     def work_until_told(self, jobs: Iterator[int]) -> Iterator[tuple[int | str, None]]:
         """Yield each job, and then what this engine was told meanwhile."""

@@ -113,17 +113,17 @@ def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(session: S
     assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
 
 
-def test_jobs_of_a_queue_go_to_the_rank_that_asks(session: Session) -> None:
-    """Rank 0 is slow: it takes one job while rank 1 takes all others."""
+def test_jobs_of_a_queue_go_to_the_rank_that_asks(session: Session, tmp_path: Path) -> None:
+    """Rank 0 is slow: it has one job while rank 1 takes all others."""
     group = launch(session, 2)
-    results = [result for some in group.deal(Engine.work, range(12), 2.0) for result in some]
+    results = [result for some in group.deal(Engine.work_unevenly, range(12), str(tmp_path)) for result in some]
     jobs = [[job for rank, job, _ in results if rank == number] for number in range(2)]
     assert sorted(jobs[0] + jobs[1]) == list(range(12))
     assert [len(own) for own in jobs] == [1, 11]
     assert jobs[1] == sorted(jobs[1])
     payloads = [next(payload for rank, _, payload in results if rank == number) for number in range(2)]
     assert group.call_each(Engine.echo, [(payload,) for payload in payloads]) == ["0:rank 0", "1:rank 1"]
-    assert [result for some in group.deal(Engine.work, [], 0.0) for result in some] == []
+    assert [result for some in group.deal(Engine.work, []) for result in some] == []
 
 
 def test_results_of_a_queue_come_while_the_ranks_are_at_work(session: Session) -> None:

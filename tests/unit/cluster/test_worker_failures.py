@@ -156,7 +156,7 @@ def test_a_reader_that_raises_ends_the_feed_and_is_named(session: Session) -> No
 
 def test_a_failure_at_a_job_ends_the_queue(session: Session) -> None:
     with pytest.raises(WorkerError, match="job 7 cannot be done"):
-        list(launch(session, 2).deal(Engine.work, [*range(7), "job 7 cannot be done", *range(5)], 0.0))
+        list(launch(session, 2).deal(Engine.work, [*range(7), "job 7 cannot be done", *range(5)]))
 
 
 def test_a_log_that_cannot_be_written_is_told_with_the_fix(

@@ -59,8 +59,8 @@ once as many such prompts have come as the server decodes together."""
 VLLM_MEMORY = ("weights", "kv_cache")
 SGLANG_MEMORY = (*VLLM_MEMORY, "cuda_graph")
 """Kinds of device memory that the servers give back."""
-PATIENCE_S = 20.0
-"""Most seconds that an answer waits for other requests."""
+PATIENCE_S = 120.0
+"""Most seconds that an answer waits for other requests or for a pause, which only a failure uses up."""
 
 Reply = tuple[int, Any]
 Logprobs = Sequence[float | None]
@@ -166,7 +166,9 @@ class Log:
         """Return the rows of one kind: `start` (command line), `request` and `reply` (path and body), or `load`."""
         if not self._file.exists():
             return []
-        rows = [json.loads(line) for line in self._file.read_text().splitlines()]
+        # Another process may see the beginning of a row before its end is written.
+        whole, _, _ = self._file.read_text().rpartition("\n")
+        rows = [json.loads(line) for line in whole.splitlines()]
         return [row for row in rows if row["kind"] == kind]
 
     def posts(self) -> list[str]:
@@ -214,9 +216,14 @@ class FakeServer:
     def log(self) -> Log:
         return Log(self.folder)
 
-    def generate(self, body: dict[str, Any]) -> Reply:
+    def generate(self, n_pauses: int, body: dict[str, Any]) -> Reply:
+        """Answer a request that came after `n_pauses` pauses. One that comes during a pause waits for its end."""
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
-        if problem := self._problem(sampling):
+        # No pause comes between the wait for the end of one and the look at what the server has.
+        with self.changed:
+            is_cut_short = self._is_cut_short(prompt, n_pauses)
+            problem = None if is_cut_short else self._problem(sampling)
+        if problem:
             return 400, {"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}
         if prompt[0] == DEADLY:
             os._exit(STATUS_IN_REQUEST)
@@ -224,7 +231,7 @@ class FakeServer:
         n, most_tokens = sampling.get("n", 1), sampling[self.flavour.most_tokens]
         seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(LONG_TOKENS, LONG_TOKENS + n)
         answers = [_spoilt(prompt[0], *answer_to(prompt, seed, most_tokens)) for seed in seeds]
-        if self._is_cut_short(prompt):
+        if is_cut_short:
             answers = [(tokens[:LONG_TOKENS], logprobs[:LONG_TOKENS], "abort") for tokens, logprobs, _ in answers]
         if self.flavour.prompt == "input_ids":
             replies = [_sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"]) for answer in answers]
@@ -248,14 +255,13 @@ class FakeServer:
             return f"unknown sampling parameters {sorted(unknown)}"
         return None
 
-    def _is_cut_short(self, prompt: Sequence[int]) -> bool:
-        """Return whether the server has paused before an answer was whole; while it is paused, nothing is answered."""
-        with self.changed:
-            if prompt[0] != LONG or (len(prompt) - LONG_PROMPT) // LONG_TOKENS >= prompt[1]:
-                assert self.changed.wait_for(lambda: not self.is_paused, PATIENCE_S)
-                return False
-            n_pauses = self.n_pauses
-            return self.changed.wait_for(lambda: self.n_pauses > n_pauses, PATIENCE_S)
+    def _is_cut_short(self, prompt: Sequence[int], n_pauses: int) -> bool:
+        """Return whether the server has paused again before an answer was whole; while paused, it answers nothing."""
+        if prompt[0] != LONG or (len(prompt) - LONG_PROMPT) // LONG_TOKENS >= prompt[1]:
+            assert self.changed.wait_for(lambda: not self.is_paused, PATIENCE_S)
+            return False
+        assert self.changed.wait_for(lambda: self.n_pauses > n_pauses, PATIENCE_S)
+        return True
 
     def _wait_for_its_turn(self, first_token: int) -> None:
         with self.changed:
@@ -441,10 +447,11 @@ class FakeServer:
     def _wake(self, tag: str, body: dict[str, Any]) -> Reply:
         return self.take_back([tag])
 
-    def endpoints(self) -> dict[str, Callable[[dict[str, Any]], Reply]]:
+    def endpoints(self, n_pauses: int) -> dict[str, Callable[[dict[str, Any]], Reply]]:
+        """Return what answers a request that came after `n_pauses` pauses, by path."""
         if self.flavour.prompt == "input_ids":
             return {
-                "/generate": self.generate,
+                "/generate": partial(self.generate, n_pauses),
                 "/update_weights_from_disk": self.update_weights_from_disk,
                 "/init_weights_update_group": self.enter_group,
                 "/update_weights_from_tensor": self.update_by_bucket,
@@ -459,7 +466,7 @@ class FakeServer:
         # Fivefold's own endpoint, which exists only if vLLM can import the code that is inside it.
         module, _, _ = (self.options["--middleware"] or "").rpartition(".")
         has_endpoint = module == "fivefold_generate" and find_spec(module) is not None
-        generate = {"/fivefold/generate": self.generate} if has_endpoint else {}
+        generate = {"/fivefold/generate": partial(self.generate, n_pauses)} if has_endpoint else {}
         if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
             return generate
         return {
@@ -536,10 +543,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         fake = self.server.fake
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        fake.log.write(kind="request", method="POST", path=self.path, body=body)
+        # A pause that comes once the request is in the log comes after the request.
+        with fake.changed:
+            n_pauses = fake.n_pauses
+            fake.log.write(kind="request", method="POST", path=self.path, body=body)
         if os.environ.get(DIES_IN) == self.path:
             os._exit(STATUS_IN_REQUEST)
-        endpoint = fake.endpoints().get(self.path)
+        endpoint = fake.endpoints(n_pauses).get(self.path)
         status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})
         fake.log.write(kind="reply", path=self.path, body=body, status=status, most_here=fake.most_here)
         self._send(status, reply)

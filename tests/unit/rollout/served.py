@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,10 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
-from tests.unit.rollout.fake_server import Log
+from tests.unit.rollout.fake_server import LONG, PATIENCE_S, Log
 
 GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
+PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 
 
 def start(spec: ReplicaSpec) -> ServerEngine:
@@ -51,6 +53,17 @@ class Served:
         """Bodies of all requests to generate so far."""
         path = GENERATE[self.backend]
         return [row["body"] for row in self.log.rows("request") if row["path"] == path]
+
+    def n_long(self) -> int:
+        """Number of requests to generate so far whose prompts begin with `LONG`."""
+        return sum(body[PROMPT[self.backend]][0] == LONG for body in self.bodies())
+
+    def wait_for_long(self, n: int) -> None:
+        """Return once `n` requests whose prompts begin with `LONG` have come: the next pause cuts them short."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.n_long() < n:
+            assert time.monotonic() < deadline, f"only {self.n_long()} of {n} requests have come"
+            time.sleep(0.01)
 
     def posts_during(self, action: Callable[[], object]) -> list[str]:
         before = len(self.log.posts())

@@ -22,7 +22,7 @@ from fivefold.rollout.servers.command import check_command, server_command
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG_TOKENS, Log, answer_to, write_python
-from tests.unit.rollout.served import GENERATE, Served, requests_of, sampling, start
+from tests.unit.rollout.served import GENERATE, PROMPT, Served, requests_of, sampling, start
 
 END, POSITIONS = 2, 128
 DEAD = f"the server ended with status {fake_server.STATUS_IN_REQUEST}"
@@ -53,7 +53,6 @@ REFUSED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 SLEEP = {"vllm": "/sleep?level=2", "sglang": "/release_memory_occupation"}
 WAKE_WEIGHTS = {"vllm": "/wake_up?tags=weights", "sglang": "/resume_memory_occupation"}
 WAKE_CACHE = {"vllm": "/wake_up?tags=kv_cache", "sglang": "/resume_memory_occupation"}
-PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 SEED = {"vllm": "seed", "sglang": "sampling_seed"}
 
 
