@@ -260,7 +260,7 @@ class _Loop:
         seconds, whole = self.run.timers.take(), time.perf_counter() - began
         metrics |= idle_shares(experience.metrics, seconds, whole)
         metrics |= experience.metrics | self._described(experience.samples)
-        metrics |= self.speed.metrics(batch, seconds, whole) | self.roles.take_moved()
+        metrics |= self.speed.metrics(batch, self.update.given, seconds, whole) | self.roles.take_moved()
         if self.critic is not None and self.critic.is_warming_up(step):
             metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
         state = self._keep(self._after(step, state), metrics)

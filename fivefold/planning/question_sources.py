@@ -213,12 +213,6 @@ def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
         )
     if recipe.actor.advantage == "remax":
         yield "actor.advantage=remax generates a greedy completion of each prompt besides what is planned here"
-    if (expert := recipe.expert_dataset) is not None:
-        most = expert.batch_size * expert.max_length
-        yield (
-            f"expert_dataset adds up to {most:,} tokens to the {_most_trained(recipe):,} that a step trains on at "
-            "most; the time of a step does not count them"
-        )
     if (age := recipe.rollout.max_head_offpolicyness) > 0:
         prompts = (age + 1) * recipe.train_dataset.batch_size
         sequences = prompts * recipe.gconfig.n_samples
@@ -276,6 +270,8 @@ def _question(
     """Return the question of either kind of recipe; `generated` is the sequences a step, 0 in fine-tuning."""
     n_minibatches = recipe.actor.ppo_n_minibatches if isinstance(recipe, TrainRecipe) else 1
     work = _work(recipe, "actor", length, (generated or _trained_sequences(recipe)) // n_minibatches)
+    if isinstance(recipe, TrainRecipe) and (expert := recipe.expert_dataset) is not None:
+        work = replace(work, given_sequences=expert.batch_size // n_minibatches, given_length=expert.max_length)
     return Question(
         shape=shape,
         gpu=find_gpu(gpu),
@@ -355,12 +351,6 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
         gradient_bytes=4 if config.megatron.ddp.grad_reduce_in_fp32 else element,
         state=replace(state, master=2 if config.megatron.optimizer.store_param_remainders else 4),
     )
-
-
-def _most_trained(recipe: TrainRecipe) -> int:
-    """Return the tokens of a step's samples, each at its longest."""
-    generated = recipe.train_dataset.batch_size * recipe.gconfig.n_samples
-    return generated * (recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens)
 
 
 def _frozen(

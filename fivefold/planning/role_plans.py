@@ -142,6 +142,8 @@ def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
         work,
         element_bytes=question.reference_bytes or work.element_bytes,
         micro_tokens=question.reference_tokens or work.micro_tokens,
+        given_sequences=0,
+        given_length=0,
     )
     plan = _frozen(replace(question, shape=question.reference or question.shape, work=own), placed)
     memory = (_with_average(stage, stage.weights // own.element_bytes, question) for stage in plan.memory)

@@ -143,12 +143,13 @@ def _heading(console: Console, text: str) -> None:
 def _title(blueprint: Blueprint) -> RenderableType:
     question, shape, work = blueprint.question, blueprint.question.shape, blueprint.question.work
     active = f", {_short(shape.n_active_parameters)} of them active" if shape.is_moe else ""
+    given = f" and {work.given_sequences} given ones of {work.given_length}" if work.given_sequences else ""
     where = "CPU processes" if question.gpus_per_node == 0 else f"x {question.gpus_per_node} {question.gpu.name}"
     lines = [
         Text.assemble((shape.name, "bold"), f"  {_short(shape.n_parameters)} parameters{active}"),
         Text(f"{question.text}  on {question.n_nodes} node{'s' if question.n_nodes > 1 else ''} {where}"),
         Text(
-            f"{work.sequences} sequences of {work.sequence_length} tokens a step, micro-batches of "
+            f"{work.sequences} sequences of {work.sequence_length} tokens{given} a step, micro-batches of "
             f"{work.tokens_per_micro_batch} tokens, recompute {work.recompute}"
         ),
     ]

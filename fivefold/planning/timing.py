@@ -129,7 +129,7 @@ def step_time(
         hidden = min(data_parallel, slowest.layers * count)
     parameters = rank_parameters(layout, shape, stage)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
-    flops = training_parts(shape, work.sequences, work.sequence_length)
+    flops = training_parts(shape, work.trained_sequences, work.sequence_length)
     parts = {
         "layers": slowest.layers * count,
         "head": slowest.head * count,
@@ -191,7 +191,7 @@ class _StageTime:
     ) -> _StageTime:
         count = work.micro_batches(layout)
         # The mean micro-batch counts here; the fullest one decides the memory.
-        sequences = work.sequences / layout.dp / count
+        sequences = work.trained_sequences / layout.dp / count
         forward = forward_parts(shape, sequences, work.sequence_length).scaled(1 / (layout.tp * layout.cp))
         fill = sequences * work.sequence_length / work.tokens_per_micro_batch
         layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -68,6 +69,10 @@ class Workload:
     """Share of the weights of all layers that FSDP keeps gathered from their forward to their backward passes."""
     prefetched: int = 0
     """Layers whose weights FSDP gathers ahead of the next one."""
+    given_sequences: int = 0
+    """Sequences with given responses, such as an expert's, on which an optimizer step trains besides."""
+    given_length: int = 0
+    """Tokens of each of them."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "sequences", "micro_tokens", "logprob_chunk"):
@@ -90,15 +95,20 @@ class Workload:
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens of the fullest micro-batch, over its context-parallel ranks."""
-        return max(self.sequence_length, self.micro_tokens)
+        return max(self.sequence_length, self.micro_tokens, self.given_length)
 
     @property
     def tokens(self) -> int:
         """All tokens of a step."""
-        return self.sequences * self.sequence_length
+        return self.sequences * self.sequence_length + self.given_sequences * self.given_length
+
+    @property
+    def trained_sequences(self) -> float:
+        """All sequences of a step; those that are given count as so many of `sequence_length` as have their tokens."""
+        return self.tokens / self.sequence_length
 
     def micro_batches(self, layout: ParallelLayout) -> int:
         """Return the micro-batches of each data-parallel rank; interleaved, they are a multiple of the stages."""
-        sequences = -(-self.sequences // layout.dp)
+        sequences = math.ceil(self.trained_sequences / layout.dp)
         count = -(-sequences // self.sequences_per_micro_batch)
         return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count

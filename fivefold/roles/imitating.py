@@ -53,7 +53,8 @@ class ExpertExamples:
         """Reads the examples; its position is behind those that were drawn."""
         self._n_minibatches = n_minibatches
         self._weight = ExpertWeight(config.weight, config.last_weight, config.warmup_steps, config.decay_steps)
-        self._parts: list[Columns] = []
+        self.parts: list[Columns] = []
+        """The step's examples, by update."""
         self._n_dealt = 0
         self.weight = 0.0
         """mu of the step."""
@@ -80,13 +81,13 @@ class ExpertExamples:
     def draw(self, step: int) -> None:
         """Draw the examples of training step `step`, counted from 1."""
         examples, n = self.sampler.next_batch(), self._n_minibatches
-        self._parts = [sft_columns(examples[part::n]) for part in range(n)]
+        self.parts = [sft_columns(examples[part::n]) for part in range(n)]
         self._n_dealt = 0
         self.weight = self._weight(step)
 
     def next(self) -> ExpertTerm:
         """Return the term of the next update; each pass over a step's samples has all of its examples."""
-        columns = self._parts[self._n_dealt % self._n_minibatches]
+        columns = self.parts[self._n_dealt % self._n_minibatches]
         self._n_dealt += 1
         return ExpertTerm(columns, self.weight, self._config.loss_aggregation == "sequence_mean")
 

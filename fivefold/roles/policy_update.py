@@ -30,7 +30,7 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer_worker import BatchChange
 from fivefold.roles.updates import SkipGuard, make_updates
-from fivefold.types import Sample
+from fivefold.types import Columns, Sample
 
 
 class PolicyUpdate:
@@ -74,6 +74,8 @@ class PolicyUpdate:
         self._always_corrects = self._max_age > 0
         self.state = AlgorithmState.of(config)
         self.guard = SkipGuard()
+        self.given: Sequence[Columns] = ()
+        """Responses of the expert that each pass of the last step trained on besides its samples."""
         self.news: str | None = None
         """What the user should know of the last step; None: nothing."""
         # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
@@ -198,12 +200,14 @@ class PolicyUpdate:
             RunFailed: several updates in a row had no finite gradient.
         """
         metrics: dict[str, float] = {}
+        self.given = ()
         if self._critic is not None:
             metrics = self._critic.run(batch, groups, step)
             if self._critic.is_warming_up(step):
                 return metrics
         if self.experts is not None:
             self.experts.draw(step)
+            self.given = self.experts.parts
         loss, change = self.loss, self._change
         if self._always_corrects:
             loss = replace(loss, version=step - 1, max_age=self._max_age)

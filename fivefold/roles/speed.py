@@ -6,7 +6,7 @@ seconds of a phase, the model that works in it, the step's sequences ──> mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.config.role_sections import role_section
@@ -22,6 +22,7 @@ from fivefold.layout.gpus import peak_flops
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.types import Columns
 
 _FORWARD = {"old log-probs": "actor", "reference": "ref", "teacher": "teacher", "values": "critic"}
 """Phases of one forward pass over the step's sequences, and the role that makes it."""
@@ -67,21 +68,25 @@ class StepSpeed:
             if role in ("actor", "ref") or role in placement
         }
 
-    def metrics(self, batch: RemoteBatch, seconds: Mapping[str, float], step_seconds: float) -> dict[str, float]:
+    def metrics(
+        self, batch: RemoteBatch, given: Sequence[Columns], seconds: Mapping[str, float], step_seconds: float
+    ) -> dict[str, float]:
         """Return the metrics of a step.
 
         Args:
             batch: the step's sequences.
+            given: an expert's sequences, on which the actor's epochs train as well.
             seconds: seconds of each phase, `train` among them.
             step_seconds: seconds of the whole step.
         """
         works = {
-            phase: _Work(self._models[role], batch, phase in _TRAINING)
+            phase: _Work.on(batch, self._models[role], trains=phase in _TRAINING)
             for phase, role in {**_FORWARD, **_TRAINING}.items()
             if phase in seconds
         }
+        works["train"] = works["train"].besides(given)
         return {
-            "tokens_per_second": batch.n_tokens / step_seconds,
+            "tokens_per_second": works["train"].n_tokens / step_seconds,
             **_metrics(works, seconds, self._peak),
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
             "seconds/step": step_seconds,
@@ -110,9 +115,9 @@ class SupervisedSpeed:
             seconds: seconds of each phase, `train` among them.
         """
         works = {
-            "train": _Work(self._actor, trained, trains=True),
-            "scores": _Work(self._actor, scored, trains=False),
-            "reference": _Work(self._reference, scored, trains=False),
+            "train": _Work.on(trained, self._actor, trains=True),
+            "scores": _Work.on(scored, self._actor, trains=False),
+            "reference": _Work.on(scored, self._reference, trains=False),
         }
         works = {phase: work for phase, work in works.items() if phase in seconds}
         return {"tokens_per_second": trained.n_tokens / seconds["train"], **_metrics(works, seconds, self._peak)}
@@ -123,14 +128,33 @@ class _Work:
     """What a model does in a phase of a step."""
 
     model: _Model
-    batch: RemoteBatch
+    lengths: list[int]
+    """Tokens of each sequence."""
+    n_trained: int
+    """Trained tokens of all sequences."""
     trains: bool
     """Whether the phase has backward passes, in each of the model's epochs."""
+
+    @staticmethod
+    def on(batch: RemoteBatch, model: _Model, *, trains: bool) -> _Work:
+        """Return the work of a model on the sequences of a batch."""
+        return _Work(model, batch.lengths_N.tolist(), int(batch.trained_N.sum()), trains)
+
+    def besides(self, given: Sequence[Columns]) -> _Work:
+        """Return the work with further sequences."""
+        lengths = [length for columns in given for length in columns.lengths_N.tolist()]
+        n_trained = sum(int(columns.values["mask"].sum()) for columns in given)
+        return replace(self, lengths=self.lengths + lengths, n_trained=self.n_trained + n_trained)
+
+    @property
+    def n_tokens(self) -> int:
+        """All tokens, prompts included."""
+        return sum(self.lengths)
 
     @cached_property
     def forward(self) -> PartFlops:
         """FLOPs of one forward pass."""
-        return forward_of(self.model.shape, self.batch.lengths_N.tolist(), int(self.batch.trained_N.sum()))
+        return forward_of(self.model.shape, self.lengths, self.n_trained)
 
     @property
     def flops(self) -> float:
@@ -149,7 +173,7 @@ def _metrics(works: Mapping[str, _Work], seconds: Mapping[str, float], peak: flo
     train = works["train"]
     device_seconds = {phase: seconds[phase] * work.model.layout.world_size for phase, work in works.items()}
     found = {
-        "train/tokens_per_second_per_device": train.batch.n_tokens * train.model.epochs / device_seconds["train"],
+        "train/tokens_per_second_per_device": train.n_tokens * train.model.epochs / device_seconds["train"],
         "train/tflops_per_device": train.flops / device_seconds["train"] / 1e12,
     }
     if peak is None:

@@ -70,6 +70,23 @@ def test_a_recipe_is_planned_with_its_own_numbers(recipe: Path) -> None:
     assert changed["work"]["sequence_length"] == 2048
 
 
+def test_an_experts_sequences_count_for_time_and_memory(recipe: Path) -> None:
+    def actor(*overrides: str) -> TrainerPlan:
+        blueprint = plan_recipe(recipe, overrides, gpu="h200").blueprint
+        assert blueprint is not None
+        return next(trainer for trainer in blueprint.trainers if trainer.placed.role == "actor")
+
+    # 256 samples of 4,096 tokens, and an expert's 512 responses of 2,048, are as much as 512 samples.
+    expert = "expert_dataset={path: d.jsonl, batch_size: 512, max_length: 2048}"
+    more, twice = actor(expert).time, actor("train_dataset.batch_size=64").time
+    assert more is not None
+    assert twice is not None
+    assert (more.total, more.mfu, more.tokens_per_second) == (twice.total, twice.mfu, twice.tokens_per_second)
+    # The longest response may be a micro-batch by itself.
+    long = actor("expert_dataset={path: d.jsonl, batch_size: 1, max_length: 16384}").binding
+    assert long.activations == actor("actor.mb_spec.max_tokens_per_mb=16384").binding.activations
+
+
 def test_a_reference_model_lives_with_the_actor(recipe: Path) -> None:
     alone, beside = (read_back(plan_recipe(recipe, keys)) for keys in ([], ["actor.kl_ctl=0.1"]))
     stages = [values["roles"][0]["memory"][0] for values in (alone, beside)]

@@ -17,6 +17,7 @@ from fivefold.layout.gpus import peak_flops
 from fivefold.layout.placement import place
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.speed import StepSpeed, SupervisedSpeed, device_peak
+from fivefold.types import Columns
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
 
@@ -48,7 +49,7 @@ def test_each_phase_has_the_share_of_its_own_model_and_processes() -> None:
     speed = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=1e12)
     batch = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
     seconds = {"train": 2.0, "values": 0.5, "critic train": 1.0, "rollout": 3.0}
-    metrics = speed.metrics(batch, seconds, step_seconds=8.0)
+    metrics = speed.metrics(batch, (), seconds, step_seconds=8.0)
     ranks = place(recipe)["actor"].layout.world_size
     flops = training_flops(shape, [40, 20], 12)
     assert metrics["mfu/train"] == pytest.approx(2 * flops / 2.0 / ranks / 1e12)
@@ -63,8 +64,29 @@ def test_each_phase_has_the_share_of_its_own_model_and_processes() -> None:
     assert {name for name in metrics if name.startswith(("mfu", "hfu"))} == {
         "mfu/train", "hfu/train", "mfu/values", "mfu/critic train", "hfu/critic train",
     }  # fmt: skip
-    without = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=None).metrics(batch, seconds, 8.0)
+    without = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=None).metrics(batch, (), seconds, 8.0)
     assert without == {name: value for name, value in metrics.items() if name[1:3] != "fu"}
+
+
+def test_the_experts_sequences_count_for_the_actors_training_alone() -> None:
+    recipe = load_recipe(QUICKSTART, ["actor.ppo_epochs=2"], TrainRecipe)
+    shape = find_shape(recipe.actor.path)
+    speed = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=1e12)
+    batch = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
+    given = [
+        Columns(np.array([10], np.int32), {"mask": np.arange(10) >= 6}),
+        Columns(np.array([5], np.int32), {"mask": np.arange(5) >= 3}),
+    ]
+    seconds = {"train": 2.0, "values": 0.5, "critic train": 1.0}
+    plain, metrics = (speed.metrics(batch, experts, seconds, step_seconds=8.0) for experts in ((), given))
+    ranks = place(recipe)["actor"].layout.world_size
+    assert metrics["tokens_per_second"] == 75 / 8
+    assert metrics["train/tokens_per_second_per_device"] == 2 * 75 / 2.0 / ranks
+    flops = training_flops(shape, [40, 20, 10, 5], 12 + 4 + 2)
+    assert metrics["mfu/train"] == pytest.approx(2 * flops / 2.0 / ranks / 1e12)
+    assert {name for name in metrics if metrics[name] != plain[name]} == {
+        "tokens_per_second", "train/tokens_per_second_per_device", "train/tflops_per_device", "mfu/train", "hfu/train",
+    }  # fmt: skip
 
 
 def test_supervised_training_counts_the_passes_that_it_makes() -> None:
