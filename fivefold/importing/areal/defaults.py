@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.importing.areal.rules import FREQUENCIES
+from fivefold.importing.areal.native import FREQUENCIES
 from fivefold.importing.defaults import none
 from fivefold.importing.rules import under
 

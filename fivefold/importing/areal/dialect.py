@@ -13,7 +13,8 @@ from fivefold.config.schema.sft import SFTRecipe
 from fivefold.importing import megatron, reasons
 from fivefold.importing.areal.defaults import CRITICS, ENGINES, NORMALISATION, OF_DPO, RUN
 from fivefold.importing.areal.layout import TRAINERS, backends, trainers_backend
-from fivefold.importing.areal.rules import FREQUENCIES, GIVEN, GIVEN_KEYS, RULES
+from fivefold.importing.areal.native import FREQUENCIES
+from fivefold.importing.areal.rules import GIVEN, GIVEN_KEYS, RULES
 from fivefold.importing.corrections import decoupled
 from fivefold.importing.critic import ADVANTAGE, NOT_NORMALISED, WHITENS, ForCritic, has_critic
 from fivefold.importing.defaults import own_default

@@ -23,16 +23,9 @@ from fivefold.importing.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advant
 from fivefold.importing.source import INTERPOLATION, Document
 from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold.importing.trinity import given
+from fivefold.importing.trinity.algorithm_rules import TYPE
 from fivefold.importing.trinity.defaults import ENGINE, RUN, TASKS
-from fivefold.importing.trinity.rules import (
-    ADVANTAGE_FN,
-    OLD_NAMES,
-    ON_POLICY,
-    RULES,
-    TREE,
-    TYPE,
-    is_on,
-)
+from fivefold.importing.trinity.rules import ADVANTAGE_FN, OLD_NAMES, ON_POLICY, RULES, TREE, is_on
 from fivefold.importing.trinity.trainer import (
     finish,
     micro_batches,
