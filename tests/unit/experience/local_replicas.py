@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.roles.gate import Gate
+from fivefold.roles.responses import Responses
 from fivefold.roles.rollout import ExpectedLengths, Rollout
-from fivefold.roles.rollout_worker import RolloutWorker
+from fivefold.roles.rollout_worker import Job, RolloutWorker
+from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
+from fivefold.types import Columns
 
 MODEL = "package:tiny-moe"
 
@@ -28,6 +32,23 @@ class LocalWorker(RolloutWorker):
         )
         self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
         self._jobs = {}
+        self._end: int | None = None
+        self._held: list[Job] = []
+
+    def hold(self, end: int | None) -> None:
+        """Begin no job of a stream whose first index is `end` or above, until the next call; None: begin all."""
+        self._end = end
+
+    def advance(
+        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
+    ) -> tuple[Responses, Columns | None]:
+        """Go on with the jobs that are not held."""
+        jobs = [*self._held, *jobs]
+        self._held = [job for job in jobs if self._end is not None and job.indices.start >= self._end]
+        begun = [job for job in jobs if self._end is None or job.indices.start < self._end]
+        report, columns = super().advance(begun, sampling, seconds)
+        n_held = sum(len(job.requests) for job in self._held)
+        return replace(report, n_running=report.n_running + n_held), columns
 
     def set_version(self, version: int) -> None:
         """Give the replica the weights that it has, under another version."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +41,8 @@ from tests.unit.experience.local_replicas import LocalGroup, LocalRollout, Local
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 BATCH, SAMPLES, STEPS = 4, 2, 6
+PATIENCE_S = 300.0
+"""Seconds after which a test takes what it waits for as failed; nothing that holds depends on them."""
 
 
 def full_marks(response: str, ground_truth: Any, **_: Any) -> float:
@@ -76,6 +77,13 @@ def arithmetic(n: int) -> list[Prompt]:
     tokenizer = load_tokenizer("fivefold/models/tiny-moe")
     texts = [f"{12 + i}+{37 + 2 * i}=" for i in range(n)]
     return [Prompt(i, text, tuple(tokenizer(text).input_ids), "") for i, text in enumerate(texts)]
+
+
+def wait_until(source: StreamSource, holds: Callable[[], bool]) -> None:
+    """Wait for something that the thread of the rollout brings about."""
+    with source._changed:
+        assert source._changed.wait_for(lambda: source._failure is not None or holds(), PATIENCE_S)
+        assert source._failure is None
 
 
 def told(experience: Experience) -> list[tuple[int, str, int]]:
@@ -199,6 +207,9 @@ class ScriptedWorker(RolloutWorker):
         self.has_weights = True
         self.n_answered = self.n_gone_on = 0
 
+    def take_version(self, version: int) -> None:
+        self.has_weights = True
+
     def advance(
         self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
     ) -> tuple[Responses, Columns | None]:
@@ -236,7 +247,7 @@ class SlowScores(RewardModel):
         self.n_asked: list[int] = []
 
     def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
-        assert self._may_score.wait(20)
+        assert self._may_score.wait(PATIENCE_S)
         self.n_asked.append(len(batch))
         return batch.lengths_N / 4
 
@@ -247,15 +258,13 @@ def test_slow_rewards_do_not_hold_generation(of_model: bool) -> None:
     model = SlowScores(may_judge)
 
     def reward(response: str, ground_truth: Any, **_: Any) -> float:
-        assert may_judge.wait(20)
+        assert may_judge.wait(PATIENCE_S)
         return 0.75
 
     with scripted(worker, model if of_model else reward) as source:
         source.weights_sent(0)
-        deadline = time.monotonic() + 20
-        while worker.n_answered < 3 * BATCH and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
+        # One that is finished lets others begin in the same moment, so that none can follow.
+        wait_until(source, lambda: source._turns.n_running == 0)
         assert worker.n_answered == 3 * BATCH, "as many as the age admits, and no more"
         may_judge.set()
         for step in (1, 2):
@@ -281,22 +290,26 @@ def test_what_fails_beside_the_trainer_ends_its_wait() -> None:
 def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: int) -> None:
     deadly = ScriptedWorker(dies=frozenset({2, 5}))
     workers = [deadly, *(ScriptedWorker() for _ in range(others))]
+    group = LocalGroup(workers)
     sent: list[int] = []
 
     def send(version: int) -> None:
         sent.append(version)
-        deadly.has_weights = True
+        group.each("take_version", version)
 
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
-    arguments = common(recipe_of("rollout.max_head_offpolicyness=2"), LocalGroup(workers), full_marks, prompts)
+    arguments = common(recipe_of("rollout.max_head_offpolicyness=2"), group, full_marks, prompts)
     with StreamSource(*arguments, first_step=1, last_step=STEPS, resend=send) as source:
         source.weights_sent(0)
         for step in range(1, STEPS + 1):
-            groups = source.take(step).groups
-            assert len(set(groups)) == BATCH
-            assert all(groups.count(group) == SAMPLES for group in groups)
-            deadly.has_weights = True
+            numbers = source.take(step).groups
+            assert len(set(numbers)) == BATCH
+            assert all(numbers.count(number) == SAMPLES for number in numbers)
+            # No slice begins meanwhile, so that the replica does not die between the two.
+            source._rollout.gate.close()
+            group.each("take_version", step)
             source.weights_sent(step)
+            source._rollout.gate.open()
     # One that is alone gets its weights while the trainer waits for it.
     assert sent or others
     assert sum(worker.n_gone_on for worker in workers) > 0, "jobs come back with the tokens that they have"
@@ -320,6 +333,9 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     recipe = recipe_of("rollout.max_head_offpolicyness=2")
     steps = range(1, STEPS + 1)
     expected, columns = {}, {}
+    # At the checkpoint, the groups of one step and a half wait, and those behind them have not begun.
+    numbers = range(after * BATCH, after * BATCH + BATCH + BATCH // 2)
+    group.each("hold", numbers.stop * SAMPLES)
     with StreamSource(
         *common(recipe, group, half_marks, prompts, replays), first_step=1, last_step=STEPS, resend=never
     ) as source:
@@ -331,19 +347,18 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
             group.each("set_version", step)
             source.weights_sent(step)
             if step == after:
-                while len(source._groups) < BATCH:  # some wait, others are being answered
-                    time.sleep(0.01)
+                wait_until(source, lambda: len(source._groups) == len(numbers))
                 position, [(folder, owner)] = source.sampler_state, source.owners.items()
                 assert folder == "experience"
                 owner.snapshot(tmp_path)
                 finish(tmp_path, owner.write_snapshot())
+                group.each("hold", None)
     saved = read_waiting(tmp_path).groups
-    assert BATCH <= len(saved) <= 2 * BATCH
+    assert sorted(group.number for group in saved) == list(numbers)
     arguments = common(recipe, group, half_marks, prompts, replays)
     arguments[1].load_state_dict(json.loads(json.dumps(position)))
     with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(saved)) as resumed:
-        assert {number // BATCH for number in resumed._groups} <= {after, after + 1}
-        assert len(resumed._groups) == len([group for group in saved if group.number < STEPS * BATCH])
+        assert resumed._groups.keys() == set(numbers)
         resumed.weights_sent(after)
         for step in range(after + 1, STEPS + 1):
             taken = resumed.take(step)
@@ -377,7 +392,7 @@ def test_weights_that_come_beside_a_step_let_prompts_begin_when_they_are_there()
     worker, may_give = ScriptedWorker(), threading.Event()
 
     def give() -> None:
-        assert may_give.wait(20)
+        assert may_give.wait(PATIENCE_S)
 
     with scripted(worker, full_marks) as source:
         source.weights_sent(0)
