@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import ray
 import ray._private.worker
+from ray.exceptions import AuthenticationError
 
 from fivefold.cluster.compat import (
     NoDriverFolders,
@@ -100,11 +101,12 @@ class LocalRay:
                 return cls(folder, Path(node.get_logs_dir_path()), servers)
             except BaseException as error:
                 _end(folder, ())
-                # If a start takes more than 30 seconds, as on a busy machine, Ray raises a plain Exception.
-                if type(error) is not Exception:
+                # Ray raises a plain Exception if a start takes more than 30 seconds, as on a busy machine, and an
+                # AuthenticationError if a server of another Ray, which starts at the same time, has got its port.
+                if type(error) is not Exception and not isinstance(error, AuthenticationError):
                     raise
-                slow = error
-        raise RunFailed(f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {slow}") from slow
+                reason = error
+        raise RunFailed(f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {reason}") from reason
 
     def ended(self) -> Ending | None:
         """Return which of Ray's servers has ended, and how; None if all are running."""

@@ -76,7 +76,7 @@ def interrupted(run: Path, end: Callable[[subprocess.Popen[str]], None]) -> tupl
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
         cwd=run.parents[1],
     )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while last_step(run) == earlier:
         if driver.poll() is not None or time.monotonic() > deadline:
             driver.kill()

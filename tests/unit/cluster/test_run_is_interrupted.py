@@ -68,7 +68,9 @@ def status(folder: Path) -> str:
 
 
 def ray_server(driver: subprocess.Popen[str], name: str) -> psutil.Process:
-    return next(child for child in psutil.Process(driver.pid).children() if child.name() == name)
+    """Return a process of this driver's Ray. One of an attempt to start Ray that took too long has ended."""
+    below = psutil.Process(driver.pid).children()
+    return next(child for child in below if child.name() == name and child.status() != psutil.STATUS_ZOMBIE)
 
 
 def ray_folder(driver: subprocess.Popen[str]) -> Path:

@@ -161,28 +161,37 @@ def test_a_group_has_its_rewards_before_others_are_generated() -> None:
 
 def test_the_phase_of_the_rewards_is_the_time_by_which_they_outlast_generation() -> None:
     """Groups finish at once; the first ones' rewards are computed before generation ends, the last ones' behind it."""
-    may_end, n_judged = threading.Event(), 0
+    may_end, outlasts, n_judged, end = threading.Event(), threading.Event(), 0, 0.0
 
     class SlowRollout(NumberedRollout):
         def generate(self, *args: Any, **kwargs: Any) -> Generated:
             result = super().generate(*args, **kwargs)
-            assert may_end.wait(20)
+            assert may_end.wait(60)
+            nonlocal end
+            end = time.perf_counter()
             return result
 
     def slow(response: str, ground_truth: Any, **_: Any) -> float:
         nonlocal n_judged
         n_judged += 1
-        time.sleep(0.1)
-        if n_judged == 6:
+        if n_judged == 7:
             may_end.set()
+            assert outlasts.wait(60)
+        time.sleep(0.05)
         return 1.0
 
+    def note(phases: str) -> None:
+        if "rewards" in phases:
+            outlasts.set()
+
     steps, _ = source(set(), 8)
-    steps = replace(steps, rollout=SlowRollout(), rewards=RewardSet.of(NamedReward("slow", slow, None)))
+    rewards = RewardSet.of(NamedReward("slow", slow, None))
+    steps = replace(steps, rollout=SlowRollout(), rewards=rewards, timers=PhaseTimers(note))
+    start = time.perf_counter()
     steps.take(1)
-    seconds = steps.timers.take()
-    assert seconds["rollout"] >= 0.6
-    assert 0.2 <= seconds["rewards"] < 0.6
+    after, seconds = time.perf_counter() - end, steps.timers.take()
+    assert 6 * 0.05 <= seconds["rollout"] <= time.perf_counter() - start
+    assert 2 * 0.05 <= seconds["rewards"] <= after
 
 
 def test_failures_of_rewards_and_of_generation_end_both() -> None:
