@@ -6,7 +6,7 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
-from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
@@ -54,6 +53,7 @@ from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore import compat, settings
 from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.bridges import build_bridge
+from fivefold.mcore.buffers import ChunkBuffers, free_weights
 from fivefold.mcore.dispatcher import check_deepep
 from fivefold.mcore.generators import MegatronGenerators
 from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_parameters
@@ -124,7 +124,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         offsets = dict(named_offsets(self._decoders))
         if optimizer is not None:
             ddp = settings.ddp_config(config.megatron, layout)
-            _free_weights(self.parameters.values())
+            free_weights(self.parameters.values())
             self._chunks = [
                 DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(self._decoders)
@@ -133,7 +133,6 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Everything that the model's files hold of this rank: parameters, and offsets of routers."""
         source = WeightSource(config, self._folder, shape)
         source.load(self._bridge, self.weights, self._shards, seed, self._device)
-        self._has_gradients = False
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
         self._effective = {"TransformerConfig": settings.effective_values(self._megatron_config)}
@@ -161,7 +160,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             )
         self._away: set[Offloadable] = set()
         """What is offloaded."""
-        self._parkable = self._find_parkable()
+        self._buffers = ChunkBuffers(self._chunks, self.parameters.values())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
         self.head: Head = (
@@ -200,7 +199,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
-        with self._earlier_gradients():
+        with self._buffers.earlier_gradients():
             kept = self._run(share, step, loss, backward=True, timers=timers)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
@@ -216,7 +215,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
 
     def optim_step(self) -> StepResult:
         """Make an optimizer step; see `SharedVerbs.optim_step`."""
-        self._has_gradients = False
+        self._buffers.has_gradients = False
         result = super().optim_step()
         if self._load_LE is not None and self.shape.router_bias and not result.skipped:
             for router in self._routers:
@@ -263,7 +262,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
     def load(self, folder: Path) -> None:
         """Load the training state; see `SharedVerbs.load`."""
         super().load(folder)
-        self._has_gradients = False
+        self._buffers.has_gradients = False
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
         """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
@@ -275,11 +274,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         Returns:
             The bytes that were freed on this rank's device.
         """
-        if "grads" in what:
-            self._has_gradients = False
-        freed = sum(
-            tensor.park(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
-        )
+        freed = self._buffers.park(what)
         if "optimizer" in what and self.optimizer is not None:
             freed += self.optimizer.state.park()
         self._away |= set(what)
@@ -292,41 +287,11 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         Returns:
             The bytes that were allocated on this rank's device.
         """
-        allocated = sum(
-            tensor.fetch(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
-        )
+        allocated = self._buffers.fetch(what)
         if "optimizer" in what and self.optimizer is not None:
             allocated += self.optimizer.state.fetch()
         self._away -= set(what)
         return allocated
-
-    def _find_parkable(self) -> dict[Offloadable, list[Parkable]]:
-        buffers = self._gradient_buffers() if self.optimizer is not None else []
-        if not buffers:
-            return {"params": [Parkable(parameter.data) for parameter in self.parameters.values()]}
-        return {
-            "params": [Parkable(buffer.param_data) for buffer in buffers],
-            "grads": [Parkable(buffer.grad_data) for buffer in buffers],
-        }
-
-    def _gradient_buffers(self) -> list[Any]:
-        return [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-    @contextmanager
-    def _earlier_gradients(self) -> Iterator[None]:
-        """Set the gradient of earlier mini-batches aside, and add it again at the end.
-
-        It is already reduced over the ranks, and would be reduced a second time if it stayed in the buffers.
-        """
-        buffers = self._gradient_buffers()
-        earlier = [buffer.grad_data.clone() for buffer in buffers] if self._has_gradients else []
-        if earlier:
-            for chunk in self._chunks:
-                chunk.zero_grad_buffer()
-        yield
-        for buffer, gradients in zip(buffers, earlier, strict=False):
-            buffer.grad_data += gradients
-        self._has_gradients = True
 
     def _run(
         self,
@@ -402,10 +367,3 @@ class MegatronEngine(SharedVerbs[Optimizer]):
     def _finalize_gradients(self, chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
         """Run Megatron's reductions, without its division by the token count: the loss is normalised already."""
         finalize_model_grads(chunks, None, **options)
-
-
-def _free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give the memory of weights that have no values yet back, because Megatron's DDP allocates all of them again."""
-    for parameter in parameters:
-        # One element that looks like a whole tensor, from which DDP can copy.
-        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)

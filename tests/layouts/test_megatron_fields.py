@@ -145,7 +145,7 @@ def bfloat16_norms(case: Case, folder: Path) -> tuple[float, int]:
     """In a worker: return the gradient norm of a batch, and the elements of the gradient buffers."""
     engine = case.engine(folder, OptimizerConfig())
     engine.forward_backward_of(uneven_batch(), SFTLoss())
-    return engine.optim_step().grad_norm, sum(buffer.grad_data.numel() for buffer in engine._gradient_buffers())
+    return engine.optim_step().grad_norm, sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
 
 
 def test_gradients_in_bfloat16_may_be_summed_over_ranks_in_float32(workers: Workers, models: Path) -> None:

@@ -1,0 +1,79 @@
+"""The buffers in which Megatron-Core's DDP lays out the weights and gradients of a model's chunks.
+
+Without DDP, in a model that is not trained, each parameter has memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from fivefold.engine.contract import Offloadable
+from fivefold.engine.host_copy import Parkable
+
+
+def free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give the memory of weights that have no values yet back, because Megatron's DDP allocates all of them again."""
+    for parameter in parameters:
+        # One element that looks like a whole tensor, from which DDP can copy.
+        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+
+class ChunkBuffers:
+    """The memory of the weights and gradients of a model's chunks on this rank."""
+
+    def __init__(self, chunks: Sequence[Any], parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Find the memory.
+
+        Args:
+            chunks: the model's chunks, each inside Megatron's DDP if the model is trained.
+            parameters: the parameters of all chunks.
+        """
+        self._chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+        self.buffers: list[Any] = [
+            buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        """DDP's buffers, each with the data of several parameters and of their gradients."""
+        self._parkable: dict[Offloadable, list[Parkable]] = {
+            "params": [Parkable(parameter.data) for parameter in parameters]
+        }
+        if self.buffers:
+            self._parkable = {
+                "params": [Parkable(buffer.param_data) for buffer in self.buffers],
+                "grads": [Parkable(buffer.grad_data) for buffer in self.buffers],
+            }
+        self.has_gradients = False
+        """Whether the buffers have the gradient of an earlier mini-batch, reduced over the ranks."""
+
+    @contextmanager
+    def earlier_gradients(self) -> Iterator[None]:
+        """Set the gradient of earlier mini-batches aside, and add it again at the end.
+
+        It is already reduced over the ranks, and would be reduced a second time if it stayed in the buffers.
+        """
+        earlier = [buffer.grad_data.clone() for buffer in self.buffers] if self.has_gradients else []
+        if earlier:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+        yield
+        for buffer, gradients in zip(self.buffers, earlier, strict=False):
+            buffer.grad_data += gradients
+        self.has_gradients = True
+
+    def park(self, what: Collection[Offloadable]) -> int:
+        """Give device memory back: parameters are copied to the host, gradients are lost. Returns the freed bytes."""
+        if "grads" in what:
+            self.has_gradients = False
+        return sum(
+            tensor.park(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
+        )
+
+    def fetch(self, what: Collection[Offloadable]) -> int:
+        """Bring back what was parked; gradients are zero then. Returns the allocated bytes."""
+        return sum(
+            tensor.fetch(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
+        )
