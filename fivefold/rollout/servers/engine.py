@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.observe.progress import counting
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
-from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
-from fivefold.rollout.servers.process import ServerDied, ServerProcess
+from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.room import answered, asks_of
+from fivefold.rollout.servers.running import RunningServer
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -33,8 +31,6 @@ from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Completion
 
-DEATH_S = 15.0
-"""Seconds that a server may take to end after its connections have broken."""
 PAUSE_S = 60.0
 """Seconds that a server has to abort its requests; one that does not is ended as if it had died."""
 STALL_S = 300.0
@@ -93,43 +89,21 @@ class ServerEngine:
         """Weights of the next `swap_weights`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with their server, and that `take_lost` has not told."""
-        self._n_restarts = 0
-        self._start()
-        self._wait_until_ready()
-
-    def _start(self) -> None:
-        """Start the server, without waiting until it is ready."""
-        listening = self._dialect.place()
-        # For a stream, for other requests beside it, and for what controls the server.
-        self._http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
-        command = server_command(self._dialect, self._spec, listening.address)
-        self._server = ServerProcess(command, self._dialect.environment(self._spec), listening)
-        self._is_ready = False
-
-    def _wait_until_ready(self) -> None:
-        if not self._is_ready:
-            with counting("starting the server"):
-                self._server.wait_until_ready(self._http)
-            by_folder = self._spec.route.transport == "folder"
-            self._loader = None if by_folder else self._dialect.loader(self._http, self._spec)
-            self._is_ready = True
+        self._server = RunningServer(dialect, spec)
+        self._server.wait_until_ready()
 
     def _restart(self, death: ServerDied) -> None:
         """Start the server again, whose jobs are lost and whose next weights are those of the next update.
 
         Raises:
-            ServerDied: it has died too often, or was in an NCCL group, which it cannot enter again.
+            ServerDied: see `RunningServer.close_after`.
         """
-        self._n_restarts += 1
-        if self._n_restarts > self._spec.max_restarts or self._spec.route.transport == "nccl":
-            raise death
-        print(f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)", flush=True)
-        self._server.close()
+        self._server.close_after(death)
         if self._stream is not None:
             self._lost |= self._stream.lose()
         self._state = EngineState(None)
         self._is_interrupted = False
-        self._start()
+        self._server.start()
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each request, in the order of the requests.
@@ -237,9 +211,9 @@ class ServerEngine:
 
     def _answers(self, ask: Ask, sampling: SamplingParams) -> list[Answer]:
         """Ask the server; any thread may."""
-        with self._served():
+        with self._server.served():
             body = self._dialect.request(ask, sampling, self._end_token_ids)
-            reply = self._http.send("POST", self._dialect.generate_path, body)
+            reply = self._server.http.send("POST", self._dialect.generate_path, body)
             answers = self._dialect.answers(reply, ask)
         if len(answers) != ask.n:
             raise RuntimeError(f"the server gave {len(answers)} completions where {ask.n} were asked for")
@@ -247,16 +221,16 @@ class ServerEngine:
 
     def _interrupt(self) -> None:
         """Take what the jobs of the stream have so far from the server, which must not go on with them."""
-        self._wait_until_ready()
+        self._server.wait_until_ready()
         if self._stream is None or not self._stream.n_running or self._is_interrupted:
             return
         self._stream.hold()
         try:
-            with self._served():
-                self._dialect.pause(self._http, PAUSE_S)
+            with self._server.served():
+                self._dialect.pause(self._server.http, PAUSE_S)
         except ServerDied as death:
             self._restart(death)
-            self._wait_until_ready()
+            self._server.wait_until_ready()
             return
         self._stream.interrupted()
         self._is_interrupted = True
@@ -267,8 +241,8 @@ class ServerEngine:
             assert self._stream is not None
             self._stream.resumed()
             self._state.require_weights()
-            with self._served():
-                self._dialect.resume(self._http)
+            with self._server.served():
+                self._dialect.resume(self._server.http)
             self._is_interrupted = False
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -301,7 +275,7 @@ class ServerEngine:
         assert self._staged is not None, "stage_weights comes first"
         staged, self._staged = self._staged, None
         with staged.files, self._replacing(staged.version), self._checked(lambda: staged.sent.total):
-            self._dialect.load(self._http, staged.folder, staged.version)
+            self._dialect.load(self._server.http, staged.folder, staged.version)
 
     def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         """Replace all weights of the server by those in buckets on the trainer's devices.
@@ -319,9 +293,9 @@ class ServerEngine:
                 yield bucket
 
         with self._replacing(version):
-            assert self._loader is not None
+            assert self._server.loader is not None
             with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
-                self._loader.load(noted(), version)
+                self._server.loader.load(noted(), version)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
                 pass
 
@@ -336,7 +310,7 @@ class ServerEngine:
         if self._stream is not None:
             self._stream.expect(version)
         try:
-            with self._served():
+            with self._server.served():
                 yield
         except ServerDied as death:
             if self._stream is None:
@@ -349,14 +323,14 @@ class ServerEngine:
     @property
     def meeting(self) -> Meeting:
         """How the server enters an NCCL group."""
-        assert self._loader is not None
-        return self._loader.meeting
+        assert self._server.loader is not None
+        return self._server.loader.meeting
 
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
         """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
-        assert self._loader is not None
-        with self._served():
-            self._loader.enter(invitation, rank_offset)
+        assert self._server.loader is not None
+        with self._server.served():
+            self._server.loader.enter(invitation, rank_offset)
 
     def sleep(self) -> None:
         """Make the server forget its weights, and give back the memory of weights and cache.
@@ -369,8 +343,8 @@ class ServerEngine:
         self.wake()  # servers cannot give back twice what they have not taken since
         self._state.sleep()
         if self._spec.can_sleep:
-            with self._served():
-                self._dialect.sleep(self._http)
+            with self._server.served():
+                self._dialect.sleep(self._server.http)
 
     @property
     def device_share(self) -> int | None:
@@ -382,8 +356,8 @@ class ServerEngine:
         if self._state.memory != "none":
             return
         if self._spec.can_sleep:
-            with self._served():
-                self._dialect.wake_weights(self._http)
+            with self._server.served():
+                self._dialect.wake_weights(self._server.http)
         self._state.wake_weights()
 
     def wake(self) -> None:
@@ -392,8 +366,8 @@ class ServerEngine:
             return
         self.wake_weights()
         if self._spec.can_sleep:
-            with self._served():
-                self._dialect.wake_cache(self._http)
+            with self._server.served():
+                self._dialect.wake_cache(self._server.http)
         self._state.wake()
         self._go_on()
 
@@ -411,21 +385,6 @@ class ServerEngine:
         if not self._spec.route.checksum:
             yield
             return
-        self._dialect.watch_weights(self._http)
+        self._dialect.watch_weights(self._server.http)
         yield
-        check_arrived(self._dialect.arrived(self._http), sent())
-
-    @contextmanager
-    def _served(self) -> Iterator[None]:
-        """Report a server that dies inside this context as dead; its broken connection alone says less."""
-        try:
-            yield
-        except ServerHangs as hang:
-            self._server.close()
-            raise ServerDied(f"{hang}, and was ended") from None
-        except ServerGone as gone:
-            try:
-                self._server.check(DEATH_S)
-            except ServerDied as death:
-                raise death from None
-            raise gone from None
+        check_arrived(self._dialect.arrived(self._server.http), sent())

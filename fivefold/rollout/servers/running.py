@@ -1,0 +1,92 @@
+"""An inference server that runs, with the connections to it, and that can be started again when it has died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fivefold.observe.progress import counting
+from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
+from fivefold.rollout.servers.command import server_command
+from fivefold.rollout.servers.dialect import Dialect
+from fivefold.rollout.servers.process import ServerDied, ServerProcess
+from fivefold.rollout.servers.weights import WeightLoader
+
+DEATH_S = 15.0
+"""Seconds that a server may take to end after its connections have broken."""
+
+
+class RunningServer:
+    """A server's process, its connections, and what gives it weights."""
+
+    http: HttpClient
+    """Connections to the server of the last start."""
+
+    def __init__(self, dialect: Dialect, spec: ReplicaSpec) -> None:
+        """Start the server, without waiting until it is ready."""
+        self._dialect = dialect
+        self._spec = spec
+        self._n_restarts = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the server, without waiting until it is ready."""
+        listening = self._dialect.place()
+        # For a stream, for other requests beside it, and for what controls the server.
+        self.http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
+        command = server_command(self._dialect, self._spec, listening.address)
+        self._process = ServerProcess(command, self._dialect.environment(self._spec), listening)
+        self.loader: WeightLoader | None = None
+        """Gives the server weights from devices, once it is ready; None: it loads them from files."""
+        self._is_ready = False
+
+    def wait_until_ready(self) -> None:
+        """Return once the server of the last start is ready.
+
+        Raises:
+            ServerDied: the server ended before that.
+            RuntimeError: another process gets its requests.
+        """
+        if self._is_ready:
+            return
+        with counting("starting the server"):
+            self._process.wait_until_ready(self.http)
+        if self._spec.route.transport != "folder":
+            self.loader = self._dialect.loader(self.http, self._spec)
+        self._is_ready = True
+
+    def close_after(self, death: ServerDied) -> None:
+        """End what is left of a server that has died and is to be started again.
+
+        Raises:
+            ServerDied: it has died too often, or was in an NCCL group, which it cannot enter again.
+        """
+        self._n_restarts += 1
+        if self._n_restarts > self._spec.max_restarts or self._spec.route.transport == "nccl":
+            raise death
+        print(f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)", flush=True)
+        self.close()
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Report a server that dies inside this context as dead; its broken connection alone says less.
+
+        Raises:
+            ServerDied: it has died, or did not answer and was ended.
+        """
+        try:
+            yield
+        except ServerHangs as hang:
+            self.close()
+            raise ServerDied(f"{hang}, and was ended") from None
+        except ServerGone as gone:
+            try:
+                self._process.check(DEATH_S)
+            except ServerDied as death:
+                raise death from None
+            raise gone from None
+
+    def close(self) -> None:
+        """End the server, and wait until it is gone."""
+        self._process.close()
