@@ -13,7 +13,7 @@ from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.process import ServerDied, ServerProcess
 from fivefold.rollout.servers.weights import WeightLoader
 
-DEATH_S = 15.0
+DEATH_S = 60.0
 """Seconds that a server may take to end after its connections have broken."""
 
 

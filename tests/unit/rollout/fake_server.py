@@ -49,13 +49,13 @@ STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
 
 ABORTED, ABORTED_AT_ONCE, NOT_FINITE, CUT_SHORT, DEADLY, LATE, TOGETHER = range(60, 67)
+"""First tokens of prompts with a special answer. In this order: the answer ends with `abort` after two tokens, or after
+none; its last log-prob is no number, or is missing; the server dies; it is given after another answer by the same
+weights; it is given only once as many such prompts have come as the server decodes together."""
 LONG = 59
 """First token of a prompt, of `LONG_PROMPT` tokens, that is not answered before the server pauses as many times as the
 second token says. It then has two more tokens each time."""
 LONG_PROMPT, LONG_TOKENS = 4, 2
-"""First tokens of prompts with a special answer. In this order: the answer ends with `abort` after two tokens, or after
-none; its last log-prob is no number, or is missing; the server dies; it is given after another answer; it is given only
-once as many such prompts have come as the server decodes together."""
 VLLM_MEMORY = ("weights", "kv_cache")
 SGLANG_MEMORY = (*VLLM_MEMORY, "cuda_graph")
 """Kinds of device memory that the servers give back."""
@@ -210,6 +210,7 @@ class FakeServer:
     most_here: int = 0
     n_together: int = 0
     n_answered: int = 0
+    """Number of replies with completions since it got its weights."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -268,8 +269,7 @@ class FakeServer:
             self.n_here += 1
             self.most_here = max(self.most_here, self.n_here)
             if first_token == LATE:
-                n_before = self.n_answered
-                assert self.changed.wait_for(lambda: self.n_answered > n_before, PATIENCE_S)
+                assert self.changed.wait_for(lambda: self.n_answered > 0, PATIENCE_S)
             if first_token == TOGETHER:
                 batch_size = int(self.options[self.flavour.batch_size])
                 batch_full = (self.n_together // batch_size + 1) * batch_size
@@ -278,14 +278,15 @@ class FakeServer:
                 assert self.changed.wait_for(lambda: self.n_together >= batch_full, PATIENCE_S)
             self.n_here -= 1
 
-    def answered(self) -> None:
-        """Record that a reply has been sent."""
+    def answered(self, path: str) -> None:
+        """Record that the reply to a request at `path` is in the log, and about to be sent."""
         with self.changed:
-            self.n_answered += 1
+            self.n_answered += path in ("/generate", "/fivefold/generate")
             self.changed.notify_all()
 
     def load(self, folder: Path) -> str | None:
         """Read all weights; return the problem with them, if there is one."""
+        self.n_answered = 0
         files = sorted(folder.iterdir())
         weights = [file for file in files if file.suffix == ".safetensors"]
         self.log.write(
@@ -552,8 +553,8 @@ class Handler(BaseHTTPRequestHandler):
         endpoint = fake.endpoints(n_pauses).get(self.path)
         status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})
         fake.log.write(kind="reply", path=self.path, body=body, status=status, most_here=fake.most_here)
+        fake.answered(self.path)
         self._send(status, reply)
-        fake.answered()
 
     def _send(self, status: int, reply: Any) -> None:
         data = reply if isinstance(reply, bytes) else b"" if reply is None else json.dumps(reply).encode()
@@ -605,7 +606,7 @@ def _options(flavour: Flavour, arguments: Sequence[str]) -> dict[str, str]:
 def _start_child() -> int:
     """Start a process that only SIGKILL ends; return its id."""
     return subprocess.Popen(
-        ["sleep", "60"],
+        ["sleep", "1000"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),

@@ -25,6 +25,8 @@ from tests.unit.rollout import fake_server
 from tests.unit.rollout.fake_server import Log, write_python
 
 SGLANG, VLLM = "sglang.launch_server", "vllm.entrypoints.openai.api_server"
+LONGEST_S = 120.0
+"""Most seconds that the end of a process may take, which only a failure uses up."""
 WITH_CHILD = {fake_server.HAS_CHILD: "1"}
 """A server that starts a process which SIGTERM does not end."""
 HOLDER = """
@@ -37,7 +39,7 @@ place = DIALECTS[backend].place()
 server = ServerProcess([word.replace("ADDRESS", str(place.address)) for word in words], {}, place)
 server.wait_until_ready(HttpClient(place.address, 1))
 print(place.address, flush=True)
-time.sleep(300)
+time.sleep(1000)
 """
 
 
@@ -75,8 +77,9 @@ def alive(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if runs(pid)]
 
 
-def assert_gone(pids: Sequence[int], within_s: float = 8.0) -> None:
-    deadline = time.monotonic() + within_s
+def assert_gone(pids: Sequence[int]) -> None:
+    """Check that processes that would run on for much longer end."""
+    deadline = time.monotonic() + LONGEST_S
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = alive(pids)
@@ -137,7 +140,7 @@ def test_a_socket_whose_guard_is_killed_goes_with_the_next_servers_start(tmp_pat
     for pid in (row["parent"], row["pid"]):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="the server ended"):
-        server.check(wait_s=8.0)
+        server.check(wait_s=LONGEST_S)
     with pytest.raises(ServerGone, match="broke during /version"):
         http.get("/version")
     assert place.folder.exists()
@@ -163,7 +166,7 @@ def test_close_ends_a_server_and_its_processes(attempt: int, tmp_path: Path) -> 
     pids = pids_of(tmp_path)
     assert alive(pids) == pids
     server.close()
-    assert_gone(pids, within_s=1.0)
+    assert alive(pids) == []
     server.close()
 
 
@@ -174,7 +177,7 @@ def test_the_processes_of_a_server_that_dies_end_too(tmp_path: Path) -> None:
         http.post("/generate", body)
     assert_gone(pids_of(tmp_path))
     with pytest.raises(RuntimeError, match=f"the server ended with status {fake_server.STATUS_IN_REQUEST}; its own"):
-        server.check(wait_s=8.0)
+        server.check(wait_s=LONGEST_S)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_the_guard_passes_the_status_on(code: str, status: int) -> None:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    assert guard.wait(timeout=20) == status
+    assert guard.wait(timeout=LONGEST_S) == status
 
 
 def test_a_server_inherits_variables_and_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
-from fivefold.rollout.servers import running as running_servers
 from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.dialect import Answer, Ask
@@ -38,9 +37,8 @@ PAUSES = {"vllm": ("/pause?mode=abort", "/resume"), "sglang": ("/pause_generatio
 
 @pytest.fixture(autouse=True)
 def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let answers and ends of servers take as long as they need on a busy machine."""
+    """Let answers take as long as they need on a busy machine."""
     monkeypatch.setattr(stream_of_servers, "GRACE_S", LONGEST_S)
-    monkeypatch.setattr(running_servers, "DEATH_S", LONGEST_S)
 
 
 def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
