@@ -2,7 +2,7 @@
 
     main thread        take(step): waits until the step's groups are there          weights_sent: more prompts may begin
                             ^                                                              │
-    thread "rewards"   groups with rewards <─── queue <─── groups                          v
+    threads "rewards"  groups with rewards <─── queue <─── groups                          v
     thread "rollout"                                          └── replicas <── jobs <── the rule of data/turns.py
     thread "weights"   gives the replicas new weights, where training goes on meanwhile  ──┘
 
@@ -42,6 +42,9 @@ from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import Job
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.types import Prompt, Sample
+
+MOST_JUDGES = 16
+"""Most groups whose rewards are computed at the same time, each in a thread."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,13 @@ class StreamSource:
         """Times at which the last group finished, and at which the last step was taken."""
         self._busy = [0.0] * len(self._stream.busy_s)
         """Seconds that each replica had worked by then."""
+        n_judges = min(rewards.n_at_once, MOST_JUDGES)
+        self._judged_at_once = recipe.train_dataset.batch_size if reward_model else 1 if n_judges > 1 else None
+        """Most groups that a thread judges together; None: all that have finished meanwhile."""
+        judges = ["rewards"] if n_judges == 1 else [f"rewards {number}" for number in range(1, n_judges + 1)]
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
-            for name, work in (("rollout", self._generate), ("rewards", self._judge))
+            for name, work in (("rollout", self._generate), *((name, self._judge) for name in judges))
         ]
         self._restore(saved or Saved(), first_step - 1)
 
@@ -329,14 +336,14 @@ class StreamSource:
             self._finished.add(groups)
 
     def _judge(self) -> None:
-        """Compute the rewards of groups as they finish, until the source is closed.
+        """Compute the rewards of groups as they finish, until the source is closed; several threads may.
 
-        At most a step's groups go to a reward model at once, the next step's first, so that those of later steps do not
-        hold it up. Groups that wait for their score keep their place in the rule, so that a model that is slower than
-        the rollout slows it down.
+        A reward that judges several responses at the same time gets one group from each thread, the next step's first,
+        so that a slow one holds up no other. At most a step's groups go to a reward model at once, so that those of
+        later steps do not hold it up. Groups that wait for their rewards keep their place in the rule, so that rewards
+        that are slower than the rollout slow it down.
         """
-        at_most = None if self._reward_model is None else self._recipe.train_dataset.batch_size
-        while groups := self._finished.take(at_most):
+        while groups := self._finished.take(self._judged_at_once):
             samples = [sample for group in groups for sample in group.samples]
             generated = Generated(samples, RemoteBatch.joined([group.batch for group in groups]), {})
             with self._timers.phase("rewards"):

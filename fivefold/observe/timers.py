@@ -86,6 +86,6 @@ class PhaseTimers:
                 self._innermost[thread] = self.current
             else:
                 self._innermost.pop(thread, None)
-            under_way = " + ".join(self._innermost.values()) or self.current
+            under_way = " + ".join(dict.fromkeys(self._innermost.values())) or self.current
         if self._on_change is not None:
             self._on_change(under_way)

@@ -46,7 +46,7 @@ def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: S
         if reward.is_coroutine:
             return _in_event_loop(reward, prompts, responses)
         with time_limit(reward.timeout_s):
-            return _in_threads(reward.judge, reward.n_threads, prompts, responses)
+            return _in_threads(reward, reward.judge, prompts, responses)
     except OutOfTime as error:
         where = "".join(f", and was {note}" for note in getattr(error, "__notes__", ()))
         raise ValueError(
@@ -78,15 +78,23 @@ def check_ground_truths(reward: NamedReward, prompts: Sequence[Prompt]) -> None:
                 f"answers: {error}"
             ) from error
 
-    _in_threads(check_one, reward.n_threads, list(first.values())[::-1])
+    _in_threads(reward, check_one, list(first.values())[::-1])
 
 
-def _in_threads(function: Callable[..., Result], n_threads: int, *arguments: Sequence[Any]) -> list[Result]:
-    """Return `function` of each set of arguments, in order; after the first exception, the rest is not called."""
-    if n_threads == 1:
-        return list(map(function, *arguments))
-    with ThreadPoolExecutor(n_threads) as pool:
-        return list(pool.map(function, *arguments))
+def _in_threads(reward: NamedReward, function: Callable[..., Result], *arguments: Sequence[Any]) -> list[Result]:
+    """Return `function` of each set of arguments, in order; after the first exception, the rest is not called.
+
+    At most `reward.n_threads` calls are in progress, those that other threads make at the same time among them.
+    """
+
+    def in_turn(*each: Any) -> Result:
+        with reward.free:
+            return function(*each)
+
+    if reward.n_threads == 1:
+        return list(map(in_turn, *arguments))
+    with ThreadPoolExecutor(reward.n_threads) as pool:
+        return list(pool.map(in_turn, *arguments))
 
 
 def _in_event_loop(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:

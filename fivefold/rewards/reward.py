@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 from fivefold.rewards.failure import explaining
@@ -88,6 +89,11 @@ class NamedReward:
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
     """Whether the reward is a coroutine function, of which `judge_coroutine` awaits the result."""
+    free: threading.Semaphore = field(init=False, repr=False, compare=False)
+    """Held by each call of `judge` that `compute_rewards` makes, whichever thread asks: `n_threads` at one time."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free", threading.BoundedSemaphore(self.n_threads))
 
     def judge(self, prompt: Prompt, response: str) -> float:
         """Return the reward of one response.

@@ -54,6 +54,17 @@ class RewardSet:
         """Factors of the rewards in their sum, by the names under which they are told; empty for one function alone."""
         return {each.reward.name: each.weight for each in self.rewards if self.tells_each}
 
+    @property
+    def n_at_once(self) -> int:
+        """Number of threads that may judge at the same time, with responses of their own.
+
+        It is 1 if a coroutine function or the reward model judges, which take many responses together.
+        """
+        rewards = [each.reward for each in self.rewards]
+        if any(each.is_of_model for each in self.rewards) or any(reward.is_coroutine for reward in rewards):
+            return 1
+        return max(reward.n_threads for reward in rewards)
+
     def scored_by(self, prompt: Prompt) -> str:
         """Return the name of the reward by which a completion of `prompt` counts as right."""
         names = [each.reward.name for each in self.rewards if each.is_for(prompt)]

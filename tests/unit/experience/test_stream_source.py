@@ -27,7 +27,7 @@ from fivefold.experience.waiting import Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
-from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward import NamedReward, PromptReward, Reward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import RemoteBatch
@@ -188,7 +188,7 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
             assert 0 <= taken.metrics["idle/rollout"] <= 1
             group.each("set_version", step)
             source.weights_sent(step)
-    assert not [thread for thread in threading.enumerate() if thread.name in ("rollout", "rewards")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("rollout", "rewards"))]
 
 
 def begun(request: GenerationRequest) -> GenerationRequest:
@@ -229,13 +229,17 @@ class ScriptedWorker(RolloutWorker):
         return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
 
 
-def scripted(worker: ScriptedWorker, reward: Callable[..., float] | RewardModel, *overrides: str) -> StreamSource:
+def scripted(
+    worker: ScriptedWorker, reward: Reward | PromptReward | RewardModel, *overrides: str, n_threads: int = 1
+) -> StreamSource:
     recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
     model = reward if isinstance(reward, RewardModel) else None
-    arguments = list(common(recipe, LocalGroup([worker]), full_marks if model else reward, prompts))
-    if model is not None:
+    arguments = list(common(recipe, LocalGroup([worker]), full_marks, prompts))
+    if isinstance(reward, RewardModel):
         arguments[4] = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))
+    else:
+        arguments[4] = RewardSet.of(NamedReward("f", reward, None, n_threads=n_threads))
     return StreamSource(*arguments, first_step=1, last_step=STEPS, resend=never, reward_model=model)
 
 
@@ -270,6 +274,40 @@ def test_slow_rewards_do_not_hold_generation(of_model: bool) -> None:
         for step in (1, 2):
             assert [sample.reward for sample in source.take(step).samples] == [0.75] * BATCH * SAMPLES
     assert max(model.n_asked, default=0) <= BATCH * SAMPLES, "a reward model scores a step's samples at once"
+
+
+class SlowFirst:
+    """Judges by the prompt's number. Its first call ends behind all `n_others`."""
+
+    def __init__(self, n_others: int) -> None:
+        self._lock, self._others_are_judged = threading.Lock(), threading.Event()
+        self._n_left = n_others
+        self._n_begun = self._n_running = self.most_running = 0
+
+    def judge_prompt(self, prompt: Prompt, response: str) -> float:
+        with self._lock:
+            self._n_begun += 1
+            self._n_running += 1
+            is_first = self._n_begun == 1
+            self.most_running = max(self.most_running, self._n_running)
+        if is_first:
+            assert self._others_are_judged.wait(PATIENCE_S)
+        with self._lock:
+            self._n_running -= 1
+            self._n_left -= not is_first
+            if not self._n_left:
+                self._others_are_judged.set()
+        return prompt.index / 8
+
+
+def test_a_slow_reward_holds_up_its_own_group_alone() -> None:
+    reward = SlowFirst(n_others=3 * BATCH * SAMPLES - 1)
+    with scripted(ScriptedWorker(), reward, n_threads=3) as source:
+        source.weights_sent(0)
+        for step in (1, 2, 3):
+            samples = source.take(step).samples
+            assert [sample.reward for sample in samples] == [sample.prompt.index / 8 for sample in samples]
+    assert reward.most_running <= 3, "the limit holds over all groups"
 
 
 def test_what_fails_beside_the_trainer_ends_its_wait() -> None:
