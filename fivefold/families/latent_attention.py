@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from fivefold.families.decoder import read_dense
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.rope import score_factor
 from fivefold.families.shape import LatentAttention, ModelShape
+
+_FUSED = re.compile(r"(.+\.self_attn)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
+"""Projections down of one layer, of which servers make one matrix."""
+
+
+def loaded_together(name: str) -> str | None:
+    """Return what is common to the names of tensors that a server must get in one bucket; None: it may come alone.
+
+    SGLang forgets a projection down, without an error, unless the same bucket has the other one to be fused with.
+    """
+    match = _FUSED.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def read_latent_decoder(config: HFConfig) -> ModelShape:

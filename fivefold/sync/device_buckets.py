@@ -6,7 +6,7 @@
     engine         opens the handle of its own device, or receives the buffer by NCCL
 
 Unlike the buckets of `fivefold.sync.buckets`, these hold whole tensors, because the servers' loaders take no parts: a
-tensor larger than a bucket gets a buffer of its own size.
+tensor larger than a bucket gets a buffer of its own size. Tensors that a loader fuses are in one bucket.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import base64
 import math
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.weight_buckets import DEVICE_BYTES
+from fivefold.families.latent_attention import loaded_together
 
 CHECKSUMS = 2**61
 """Checksums are compared modulo this."""
@@ -104,14 +106,16 @@ class BufferFiller:
             weights: tensors on one device; each is copied before the next is asked for.
             dtype: what they are cast to.
             n_buffers: buffers that are filled in turn.
-            max_bytes: bytes of a buffer, unless a tensor is larger.
+            max_bytes: bytes of a buffer, unless a tensor, or tensors that are loaded together, are larger.
         """
         self._weights = iter(weights)
         self._dtype = dtype
         self._max_bytes = max_bytes
         self._buffers: list[Tensor | None] = [None] * n_buffers
-        self._n_filled = 0
-        self._next = self._read()
+        self._turn = 0
+        self._ahead: deque[tuple[str, Tensor]] = deque()
+        """Tensors that were read and are in no bucket: the next one, behind those that the last bucket held back."""
+        self._read()
 
     def fill(self) -> tuple[list[tuple[str, Tensor]], Tensor] | None:
         """Fill the next buffer with tensors. The one before it stays as it is if there are two.
@@ -119,38 +123,57 @@ class BufferFiller:
         Returns:
             The tensors, as views of the buffer, and the buffer (uint8, flat); None if there are no more tensors.
         """
-        if self._next is None:
+        tensors: list[tuple[str, Tensor]] = []
+        while self._ahead and not tensors:
+            most = max(self._max_bytes, sum(self._n_bytes(tensor) for _, tensor in self._ahead))
+            buffer = self._buffer(most)
+            tensors = self._copied(buffer, most)
+            self._hold_back(tensors)
+        if not tensors:
             return None
-        most = max(self._max_bytes, self._next[1].numel() * self._dtype.itemsize)
-        buffer = self._buffer(most)
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return tensors, buffer
+
+    def _copied(self, buffer: Tensor, most: int) -> list[tuple[str, Tensor]]:
+        """Copy the next tensors, of at most `most` bytes, into a buffer; return them there."""
         tensors: list[tuple[str, Tensor]] = []
         end = 0
-        while self._next is not None:
-            name, source = self._next
-            n_bytes = source.numel() * self._dtype.itemsize
-            if end + n_bytes > most:
-                break
+        while self._ahead and end + self._n_bytes(self._ahead[0][1]) <= most:
+            name, source = self._ahead.popleft()
+            n_bytes = self._n_bytes(source)
             target = buffer[end : end + n_bytes].view(self._dtype).view(source.shape)
             target.copy_(source)
             tensors.append((name, target))
             end += n_bytes
-            self._next = self._read()
-        return tensors, buffer
+            if not self._ahead:
+                self._read()
+        return tensors
 
-    def _read(self) -> tuple[str, Tensor] | None:
+    def _hold_back(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Take tensors out of a bucket that must come with the next one, and what lies between them."""
+        group = loaded_together(self._ahead[0][0]) if self._ahead else None
+        if group is None:
+            return
+        first = next((index for index, (name, _) in enumerate(tensors) if loaded_together(name) == group), len(tensors))
+        # The buffer is another's by the time that they are copied from here.
+        self._ahead.extendleft((name, tensor.clone()) for name, tensor in reversed(tensors[first:]))
+        del tensors[first:]
+
+    def _read(self) -> None:
         item = next(self._weights, None)
-        return None if item is None else (item[0], item[1].detach())
+        if item is not None:
+            self._ahead.append((item[0], item[1].detach()))
+
+    def _n_bytes(self, tensor: Tensor) -> int:
+        return tensor.numel() * self._dtype.itemsize
 
     def _buffer(self, n_bytes: int) -> Tensor:
         """Return the buffer whose turn it is, with room for `n_bytes` at least."""
-        assert self._next is not None
-        turn = self._n_filled % len(self._buffers)
-        self._n_filled += 1
-        buffer = self._buffers[turn]
+        buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < n_bytes:
-            self._buffers[turn] = buffer = None  # its memory may serve the new one
-            buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._next[1].device)
-            self._buffers[turn] = buffer
+            self._buffers[self._turn] = buffer = None  # its memory may serve the new one
+            buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._ahead[0][1].device)
+            self._buffers[self._turn] = buffer
         return buffer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from fivefold.families.latent_attention import loaded_together
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.weights import check_version
 from fivefold.sync.cuda_ipc import on_device
@@ -70,6 +72,7 @@ class SGLangWeights:
 
     def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         for bucket in buckets:
+            _check_fused(bucket.names)
             if bucket.handles:
                 tensors = [_serialized(bucket, uuid) for uuid in self._uuids]
                 body = {"serialized_named_tensors": tensors, "load_format": _FORMAT, "flush_cache": False}
@@ -79,6 +82,23 @@ class SGLangWeights:
         self._http.send("POST", "/flush_cache", {})
         self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         check_version(self._http.get("/model_info")["weight_version"], version)
+
+
+def _check_fused(names: Sequence[str]) -> None:
+    """Check that a bucket has both of the projections that SGLang fuses; it would drop one alone, and say nothing.
+
+    Raises:
+        RuntimeError: it has one of them.
+    """
+    groups = Counter(loaded_together(name) for name in names)
+    for name in names:
+        # A model whose queries have no latent has the other projection alone, which is fused with nothing.
+        if name.endswith(".q_a_proj.weight") and groups[loaded_together(name)] < 2:
+            other = name.replace("q_a_proj", "kv_a_proj_with_mqa")
+            raise RuntimeError(
+                f"a bucket has {name} without {other}, which SGLang fuses with it: send one behind the other, or set "
+                "rollout.weight_transport=folder"
+            )
 
 
 def _announced(bucket: DeviceBucket) -> dict[str, Any]:

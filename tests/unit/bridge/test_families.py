@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from fivefold.bridge.decoder import mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
+from fivefold.families.latent_attention import loaded_together
 from fivefold.families.read import load_shape
 from fivefold.families.registry import FAMILIES
 from fivefold.observe.progress import current_progress
@@ -31,6 +33,14 @@ def test_names_and_shapes_are_those_that_transformers_writes(hf_models: dict[str
     with HFWeights(hf_models[family]) as saved:
         written = {name: saved.shape(name) for name in saved.names}
     assert Bridge(load_shape(hf_models[family])).expected_names() == written
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_projections_that_servers_fuse_are_neighbours(hf_models: dict[str, Path], family: str) -> None:
+    shape = load_shape(hf_models[family])
+    groups = [loaded_together(name) for name in Bridge(shape).expected_names()]
+    found = [group for group, behind in pairwise(groups) if group is not None and group == behind]
+    assert len(set(found)) == len(found) == shape.n_layers
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -60,7 +60,7 @@ def start(
     engines = []
 
     def started(kind: dict[str, str], way: Route, **variables: str) -> ServerEngine:
-        model = model_folder("qwen3_moe")
+        model = model_folder(kind.get("model", "qwen3_moe"))
         python = write_python(tmp_path, **{fake_server.RELEASE: kind["release"], **variables})
         spec = spec_of(kind["backend"], model, python=python, route=way)
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
@@ -231,6 +231,24 @@ def test_sglang_enters_a_group_and_is_told_of_each_broadcast(
         }
         for bucket in buckets
     ]
+
+
+def test_sglang_gets_the_projections_that_it_fuses_in_one_request(
+    start: Callable[..., ServerEngine], model_folder: Folder, tmp_path: Path
+) -> None:
+    engine = start({**SGLANG, "model": "deepseek_v3"}, route("nccl"))
+    engine.enter(INVITATION, 3)
+    stored = load_file(model_folder("deepseek_v3") / "model.safetensors")
+    # As the trainer sends them, where a file has others in between.
+    neighbours = sorted(stored, key=lambda name: name.replace("kv_a_proj_", "q_a_proj_"))
+    engine.load_buckets(iter(buckets_of({name: stored[name] for name in neighbours}, "nccl")), 4)
+    requests = [body["names"] for body in bodies(tmp_path, "/update_weights_from_distributed")]
+    fused = [[name for name in names if "q_a_proj" in name or "kv_a_proj" in name] for names in requests]
+    assert sum(map(len, fused)) == 2 * sum(name.endswith("q_a_proj.weight") for name in stored) > 0
+    assert all(len(names) % 2 == 0 for names in fused)
+    apart = {name: stored[name] for name in sorted(stored)}
+    with pytest.raises(RuntimeError, match=r"self_attn\.q_a_proj\.weight without .*kv_a_proj_with_mqa\.weight"):
+        engine.load_buckets(iter(buckets_of(apart, "nccl")), 5)
 
 
 @ALL

@@ -67,6 +67,28 @@ def test_a_bucket_stays_as_it_is_while_the_next_is_filled_and_not_longer() -> No
     assert len({buffer.data_ptr() for buffer in buffers[-4::2]}) == 1
 
 
+@pytest.mark.parametrize("max_bytes", [64, 200, 328, 400, 10_000])
+def test_projections_that_a_server_fuses_are_in_one_bucket(max_bytes: int) -> None:
+    names = ["embed"]
+    for layer in range(3):
+        projections = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+        names += [f"model.layers.{layer}.self_attn.{projection}.weight" for projection in projections]
+    sources = {name: torch.randn(20 + 3 * i) for i, name in enumerate(names)}
+    filler = BufferFiller(sources.items(), dtype=torch.float32, n_buffers=2, max_bytes=max_bytes)
+    arrived, last, n_buckets = {}, None, 0
+    while (filled := filler.fill()) is not None:
+        rows, buffer = filled
+        assert last is None or torch.equal(*last), "the buffer that an engine may be reading was filled"
+        last = buffer, buffer.clone()
+        arrived |= {name: tensor.clone() for name, tensor in bucket_of(rows, dtype="float32").tensors(buffer)}
+        fused = [name.split(".self_attn")[0] for name, _ in rows if "_a_proj" in name]
+        assert all(fused.count(layer) == 2 for layer in fused)
+        n_buckets += 1
+    assert list(arrived) == names
+    assert all(torch.equal(arrived[name], source) for name, source in sources.items())
+    assert (n_buckets == 1) == (max_bytes == 10_000)
+
+
 def test_a_slow_engine_reads_what_was_sent_while_the_next_bucket_is_filled() -> None:
     """The feed hands over a bucket once the one before it is loaded, which is when its buffer may be filled again."""
     sources = tensors()
