@@ -156,7 +156,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
         end_token(ground.tokenizer)
         check_requests(ground.others["reward"], prompts, sampling, model="reward model", n_appended=N_APPENDED)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
-    check_methods(recipe)
+    check_methods(recipe, data.prompts)
     return TrainSetup(
         recipe=recipe,
         ground=ground,

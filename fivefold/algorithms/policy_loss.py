@@ -18,6 +18,7 @@ from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
 from fivefold.algorithms.positions import entropy_by_part
 from fivefold.algorithms.ragged import Sequences
+from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Totals
@@ -32,6 +33,7 @@ class PolicyLoss:
         cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref) + distillation.coeff * D
 
     where the weight is that of the rollout correction, or 1, and tokens that the correction leaves out cost nothing.
+    Where the batch has the field `sample_weight`, the surrogate is multiplied by it (`sample_weights.py` beside this).
     With `opsm_delta`, the surrogate is 0 in sequences of a negative advantage whose mean of log p_old - log p is larger
     (off-policy sequence masking: DeepSeek-AI 2025, arXiv 2512.02556, section 3.1). With `kl_unbiased`, KL is multiplied
     by r, with gradient (the same section): its gradient is then that of the divergence, whatever sampled the tokens.
@@ -135,6 +137,8 @@ class PolicyLoss:
         advantages_T, distill_metrics = self._distilled(fields["advantages"], old_T, fields)
         tokens = PolicyTokens(logprobs_T, old_T, advantages_T, sequences, inputs.fields)
         cost_T, metrics = self.surrogate(tokens)
+        if SAMPLE_WEIGHT in inputs.fields:
+            cost_T = cost_T * zero_unless(trained_T, inputs.fields[SAMPLE_WEIGHT])
         cost_T, masked = self._without_drifted(cost_T, tokens)
         metrics |= (
             distill_metrics

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Algorithm = Literal[
     "grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gpg", "topr", "clip_cov", "kl_cov", "lite_ppo",
     "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "remax", "opo", "pass_at_k", "kimi", "cpgd",
-    "gdpo", "distill", "rec", "raft", "m2po", "chord", "vapo",
+    "gdpo", "distill", "rec", "raft", "m2po", "chord", "vapo", "pf_ppo", "dppo",
 ]  # fmt: skip
 
 LOSSES = (
@@ -59,6 +59,10 @@ PRESETS: Mapping[str, Keys] = {
         "actor.loss_aggregation": "token_mean",
         "actor.positive_nll_coeff": 0.1,
     },
+    # Shen and Zhang 2024 (arXiv 2409.06957), with verl's rule and its exponent.
+    "pf_ppo": {"actor.advantage": "gae", "actor.sample_weights.reward": "power"},
+    # arXiv 2602.04879: total variation in the place of the ratio's clip.
+    "dppo": {"actor.loss": "dppo_tv"},
     # Liu et al. 2025 (arXiv 2503.20783), section 3.2: no division by length, none by the standard deviation.
     "dr_grpo": {"actor.loss_aggregation": "sequence_sum_fixed", "actor.reward_norm.std_level": "none"},
     # Yu et al. 2025 (arXiv 2503.14476), sections 3.1 to 3.4.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
 from fivefold.algorithms.advantages.registry import build_advantage
@@ -18,6 +19,7 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
+from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights, effective_share
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
@@ -30,7 +32,7 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer_worker import BatchChange
 from fivefold.roles.updates import SkipGuard, make_updates
-from fivefold.types import Columns, Sample
+from fivefold.types import Columns, Prompt, Sample
 
 
 class PolicyUpdate:
@@ -59,6 +61,7 @@ class PolicyUpdate:
         self._refresh_steps = recipe.ref.refresh_steps
         self._base_loss = PolicyLoss.from_config(config, recipe.gconfig)
         self._shaping = RewardShaping.of(config, recipe.gconfig)
+        self._sample_weights = SampleWeights.of(config)
         self._advantage = build_advantage(config, recipe.gconfig.n_samples)
         self._has_token_baseline = config.advantage == "optimal_token_baseline"
         self._penalized = config.kl_in == "reward" and config.kl_ctl > 0
@@ -98,12 +101,12 @@ class PolicyUpdate:
         advantages = compute_advantages(
             _outcomes(samples), self._shaping, self._advantage, _outcomes(greedy) if greedy else None
         )
-        batch = self._marked(batch, samples)
+        batch, weighted = self._weighted(self._marked(batch, samples), samples)
         if self._critic is not None:
             batch = self._critic.values(batch)
         batch = self._with_logprobs(batch)
         kl = KLInReward(self.state.kl_ctl, self._config.kl_estimator) if self._penalized else None
-        values_N, metrics = advantages.advantages_N.numpy(), advantages.metrics
+        values_N, metrics = advantages.advantages_N.numpy(), advantages.metrics | weighted
         if self._critic is not None:
             batch, whitening, own = self._critic.advantages(batch.with_scalars(rewards=values_N), kl)
             self._change = None if whitening is None else whitening.applied
@@ -126,6 +129,16 @@ class PolicyUpdate:
             is_right = [sample.is_right for sample in samples]
             batch = batch.with_scalars(**{RIGHT: np.array(is_right, dtype=np.float32)})
         return batch
+
+    def _weighted(self, batch: RemoteBatch, samples: Sequence[Sample]) -> tuple[RemoteBatch, dict[str, float]]:
+        """Return `batch` with the samples' weights in the loss, and a metric, if the recipe weighs them."""
+        if self._sample_weights is None:
+            return batch, {}
+        lengths_N = torch.tensor([sample.n_sampled for sample in samples])
+        rewards_N = self._shaping(torch.tensor([sample.reward for sample in samples], dtype=torch.float64), lengths_N)
+        weights_N = self._sample_weights(rewards_N, [sample.prompt for sample in samples], lengths_N)
+        weighted = batch.with_scalars(**{SAMPLE_WEIGHT: weights_N.float().numpy()})
+        return weighted, {"sample_weights/ess": effective_share(weights_N)}
 
     def _with_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
         """Return `batch` with the log-probs of old policy, reference and teacher, as far as they are needed."""
@@ -247,12 +260,15 @@ def _outcomes(samples: Sequence[Sample]) -> Outcomes:
     )
 
 
-def check_methods(recipe: TrainRecipe) -> None:
-    """Build the recipe's loss and advantage, which tries out those that the user has written.
+def check_methods(recipe: TrainRecipe, prompts: Sequence[Prompt]) -> None:
+    """Build the recipe's loss and advantage, which tries out those that the user has written, and check its data.
 
     Raises:
-        ValueError: one of them cannot be imported, does not do what its protocol says, or has wrong options.
+        ValueError: one of them cannot be imported, does not do what its protocol says, or has wrong options; or a
+            prompt lacks what its samples are weighted by.
     """
+    if (weights := SampleWeights.of(recipe.actor)) is not None:
+        weights.difficulties(prompts)
     loss = PolicyLoss.from_config(recipe.actor, recipe.gconfig)
     if loss.old_is_interpolated and loss.before is not None:
         raise ValueError(

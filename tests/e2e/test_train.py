@@ -79,7 +79,14 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "seconds/checkpoint write",  # of a checkpoint before the last one
         *(f"peak_memory_gb/{phase}" for phase in ("max", "old log-probs", "reference")),  # GPUs
         "reward/penalty",  # keys and losses that the recipe does not have
-        *("covariance_chosen", "opsm_masked", "entropy_coeff", "imitation_nll", "imitation_weight"),
+        *(
+            "covariance_chosen",
+            "opsm_masked",
+            "entropy_coeff",
+            "imitation_nll",
+            "imitation_weight",
+            "sample_weights/ess",
+        ),
         *(f"experts/{name}" for name in ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")),
         *(f"seconds/{phase}" for phase in ("values", "advantages", "critic train")),
         *(f"mfu/{phase}" for phase in ("values", "critic train", "teacher")),

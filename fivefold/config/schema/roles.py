@@ -38,6 +38,31 @@ class NormConfig(Section):
     """Added to the standard deviation."""
 
 
+class SampleWeightsConfig(Section):
+    """Factors of the policy's cost on all tokens of a sample, divided by their mean over the step
+    (docs/algorithms.md)."""
+
+    reward: Literal["power", "max_min", "max_random"] | None = None
+    """Weight by the shaped reward R, as often as policy filtration draws a sample (PF-PPO): in proportion to
+    abs(R)^`reward_power`; 1 for the largest and the smallest R of the step, else 0; or 0.4 for the largest, else 0.1.
+    null: rewards do not count."""
+    reward_power: Annotated[float, Field(gt=0)] = 2.0
+    """Exponent of `reward: power`."""
+    difficulty_key: str | None = None
+    """Key of `extra_info` with the difficulty d of a prompt, from 0 to 1, by which its samples weigh 0.5 + 1.5 d; null:
+    difficulty does not count."""
+    length: bool = False
+    """Weight by the length: 1.5 for the shortest sample of the step, 0.5 for the longest, and linear in between."""
+
+    @model_validator(mode="after")
+    def _check_power(self) -> SampleWeightsConfig:
+        if "reward_power" in self.model_fields_set and self.reward_power != 2.0 and self.reward != "power":
+            raise ValueError(
+                f"reward_power={self.reward_power} has no effect without reward=power: set that, or drop reward_power"
+            )
+        return self
+
+
 class RolloutCorrectionConfig(Section):
     """Importance corrections for the difference between the rollout engine, which sampled, and the trainer.
 
@@ -251,6 +276,7 @@ class ActorConfig(EngineConfig):
     length_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Penalty, in reward, that grows in proportion to a completion's length up to this value at
     `gconfig.max_new_tokens`."""
+    sample_weights: SampleWeightsConfig = SampleWeightsConfig()
     mask_truncated: bool = False
     """Do not train on completions that reached `gconfig.max_new_tokens` (DAPO's over-long filtering). Their rewards
     still count in the mean and the standard deviation of their group."""

@@ -156,6 +156,13 @@ def _weight_of_teacher(draft: Draft, source: str) -> None:
     draft.implied(source, "without rewards, the teacher's weight is 1")
 
 
+def _by_difficulty(draft: Draft, source: str) -> None:
+    if draft.get(source) is True:
+        note = "rows have the difficulty, a number from 0 to 1, in the column extra_info"
+        draft.mapped(source, "actor.sample_weights.difficulty_key", "difficulty", note)
+    draft.implied(source, "it is switched off")
+
+
 TOP: Mapping[str, Rule] = {
     "exp_name": to("experiment_name", run_name),
     "seed": to("seed", whole),
@@ -208,8 +215,8 @@ TOP: Mapping[str, Rule] = {
     "difficulty_*_threshold": implied("only difficulty_mask reads this"),
     "error_max_len_clip": off(reasons.TRUNCATED_TRAINED),
     "error_max_len_threshold": implied("only error_max_len_clip reads this"),
-    "difficulty_loss_weight": off("samples are weighted equally"),
-    "length_loss_weight": off("samples are weighted equally"),
+    "difficulty_loss_weight": _by_difficulty,
+    "length_loss_weight": if_on("actor.sample_weights.length", "it is switched off"),
     "add_len_reward": off(reasons.OWN_REWARD),
     "use_reward_scaling": off("rewards are scaled by a constant: set actor.reward_scaling"),
     "use_reward_norm": off("rewards are normalised as actor.reward_norm says"),

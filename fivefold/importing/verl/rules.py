@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from fivefold.importing import corrections, reasons
 from fivefold.importing.checkpoints import goes_on, kept, only_newest
-from fivefold.importing.critic import only_with_critic
+from fivefold.importing.critic import has_critic, only_with_critic
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import (
     checkpoint_every_steps,
@@ -26,7 +26,7 @@ from fivefold.importing.rules import (
     unsupported,
 )
 from fivefold.importing.settings import one_path, trackers
-from fivefold.importing.values import DTYPE, flag, number, run_name, text, top_k, whole
+from fivefold.importing.values import DTYPE, flag, number, one_of, run_name, text, top_k, whole
 from fivefold.importing.verl.actor_rules import (
     ACTOR,
     ACTOR_RULES,
@@ -149,6 +149,23 @@ ROLLOUT_CORRECTION: Mapping[str, Rule] = {
 }
 """verl's correction for the mismatch of rollout and trainer: `algorithm.rollout_correction`, or without the section."""
 
+FILTRATION = one_of(pow="power", max_min="max_min", max_random="max_random")
+
+
+def _filtration(draft: Draft, key: str) -> None:
+    """Convert PF-PPO, which verl has with GAE alone."""
+    section, weights = "algorithm.pf_ppo.", "actor.sample_weights."
+    if draft.get("algorithm.use_pf_ppo") is True and has_critic(draft):
+        rule = draft.read(section + "reweight_method", FILTRATION, "pow")
+        draft.recipe[weights + "reward"] = rule
+        for source in ("algorithm.use_pf_ppo", section + "reweight_method"):
+            draft.mapped(source, weights + "reward", rule, "as often as samples would be drawn; the critic has all")
+        if rule == "power":
+            draft.recipe[weights + "reward_power"] = draft.read(section + "weight_pow", number, 2.0)
+            draft.mapped(section + "weight_pow", weights + "reward_power", draft.recipe[weights + "reward_power"])
+    draft.implied(key, "samples are not filtered, or not by this")
+
+
 ALGORITHM_RULES: Mapping[str, Rule] = {
     "gamma": implied(reasons.SAME_ADVANTAGE),
     "lam": implied(reasons.SAME_ADVANTAGE),
@@ -156,8 +173,8 @@ ALGORITHM_RULES: Mapping[str, Rule] = {
     "filter_groups.max_num_gen_batches": _rounds,
     "filter_groups.metric": implied("groups are compared by their rewards"),
     "filter_groups.*": unknown("dynamic sampling"),
-    "use_pf_ppo": off("samples are not reweighted"),
-    "pf_ppo.*": implied("only use_pf_ppo reads this"),
+    "use_pf_ppo": _filtration,
+    "pf_ppo.*": _filtration,
     **under("rollout_correction.", ROLLOUT_CORRECTION),
     **{key: rule for key, rule in ROLLOUT_CORRECTION.items() if key not in ("bypass_mode", "loss_type")},
     "algorithm_name": implied("adv_estimator is what counts"),

@@ -34,6 +34,7 @@ from fivefold.algorithms.losses.sapo import SAPO
 from fivefold.algorithms.losses.surrogate import Surrogate
 from fivefold.algorithms.losses.topr import TOPR
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.algorithms.second_moment import KEPT_TOKENS
 from fivefold.config import presets
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
@@ -59,6 +60,7 @@ class Token:
     """Whether Clip-Cov or KL-Cov chose the token."""
     is_kept: bool
     """Whether M2PO's mask keeps the token."""
+    sample_weight: float
 
     @property
     def ratio(self) -> Scalar:
@@ -290,11 +292,12 @@ def tokens_of(sampled: Sampled, old: str = "old_logprobs") -> list[list[Token]]:
     batch = sampled.batch
     names = (old, "rollout_logprobs", "ref_logprobs", "advantages")
     chosen_T, kept_T = (batch.fields.get(name, torch.zeros(batch.n_tokens)) for name in (CHOSEN, KEPT_TOKENS))
+    weight_T = batch.fields.get(SAMPLE_WEIGHT, torch.ones(batch.n_tokens))
     return [
         [
             Token(
                 sampled.logprobs_T[t], sampled.entropy_T[t], *(float(batch.fields[name][t]) for name in names),
-                is_chosen=bool(chosen_T[t]), is_kept=bool(kept_T[t]),
+                is_chosen=bool(chosen_T[t]), is_kept=bool(kept_T[t]), sample_weight=float(weight_T[t]),
             )
             for t in range(start, end)
             if batch.mask_T[t]
@@ -360,7 +363,7 @@ def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Sca
             kl = kls[loss.kl_estimator] * (t.ratio if loss.kl_unbiased else 1.0)
             if loss.opsm_delta is not None and t.advantage < 0 and drift > loss.opsm_delta:
                 weight = 0.0
-            total = total + weight * cost - loss.entropy_coeff * t.entropy + loss.kl_coeff * kl
+            total = total + weight * t.sample_weight * cost - loss.entropy_coeff * t.entropy + loss.kl_coeff * kl
         sums.append(total / len(tokens) if loss.aggregation == "sequence_mean" else total)
     n_tokens = sum(map(len, sequences))
     divisors = {
@@ -380,6 +383,15 @@ def gradients(value: torch.Tensor, sampled: Sampled) -> list[torch.Tensor]:
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 
+def weighted(sampled: Sampled, rng: random.Random) -> Sampled:
+    """Return the batch with a weight of each sequence, or as it is."""
+    if rng.random() < 0.7:
+        return sampled
+    weights_N = torch.tensor([rng.uniform(0, 2) for _ in sampled.batch.lengths], dtype=torch.float64)
+    weight_T = torch.repeat_interleave(weights_N, torch.tensor(sampled.batch.lengths))
+    return replace(sampled, batch=sampled.batch.with_fields(**{SAMPLE_WEIGHT: weight_T}))
+
+
 def prepared(sampled: Sampled, loss: PolicyLoss) -> Sampled:
     """Return the batch after what the loss computes over a whole mini-batch, on one replica."""
     if loss.before is None:
@@ -397,7 +409,7 @@ def test_values_and_gradients_equal_the_formula_under_every_split(name: str) -> 
     for _ in range(BATCHES):
         surrogate, oracle = rng.choice(CASES[name])
         loss = random_loss(rng, surrogate)
-        sampled = prepared(sample(rng), loss)
+        sampled = prepared(weighted(sample(rng), rng), loss)
         scale = loss.normalizer(sampled.batch.totals())
         total, metrics = loss(sampled.inputs())
         value = total / scale

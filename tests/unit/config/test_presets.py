@@ -39,6 +39,7 @@ def test_an_algorithm_sets_its_keys_unless_the_recipe_writes_them(name: str, rec
         "vapo": ["critic.path=m"],
         "distill": ["teacher.path=m"],
         "chord": ["expert_dataset.path=d"],
+        "pf_ppo": ["critic.path=m"],
     }
     loaded = load_recipe(recipe, [f"algorithm={name}", *others.get(name, [])], TrainRecipe)
     values = loaded.model_dump()
@@ -97,6 +98,7 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["algorithm=m2po", "actor.recompute_logprob=false", "actor.loss=reinforce"], "they are the same"),
         ([STALE, "algorithm=m2po", "actor.prox_logp_method=loglinear"], "second_moment needs old log-probs before"),
         (["actor.opsm_delta=0.1"], "no effect with one update a step"),
+        (["actor.sample_weights.reward_power=3"], "no effect without reward=power"),
         (["actor.kl_unbiased=true"], "no effect with actor.kl_ctl=0"),
         (
             ["rollout.max_concurrent_rollouts=8"],

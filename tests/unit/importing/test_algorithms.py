@@ -311,6 +311,27 @@ def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones() -> None:
     assert gradient["actor.recompute_logprob"] is False
 
 
+def test_weights_of_samples() -> None:
+    own = "algorithm.pf_ppo."
+    words = ["algorithm.use_pf_ppo=true", f"{own}reweight_method=pow", f"{own}weight_pow=3.0"]
+    verl = convert_words("verl", "algorithm.adv_estimator=gae", "critic.model.path=m", *words)
+    weights = "actor.sample_weights."
+    assert (verl.recipe[f"{weights}reward"], verl.recipe[f"{weights}reward_power"]) == ("power", 3.0)
+    assert {verl[word.partition("=")[0]].outcome for word in words} == {"mapped"}
+    without_critic = convert_words("verl", "algorithm.adv_estimator=grpo", *words)
+    assert {without_critic[word.partition("=")[0]].outcome for word in words} == {"implied"}
+    other = convert_words(
+        "verl", "algorithm.adv_estimator=gae", "critic.model.path=m", words[0], f"{own}reweight_method=max_min"
+    )
+    assert other.recipe[f"{weights}reward"] == "max_min"
+    assert f"{weights}reward_power" not in other.recipe
+
+    roll = convert_words("roll", "difficulty_loss_weight=true", "length_loss_weight=true")
+    assert (roll.recipe[f"{weights}difficulty_key"], roll.recipe[f"{weights}length"]) == ("difficulty", True)
+    off = convert_words("roll", "difficulty_loss_weight=false", "length_loss_weight=false")
+    assert not any(key.startswith(weights) for key in off.recipe)
+
+
 def test_losses_of_trinity_with_options_of_rec() -> None:
     cases: list[tuple[list[str], dict[str, Any]]] = [
         (["policy_loss_fn=importance_sampling"], {"loss": "rec", "region": "none", "weight": "ratio"}),

@@ -106,6 +106,16 @@ def test_completions_that_were_cut_off_are_not_trained_if_the_recipe_says_so() -
         assert actor.batches[0].scalars["advantages"][0] < 0
 
 
+def test_samples_are_weighted_by_their_shaped_rewards() -> None:
+    actor = RecordingActor()
+    # The rewards 0, 1, 0 and 1 are shaped to 1, 3, 1 and 3.
+    shaping = ("actor.reward_bias=0.5", "actor.reward_scaling=2")
+    updates(actor, ONE_UPDATE, *shaping, "actor.sample_weights.reward=power")
+    assert actor.batches[0].scalars["sample_weight"].tolist() == pytest.approx([0.2, 1.8, 0.2, 1.8])
+    updates(actor, ONE_UPDATE, *shaping)
+    assert "sample_weight" not in actor.batches[1].scalars
+
+
 def test_reinforce_pp_whitens_the_advantages_of_tokens() -> None:
     actor = RecordingActor()
     updates(actor, ONE_UPDATE, "algorithm=reinforce_pp")

@@ -1,0 +1,83 @@
+"""Weights of whole samples: factors of the policy's cost by reward, difficulty and length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.algorithms.policy_filtration import Filtration, filtration_weights
+from fivefold.config.schema.roles import ActorConfig
+from fivefold.types import Prompt
+
+SAMPLE_WEIGHT = "sample_weight"
+"""Name of the field with the weight of each token's sample."""
+
+
+@dataclass(frozen=True)
+class SampleWeights:
+    """Computes the weights of the N samples of a step, whose mean is 1. In proportion to it, a weight is the product of
+
+        f(R)                                     by the shaped reward R (`policy_filtration.py`)
+        0.5 + 1.5 d                              by the prompt's difficulty d from 0 to 1: difficult ones count more
+        1.5 - (l - min l) / (max l - min l)      by the length l in tokens: short ones count more
+
+    as far as each is switched on. The last two are those of ROLL, which takes the minimum, the maximum and the mean
+    over a micro-batch; here they are over the step, so that no weight depends on how it is split.
+    """
+
+    rule: Filtration | None = None
+    power: float = 2.0
+    difficulty_key: str | None = None
+    """Key of `extra_info` with the difficulty of a prompt."""
+    by_length: bool = False
+
+    @staticmethod
+    def of(config: ActorConfig) -> SampleWeights | None:
+        """Return the weights that a recipe asks for; None: all samples count alike."""
+        own = config.sample_weights
+        if own.reward is None and own.difficulty_key is None and not own.length:
+            return None
+        return SampleWeights(own.reward, own.reward_power, own.difficulty_key, own.length)
+
+    def __call__(self, rewards_N: torch.Tensor, prompts: Sequence[Prompt], lengths_N: torch.Tensor) -> torch.Tensor:
+        """Return float64 [N].
+
+        Args:
+            rewards_N: float64 [N], shaped rewards.
+            prompts: the prompt of each sample.
+            lengths_N: int64 [N], sampled tokens of each.
+        """
+        weights_N = torch.ones_like(rewards_N)
+        if self.rule is not None:
+            weights_N = weights_N * filtration_weights(rewards_N, self.rule, self.power)
+        if self.difficulty_key is not None:
+            weights_N = weights_N * (0.5 + 1.5 * torch.tensor(self.difficulties(prompts), dtype=torch.float64))
+        if self.by_length:
+            beyond_N = (lengths_N - lengths_N.min()).double()
+            weights_N = weights_N * (1.5 - beyond_N / beyond_N.max().clamp(min=1.0))
+        return weights_N / weights_N.mean()
+
+    def difficulties(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Return the difficulty of each prompt; 0 if they do not count.
+
+        Raises:
+            ValueError: a prompt without a difficulty from 0 to 1.
+        """
+        key = self.difficulty_key
+        if key is None:
+            return [0.0] * len(prompts)
+        found = [prompt.extra_info.get(key) for prompt in prompts]
+        for prompt, value in zip(prompts, found, strict=True):
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(
+                    f"actor.sample_weights.difficulty_key={key}: row {prompt.index} of the data has {value!r}, which "
+                    f"is no number from 0 to 1: write one as {key} into the column extra_info of every row"
+                )
+        return [float(value) for value in found if value is not None]
+
+
+def effective_share(weights_N: torch.Tensor) -> float:
+    """Return Kish's effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number."""
+    return float(weights_N.sum() ** 2 / (weights_N**2).sum() / len(weights_N))
