@@ -97,7 +97,7 @@ class TimelineView {
     tracks.forEach((title, k) => {
       const share = `${Math.round((100 * busy[k]) / (to - from))}%`, begin = this.left - 6 - pen.measureText(share).width;
       pen.fillText(share, begin, k * LINE + LINE / 2);
-      pen.save(); pen.beginPath(); pen.rect(0, k * LINE, begin - 4, LINE); pen.clip(); pen.fillText(narrow ? title.replace(", thread ", " · ") : title, 2, k * LINE + LINE / 2); pen.restore();
+      pen.save(); pen.beginPath(); pen.rect(0, k * LINE, begin - 4, LINE); pen.clip(); pen.fillText(narrow ? title.replace(", ", " · ") : title, 2, k * LINE + LINE / 2); pen.restore();
     });
     pen.strokeStyle = css("--faint"); pen.fillStyle = css("--faint"); pen.setLineDash([3, 3]);
     // A line ends a step; its number stands in its middle.
