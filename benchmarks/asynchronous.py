@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.planning.lengths import Lengths
-from fivefold.planning.simulation import Setting, simulate
+from fivefold.planning.simulation import Setting, WeightsBeside, simulate
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 WARM_UP = 4
@@ -96,6 +96,8 @@ def measure(age: int, repeat: int, folder: Path, args: argparse.Namespace) -> di
         "seconds_train": fmean(step["seconds/train"] + step["seconds/old log-probs"] for step in steps),
         "seconds_waiting": fmean(step["seconds/rollout"] for step in steps),
         "seconds_weights": fmean(step["seconds/weight sync"] for step in steps),
+        "seconds_staging": fmean(step.get("seconds/weight staging", 0.0) for step in steps),
+        "seconds_swap": fmean(step.get("seconds/weight swap", 0.0) for step in steps),
         "idle_rollout": fmean(step.get("idle/rollout", 0.0) for step in steps) if age else None,
         "staleness_mean": fmean(step.get("staleness/mean", 0.0) for step in steps),
         "length_mean": fmean(step["response_length/mean"] for step in steps),
@@ -120,7 +122,7 @@ def simulated(age: int, synchronous: list[dict[str, Any]], own: list[dict[str, A
     # Noise gives one of the two a negative share where all steps have about as many tokens.
     each = min(max(each, 0.0), seconds.mean() / total.mean() * 0.99)
     fixed = (seconds.mean() - each * total.mean()) / longest.mean()
-    weights = fmean(row["seconds_weights"] for row in own)
+    weights, staging, swap = (fmean(row[f"seconds_{part}"] for row in own) for part in ("weights", "staging", "swap"))
     setting = Setting(
         batch_size=N_PROMPTS,
         group_size=N_SAMPLES,
@@ -129,6 +131,8 @@ def simulated(age: int, synchronous: list[dict[str, Any]], own: list[dict[str, A
         token_seconds=tuple(fixed + each * n for n in range(SLOTS + 1)),
         train_seconds=fmean(row["seconds_per_step"] - row["seconds_waiting"] for row in own) - weights,
         update_seconds=weights,
+        # With a look-ahead, the first of them is the copy alone.
+        weights_beside=WeightsBeside(weights, staging, swap),
         max_age=age,
     )
     lengths = Lengths(tuple(length for _, lengths in steps for length in lengths))

@@ -13,7 +13,7 @@ def copied_weights(question: Question, placement: Placement) -> dict[int, int]:
 
     It is on the node of the actor's first rank. Through host memory it goes to the nodes of the replicas.
     """
-    transport = _transport_beside_training(question, placement)
+    transport = transport_beside_training(question, placement)
     if transport is None:
         return {}
     nodes = {placement["actor"].devices[0].node}
@@ -24,12 +24,12 @@ def copied_weights(question: Question, placement: Placement) -> dict[int, int]:
 
 def bucket_beside_training(question: Question, placement: Placement) -> int:
     """Return the bytes of the bucket that is on the sending rank's device while it trains; 0: there is none."""
-    if _transport_beside_training(question, placement) != "nccl":
+    if transport_beside_training(question, placement) != "nccl":
         return 0
     return max(DEVICE_BYTES, question.rollout_bytes * question.shape.hidden * question.shape.vocab)
 
 
-def _transport_beside_training(question: Question, placement: Placement) -> Transport | None:
+def transport_beside_training(question: Question, placement: Placement) -> Transport | None:
     """Return how weights travel while the actor trains on; None: it waits."""
     if question.overlaps_weight_sync is False or "rollout" not in placement or placement.sharers("rollout"):
         return None

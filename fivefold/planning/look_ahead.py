@@ -15,11 +15,12 @@ from typing import Any
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.planning.blueprint import Blueprint, draw_up
+from fivefold.planning.copied_weights import transport_beside_training
 from fivefold.planning.generation_time import reading_seconds, sending_seconds, token_seconds
 from fivefold.planning.lengths import Lengths
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, plan_trainer
-from fivefold.planning.simulation import Outcome, Setting, simulate
+from fivefold.planning.simulation import Outcome, Setting, WeightsBeside, simulate
 from fivefold.planning.timing import HOST_LINK
 
 AGES = (0, 1, 2, 4)
@@ -58,6 +59,11 @@ class Choice:
     gain: float
     """Seconds of a synchronous step on its fastest split, divided by those of this one."""
 
+    @property
+    def weights_beside(self) -> WeightsBeside | None:
+        """How new weights come beside the next step; None: the trainer waits for the replicas."""
+        return self.split.setting.weights_beside if self.max_age else None
+
 
 @dataclass(frozen=True)
 class LookAhead:
@@ -89,6 +95,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "colocate": split.setting.shares_devices,
         "train_seconds": split.setting.train_seconds,
         "update_seconds": split.setting.update_seconds,
+        "weights_beside": asdict(beside) if (beside := choice.weights_beside) else None,
         "gain": choice.gain,
         **outcome,
     }
@@ -209,6 +216,7 @@ def _setting(recipe: TrainRecipe, blueprint: Blueprint, lengths: Lengths, *, sha
         ),
         train_seconds=_train_seconds(recipe, blueprint, prompt + lengths.mean),
         update_seconds=_update_seconds(blueprint, shares=shares),
+        weights_beside=_weights_beside(recipe, blueprint),
         shares_devices=shares,
         reread_seconds=0.0 if keeps_cache else reading_seconds(layout, question.shape, question.gpu),
         prompt_tokens=prompt,
@@ -237,6 +245,22 @@ def _train_seconds(recipe: TrainRecipe, blueprint: Blueprint, length: float) -> 
     forward = (time.layers + time.head + time.exposed + time.bubble) / 3
     n_steps = question.generated / question.work.sequences
     return n_steps * (time.total * config.ppo_epochs + forward * n_forward)
+
+
+def _weights_beside(recipe: TrainRecipe, blueprint: Blueprint) -> WeightsBeside | None:
+    """Return the parts of new weights with a look-ahead; None: the trainer waits for the replicas.
+
+    Through host memory, they add up to the seconds for which a trainer waits. By NCCL, the copy is an extra one.
+    """
+    question = replace(blueprint.question, overlaps_weight_sync=recipe.rollout.overlap_weight_sync)
+    transport = transport_beside_training(question, blueprint.placement)
+    if transport is None:
+        return None
+    whole = sending_seconds(question.shape, question.rollout_bytes)
+    on_link = question.shape.n_parameters * question.rollout_bytes / HOST_LINK
+    if transport == "nccl":
+        return WeightsBeside(copy_seconds=on_link, staging_seconds=0.0, swap_seconds=whole)
+    return WeightsBeside(copy_seconds=on_link, staging_seconds=whole - 2 * on_link, swap_seconds=on_link)
 
 
 def _update_seconds(blueprint: Blueprint, *, shares: bool) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.planning.look_ahead import Choice, LookAhead, Split
+from fivefold.planning.look_ahead import Choice, LookAhead
 
 COLUMNS = ("η", "GPUs that train", "that generate", "s a step", "gain", "trainer idle", "rollout idle", "age", "oldest")
 
@@ -29,7 +29,7 @@ def print_look_ahead(console: Console, result: LookAhead) -> None:
         table.add_row(*row(choice))
     console.print(table)
     best = max(result.choices, key=lambda choice: choice.gain)
-    console.print(f"\nη={best.max_age}: {keys(best)}; {_times(best.split)}", soft_wrap=True)
+    console.print(f"\nη={best.max_age}: {keys(best)}; {_times(best)}", soft_wrap=True)
     console.print(
         Text(
             "η is rollout.max_head_offpolicyness; the gain is over the fastest synchronous split. Decoding, updates "
@@ -66,10 +66,16 @@ def keys(choice: Choice) -> str:
     )
 
 
-def _times(split: Split) -> str:
-    setting = split.setting
+def _times(choice: Choice) -> str:
+    setting, beside = choice.split.setting, choice.weights_beside
     full = setting.token_seconds[-1]
+    weights = f"{setting.update_seconds:.1f} s"
+    if beside is not None:
+        weights = (
+            f"{sum(astuple(beside)):.1f} s, of which the trainer waits for {beside.copy_seconds:.1f} s and the "
+            f"replicas for {beside.swap_seconds:.1f} s"
+        )
     return (
-        f"an update takes {setting.train_seconds:.1f} s and new weights {setting.update_seconds:.1f} s, and a replica "
+        f"an update takes {setting.train_seconds:.1f} s and new weights {weights}, and a replica "
         f"decodes {setting.slots / full:,.0f} tokens/s with {setting.slots} sequences"
     )

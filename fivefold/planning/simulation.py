@@ -3,6 +3,7 @@
     prompts ── Turns: which may begin ──> the replica with the fewest requests ──> groups that are finished
        ^                                                                                     │
        └────────── new weights <────── a step of the trainer <────── the groups of its turn ─┘
+                   which may come beside the next step
 
 A replica gets a group when it has fewer requests than slots; those that find no slot wait for the next that ends.
 Replicas decode all of their requests together, so the time of a token depends on how many there are. Between two
@@ -16,8 +17,8 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -30,6 +31,18 @@ N_WARM_UP = 8
 """Steps that are not measured; more of them if the look-ahead is longer than half of them."""
 NEARLY = 1e-6
 """Tokens by which two token counts of a replica may differ by rounding."""
+
+
+@dataclass(frozen=True)
+class WeightsBeside:
+    """New weights that come while the trainer is at its next step, one part after the other. Times are in seconds."""
+
+    copy_seconds: float
+    """Time in which the trainer copies them, before its next step. Replicas decode."""
+    staging_seconds: float
+    """Time in which they travel. Replicas decode."""
+    swap_seconds: float
+    """Time in which all replicas stand still for them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Setting:
     """Time of a training step, without generation and new weights."""
     update_seconds: float
     """Time in which all replicas and the trainer stand still for new weights."""
+    weights_beside: WeightsBeside | None = None
+    """How weights come beside the next step, if there is a look-ahead; None: the trainer waits for the replicas."""
     max_age: int = 0
     """Most versions between the weights that sample a token and those that are trained on it."""
     shares_devices: bool = False
@@ -69,6 +84,10 @@ class Setting:
             raise ValueError("token_seconds needs a time above 0 for each number of requests, from 1 on at index 1")
         if self.max_age < 0 or min(self.train_seconds, self.update_seconds, self.reread_seconds) < 0:
             raise ValueError("max_age, train_seconds, update_seconds and reread_seconds must be at least 0")
+        if self.weights_beside is not None and min(astuple(self.weights_beside)) < 0:
+            raise ValueError(f"{self.weights_beside}: its times must be at least 0")
+        if self.weights_beside is not None and self.shares_devices:
+            raise ValueError("weights_beside needs replicas on devices of their own: drop it, or shares_devices")
 
     def least_seconds(self, mean_length: float) -> float:
         """Return a lower bound of the seconds of a step in the long run, whatever the age."""
@@ -76,7 +95,13 @@ class Setting:
         fastest = min(self.token_seconds[min(n, last)] / n for n in range(1, self.slots + 1))
         generating = self.batch_size * self.group_size * mean_length * fastest / self.n_replicas
         own = self.train_seconds + self.update_seconds
-        return own + generating if self.shares_devices else max(own, generating + self.update_seconds)
+        if self.shares_devices:
+            return own + generating
+        waiting = max(own, generating + self.update_seconds)
+        if (beside := self.weights_beside) is None:
+            return waiting
+        training = self.train_seconds + beside.copy_seconds
+        return min(waiting, max(training, generating + beside.swap_seconds, sum(astuple(beside))))
 
 
 @dataclass(frozen=True)
@@ -214,6 +239,8 @@ class _Run:
         self._ends: list[tuple[float, int]] = []
         """Ends that replicas have named, with the replica; outdated ones are dropped when they come up."""
         self._named = [math.inf] * setting.n_replicas
+        self._coming: deque[tuple[float, Callable[[float], None]]] = deque()
+        """What happens next with weights that come beside training, and when."""
         self._finished: dict[int, float] = {}
 
     def outcome(self) -> Outcome:
@@ -240,7 +267,7 @@ class _Run:
         )
 
     def _train(self, turn: int, now: float) -> float:
-        """Train the groups of a turn, send the weights, and return the time of the end."""
+        """Train the groups of a turn, send the weights, and return the time from which the trainer is free."""
         setting = self._setting
         self._turns.take(turn)
         trained = now + setting.train_seconds
@@ -248,26 +275,59 @@ class _Run:
             self._advance_all(now)
         else:
             self._run_until(trained)
+        if setting.weights_beside is not None and setting.max_age > 0:
+            return self._send_beside(turn + 1, trained, setting.weights_beside)
         end = trained + setting.update_seconds
-        for replica in self._replicas:
-            replica.take_weights(end)
-        self._turns.version = turn + 1
-        for rank in range(setting.n_replicas):
-            self._name_end(rank)
-        self._admit(end)
+        self._stand_still(end)
+        self._have_weights(turn + 1, end)
         return end
+
+    def _send_beside(self, version: int, now: float, beside: WeightsBeside) -> float:
+        """Send weights beside the next step, behind those before. Returns the time at which the trainer has a copy."""
+        while self._coming:
+            now = max(now, self._happen_next())
+        copied = now + beside.copy_seconds
+        swap = copied + beside.staging_seconds
+        end = swap + beside.swap_seconds
+        self._coming.append((swap, lambda _: self._stand_still(end)))
+        self._coming.append((end, lambda time: self._have_weights(version, time)))
+        self._run_until(copied)
+        return copied
+
+    def _stand_still(self, end: float) -> None:
+        """Let all replicas stand still until they have new weights at `end`."""
+        for rank, replica in enumerate(self._replicas):
+            replica.take_weights(end)
+            self._name_end(rank)
+
+    def _have_weights(self, version: int, now: float) -> None:
+        self._turns.version = version
+        self._admit(now)
 
     def _run_until_finished(self, turn: int, now: float) -> float:
         """Generate until all groups of a turn are finished. Returns the time of it, which is not before `now`."""
         while self._unfinished[turn]:
-            now = max(now, self._end_next())
+            now = max(now, self._happen_next())
         self._run_until(now)
         return now
 
     def _run_until(self, now: float) -> None:
-        while self._first_end() <= now:
-            self._end_next()
+        while min(self._first_end(), self._next_coming()) <= now:
+            self._happen_next()
         self._advance_all(now)
+
+    def _next_coming(self) -> float:
+        """Return when something happens with weights that come beside training, infinity if none come."""
+        return self._coming[0][0] if self._coming else math.inf
+
+    def _happen_next(self) -> float:
+        """Let happen what comes first: the end of a completion, or something with new weights. Returns its time."""
+        if self._next_coming() >= self._first_end():
+            return self._end_next()
+        time, happen = self._coming.popleft()
+        self._advance_all(time)
+        happen(time)
+        return time
 
     def _advance_all(self, now: float) -> None:
         for replica in self._replicas:
