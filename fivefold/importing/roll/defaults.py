@@ -29,6 +29,8 @@ RUN: Mapping[str, Any] = {
     "loss_agg_mode": "seq-mean-token-mean",
     "pg_clip": 0.2,
     "max_len_mask": False,
+    "difficulty_loss_weight": False,
+    "length_loss_weight": False,
     "max_grad_norm": 1.0,
     "entropy_loss_coef": 0.0,
     "kl_loss_coef": 0.0,
