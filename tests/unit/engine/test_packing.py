@@ -109,9 +109,9 @@ def test_no_sequences_give_empty_micro_batches() -> None:
 
 def test_thousands_of_sequences_take_little_time() -> None:
     lengths = [random.Random(i).randint(1, 4000) for i in range(8192)]
-    start = time.perf_counter()
+    start = time.process_time()  # other processes do not count
     plan(lengths, n_ranks=16, max_tokens=8192)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("name", ["n_ranks", "max_tokens", "min_micro_batches", "multiple_of"])

@@ -138,11 +138,11 @@ def test_texts_that_would_take_for_ever_are_refused_at_once(tmp_path: Path) -> N
         ("calls.sh", many_calls, "commands"),
     ]
     for name, text, words in cases:
-        began = time.monotonic()
+        began = time.process_time()  # other processes do not count
         with pytest.raises(ValueError, match=words) as caught:
             read_document(write(tmp_path, text, name), {})
         assert name in str(caught.value)
-        assert time.monotonic() - began < 5, name
+        assert time.process_time() - began < 5, name
     with pytest.raises(ValueError, match=r"^a: .*lists and mappings"):
         read_overrides([f"a={deep}"])
 
