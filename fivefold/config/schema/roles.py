@@ -56,7 +56,7 @@ class SampleWeightsConfig(Section):
 
     @model_validator(mode="after")
     def _check_power(self) -> SampleWeightsConfig:
-        if "reward_power" in self.model_fields_set and self.reward_power != 2.0 and self.reward != "power":
+        if self.reward_power != 2.0 and self.reward != "power":
             raise ValueError(
                 f"reward_power={self.reward_power} has no effect without reward=power: set that, or drop reward_power"
             )
