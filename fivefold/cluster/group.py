@@ -122,7 +122,7 @@ class WorkerGroup:
         ]
         """The processes, rank 0 first."""
         self._master = master_host(session.nodes, self._nodes[0])
-        self._workers: list[Any] = []
+        self._handles: list[Any] = []
         self._built: Pending[None] | None = None
         self._ports: Pending[int] | None = None
 
@@ -135,7 +135,7 @@ class WorkerGroup:
         for rank, (member, node) in enumerate(zip(self.members, self._nodes, strict=True)):
             environment = worker_environment(self._role, rank, self._session.nodes)
             worker = _Actor.options(scheduling_strategy=node.strategy).remote(environment, folders, str(member.log))
-            self._workers.append(worker)
+            self._handles.append(worker)
             self._session.watch.add(worker.hold.options(concurrency_group="hold").remote(), Call(member, None, worker))
         if self._role.distributed:
             hosts = [self._master] + [None] * (len(self) - 1)
@@ -364,9 +364,15 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End the processes at once."""
-        for worker in self._workers:
+        for worker in self._handles:
             ray.kill(worker)
-        self._workers = []
+        self._handles = []
+
+    @property
+    def _workers(self) -> list[Any]:
+        """Handles of the processes, by rank. Raises the failure that has ended them, perhaps in another thread."""
+        self._session.watch.check()
+        return self._handles
 
     def _check_one_each(self, arguments: Sequence[tuple[Any, ...]]) -> None:
         if len(arguments) != len(self):

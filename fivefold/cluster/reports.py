@@ -33,13 +33,19 @@ class Reports:
         self._lock = threading.Lock()
 
     def ask(self, calls: Iterable[tuple[Member, Any]]) -> None:
-        """Take the answers that have come, and ask the first ranks among some members, each with its worker."""
+        """Take the answers that have come, and ask first ranks how far they are.
+
+        Args:
+            calls: all calls without an answer, each by its member and its worker.
+        """
+        first = {member.role: worker for member, worker in calls if member.rank == 0}
         with self._lock:
             self._take()
-            for member, worker in calls:
-                if member.rank == 0 and member.role not in self._asked.values():
-                    ref = worker.progress.options(concurrency_group="where").remote()
-                    self._asked[ref] = member.role
+            # A role may have answered its call since it was asked.
+            self._latest = {role: latest for role, latest in self._latest.items() if role in first}
+            for role in first.keys() - set(self._asked.values()):
+                ref = first[role].progress.options(concurrency_group="where").remote()
+                self._asked[ref] = role
 
     def forget(self, member: Member) -> None:
         """Drop what a first rank has reported, because it has answered its call."""

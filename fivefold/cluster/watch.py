@@ -25,8 +25,8 @@ from fivefold.cluster.worker import HeldError
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 
-SETTLE_S = (0.2, 0.5, 2.0)
-"""Seconds to wait for further failures, the cause perhaps among them, after a first one of `distance` 0, 1 or 2."""
+SETTLE_S = (0.2, 0.5, 5.0)
+"""Seconds to wait for further failures, the cause perhaps among them, after one of `distance` 0, 1 or 2."""
 LOOK_S = 1.0
 """Seconds between checks that Ray is still running, and that the reader of `WorkerGroup.deal` goes on."""
 STACK_TIMEOUT_S = 3.0
@@ -195,6 +195,11 @@ class Watch:
                 self._give_up(phase, timeout_s, [call])
         return next(stream, None)
 
+    def check(self) -> None:
+        """Raise the failure that has ended the workers, if there was one."""
+        with self._lock:
+            self._raise_if_ended()
+
     def forget(self) -> None:
         """Drop every reference, because the workers are about to end."""
         with self._lock:
@@ -217,8 +222,7 @@ class Watch:
         """Check that Ray is still running, and ask the workers that have not answered how far they are."""
         self._raise_if_ray_ended()
         with self._lock:
-            calls = [(call.member, call.actor) for call in self._open.values() if call.phase is not None]
-        self.reports.ask(calls)
+            self.reports.ask([(call.member, call.actor) for call in self._open.values() if call.phase is not None])
 
     def _open_refs(self) -> list[ray.ObjectRef[Any]]:
         with self._lock:
@@ -265,7 +269,7 @@ class Watch:
 
     def _fail(self, first: Failure) -> None:
         self._raise_if_ray_ended()
-        failures = [first, *self._settle(SETTLE_S[first.distance])]
+        failures = [first, *self._settle(first)]
         self._raise_if_ray_ended({failure.call.member for failure in failures})
         cause = min(failures, key=lambda failure: failure.distance)
         others = {failure.call.member for failure in failures} - {cause.call.member}
@@ -290,10 +294,10 @@ class Watch:
         self._on_failure()
         raise failure from None
 
-    def _settle(self, seconds: float) -> list[Failure]:
-        """Return failures that follow within `seconds`."""
+    def _settle(self, first: Failure) -> list[Failure]:
+        """Return failures that soon follow the first one; one nearer to the cause shortens the wait for others."""
         failures: list[Failure] = []
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SETTLE_S[first.distance]
         while self._open and (left := deadline - time.monotonic()) > 0:
             ready, _ = ray.wait(list(self._open), timeout=left)
             for ref in ready:
@@ -301,7 +305,8 @@ class Watch:
                 try:
                     ray.get(ref)
                 except RayError as error:
-                    failures.append(Failure(call, error))
+                    failures.append(failure := Failure(call, error))
+                    deadline = min(deadline, time.monotonic() + SETTLE_S[failure.distance])
         return failures
 
     def _give_up(self, phase: str, seconds: float, calls: Sequence[Call]) -> None:

@@ -1,6 +1,6 @@
 """A run to be interrupted: `fivefold train` with a training loop of two workers that never end their phase.
 
-With `trial_name=collective`, rank 0 waits for rank 1 in a collective, and the phase may take two seconds.
+With `trial_name=collective`, rank 0 waits for rank 1 in a collective, and the phase may take two seconds from then on.
 
 Prints "READY <pid of each worker and of a process started by one>" when the phase has begun.
 """
@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 
 from fivefold.cli.main import app
+from fivefold.cluster import watch
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.schema.train import TrainRecipe
@@ -36,11 +37,13 @@ def train(recipe: TrainRecipe, *, overwrite: bool, screen: str) -> None:
         run.started()
         run.metrics.write_text('{"step": 1}\n')
         pids = [*group.call(engines.Engine.pid), *group.call(engines.Engine.spawn_child)]
-        print("READY", *pids, flush=True)
         with timers.phase("train"):
+            print("READY", *pids, flush=True)
             if in_collective:
+                running = group.start(engines.GlooEngine.reduce_without, 1, engines.HANG_S, str(run.path))
+                engines.wait_for_file(run.path / "0 sums")
                 session.timeout_s = 2.0
-                group.call(engines.GlooEngine.reduce_without, 1, 60.0)
+                running.wait()
             group.call(engines.Engine.hang_here)
 
 
@@ -48,4 +51,5 @@ if __name__ == "__main__":
     module = types.ModuleType("fivefold.train")
     module.train = train  # type: ignore[attr-defined]
     sys.modules["fivefold.train"] = module
+    watch.STACK_TIMEOUT_S = engines.SOON_S
     app()

@@ -17,12 +17,14 @@ import psutil
 from fivefold.observe.progress import counting
 
 HANG_S = 300.0
+SOON_S = 120.0
+"""Most seconds until something that takes less than `HANG_S` is over, however busy the machine is."""
 
 if TYPE_CHECKING:
     from fivefold.cluster.session import Session
 
 
-def gone(pids: Sequence[int], within_s: float = 10.0) -> bool:
+def gone(pids: Sequence[int], within_s: float = SOON_S) -> bool:
     """Return whether all these processes end in time, or are zombies by then."""
     deadline = time.monotonic() + within_s
     while any(_runs(pid) for pid in pids):
@@ -147,9 +149,10 @@ class Engine:
             raise ValueError(message)
         time.sleep(HANG_S)
 
-    def raise_both(self, cause_rank: int) -> None:
+    def raise_both(self, cause_rank: int, path: str) -> None:
+        """Raise on two ranks, on `cause_rank` once there is a file at `path`."""
         if self.rank == cause_rank:
-            time.sleep(0.3)
+            wait_for_file(Path(path))
             raise ValueError("the cause")
         raise RuntimeError("[gloo] Connection closed by peer")
 
@@ -171,7 +174,10 @@ class Engine:
     def exit(self, code: int) -> None:
         os._exit(code)
 
-    def hang_here(self) -> None:
+    def hang_here(self, folder: str | None = None) -> None:
+        """Hang; a file in `folder` tells that this rank does."""
+        if folder is not None:
+            Path(folder, f"{self.rank} hangs").touch()
         time.sleep(HANG_S)
 
     def spawn_child(self) -> int:
@@ -213,17 +219,26 @@ class GlooEngine(Engine):
         dist.all_reduce(value)
         return value.item()
 
-    def reduce_without(self, rank: int, timeout_s: float) -> None:
-        """Sum over all ranks, in a group with a time limit, while `rank` does something else for ever."""
+    def reduce_without(self, rank: int, timeout_s: float, folder: str) -> None:
+        """Sum over all ranks, with a time limit, while `rank` does something else for ever.
+
+        Files in `folder` tell that a rank hangs, and that another one sums.
+        """
         from datetime import timedelta
 
         import torch
         import torch.distributed as dist
 
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         if self.rank == rank:
-            self.hang_here()
-        dist.all_reduce(torch.ones(1), group=group)
+            self.hang_here(folder)
+        wait_for_file(Path(folder, f"{rank} hangs"))
+
+        def ones() -> torch.Tensor:
+            Path(folder, f"{self.rank} sums").touch()
+            return torch.ones(1)
+
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+        dist.all_reduce(ones())
 
     def barrier_without(self, rank: int, signal: int) -> None:
         import torch.distributed as dist

@@ -18,11 +18,13 @@ from fivefold.observe.timers import PhaseTimers
 
 if __name__ == "__main__":
     address, logs = sys.argv[1:3]
-    scheduler = SchedulerConfig(type="ray", address=address, wait_s=1)
     try:
-        Session.open(scheduler, ClusterConfig(n_gpus_per_node=5), Path(logs), PhaseTimers())
+        impatient = SchedulerConfig(type="ray", address=address, wait_s=1)
+        Session.open(impatient, ClusterConfig(n_gpus_per_node=5), Path(logs), PhaseTimers())
     except ValueError as error:
         refused = str(error)
+    # A driver before this one gives its devices back a while after its end.
+    scheduler = SchedulerConfig(type="ray", address=address, wait_s=engines.SOON_S)
     devices = [Device(0, 0), Device(0, 1)]
     with Session.open(scheduler, ClusterConfig(n_gpus_per_node=3), Path(logs), PhaseTimers()) as session:
         groups = session.launch(Role("actor", devices, engines.Engine), Role("rollout", devices[::-1], engines.Engine))
