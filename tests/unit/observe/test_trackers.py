@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ from fivefold.observe.trackers.background import Trackers, check_installed
 from fivefold.observe.trackers.tracker import TrackedRun
 
 SAMPLE = {"step": 2, "prompt": "2+3=", "response": "5", "ground_truth": "5", "reward": 1.0, "finish_reason": "stop"}
+
+
+@pytest.fixture(autouse=True)
+def _packages_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trackers take as long as they need on a busy machine."""
+    monkeypatch.setattr(background, "END_SECONDS", 600.0)
 
 
 def recipe(root: Path, *trackers: str) -> TrainRecipe:
@@ -52,6 +60,8 @@ def track(root: Path, name: str, steps: Sequence[int], *, ends: bool) -> list[st
 def twice(root: Path, name: str) -> None:
     """Log two starts of one run, the second of which goes on behind step 2."""
     assert track(root, name, (1, 2), ends=False) == []
+    if name == "wandb":
+        time.sleep(1.1)  # the names of its folders have whole seconds
     assert track(root, name, (3, 4), ends=True) == []
 
 
@@ -71,18 +81,30 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
             whole = b""
 
 
+def wandb_records(file: Path) -> list[Any]:
+    """Return the records of one start, once wandb's own process has written the last of them."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with suppress(DecodeError):
+            records = [Record.FromString(data) for data in leveldb_records(file.read_bytes()[7:])]
+            if any(record.HasField("exit") for record in records):
+                return records
+        time.sleep(0.05)
+    raise TimeoutError(f"{file} has no end")
+
+
 def test_wandb_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     twice(tmp_path, "wandb")
     folder = RunDir.of(recipe(tmp_path)).trackers
     history, ids, config, summary = {}, set(), {}, {}
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for data in leveldb_records(file.read_bytes()[7:]):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for record in wandb_records(file):
             if record.run.run_id:
                 ids.add(record.run.run_id)
                 config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
@@ -179,13 +201,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeTracker]]:
 
 class FakeTracker:
     fails_at: str | None = None
-    hangs = False
+    hangs: threading.Event | None = None
+    """It hangs until this is set."""
     calls: list[Any] = []  # noqa: RUF012
     runs: list[TrackedRun] = []  # noqa: RUF012
 
     @classmethod
     def reset(cls) -> None:
-        cls.fails_at, cls.hangs, cls.calls, cls.runs = None, False, [], []
+        cls.fails_at, cls.hangs, cls.calls, cls.runs = None, None, [], []
 
     def __init__(self, run: TrackedRun) -> None:
         self.runs.append(run)
@@ -202,8 +225,8 @@ class FakeTracker:
     def _do(self, what: str) -> None:
         if self.fails_at == what:
             raise SystemExit("the server said no")
-        if self.hangs:
-            time.sleep(3)
+        if self.hangs is not None:
+            self.hangs.wait(120)
 
 
 def test_a_tracker_is_told_the_steps_the_summary_and_the_last_samples(tmp_path: Path, fake: type[FakeTracker]) -> None:
@@ -228,9 +251,10 @@ def test_a_tracker_that_fails_is_told_of_once_and_ends_nothing(
 def test_a_tracker_that_hangs_holds_nothing_up(
     tmp_path: Path, fake: type[FakeTracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake.hangs = True
+    fake.hangs = threading.Event()
     monkeypatch.setattr(background, "END_SECONDS", 0.1)
     [told] = track(tmp_path, "wandb", (1, 2), ends=True)
+    fake.hangs.set()
     assert told.startswith("wandb tracks this run no more (it has not ended after")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,8 +15,10 @@ from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.static_check import reward_problems
 from fivefold.types import Prompt
-from tests.unit.rewards.conftest import judge
+from tests.unit.rewards.conftest import LONGEST_S, judge
 
+IMPATIENT = {"timeout_s": 0.3, "backoff_s": 0.0, "retries": 100}
+"""On a busy machine, several replies may come too late."""
 Answer = Callable[["Service", dict[str, Any]], tuple[int, bytes]]
 
 
@@ -26,7 +27,7 @@ class Service(ThreadingHTTPServer):
 
     daemon_threads = True
     trickles = False
-    """Whether the first reply comes byte by byte."""
+    """Whether the first reply never comes to its end, although some of it always comes."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -35,6 +36,8 @@ class Service(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.lock = threading.Lock()
         self.in_work = self.most_in_work = 0
+        self.ends = threading.Event()
+        """Set when the test is over."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that did not wait for its reply."""
@@ -58,17 +61,15 @@ class Handler(BaseHTTPRequestHandler):
         status, data = service.answer(service, body) if self.path == "/v1/chat/completions" else (404, b"no such path")
         with service.lock:
             service.in_work -= 1
+        trickles = service.trickles and len(service.seen) == 1
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(2**20 if trickles else len(data)))
         if status == 429:
             self.send_header("Retry-After", "0")
         self.end_headers()
-        if service.trickles and len(service.seen) == 1:
-            for byte in data:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.05)
-        else:
-            self.wfile.write(data)
+        while trickles and not service.ends.wait(0.05):
+            self.wfile.write(b" ")
+        self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -85,6 +86,7 @@ def serve() -> Iterator[Callable[[Answer], Service]]:
 
     yield start
     for service in services:
+        service.ends.set()
         service.shutdown()
         service.server_close()
 
@@ -94,7 +96,7 @@ def says(text: str) -> tuple[int, bytes]:
 
 
 def config(service: Service, **kwargs: Any) -> RewardConfig:
-    settings = {"base_url": service.url, "model": "judge-1", "backoff_s": 0.001, "timeout_s": 10}
+    settings = {"base_url": service.url, "model": "judge-1", "backoff_s": 0.001, "timeout_s": LONGEST_S}
     return RewardConfig(fn="judge", kwargs={**settings, **kwargs})
 
 
@@ -128,27 +130,21 @@ def test_requests_that_are_refused_for_now_are_sent_again(serve: Serve) -> None:
 
 
 def test_a_service_that_hangs_is_left_after_the_time_out(serve: Serve) -> None:
-    release = threading.Event()
-
     def hang(service: Service, body: dict[str, Any]) -> tuple[int, bytes]:
         if len(service.seen) == 1:
-            release.wait(30)
+            service.ends.wait()
         return says("Score: 1")
 
     service = serve(hang)
-    start = time.perf_counter()
-    assert judge(resolve_reward(config(service, timeout_s=0.2)), "a", "a") == 1.0
-    assert time.perf_counter() - start < 10
-    release.set()
+    assert judge(resolve_reward(config(service, **IMPATIENT)), "a", "a") == 1.0
+    assert service.in_work, "the first reply has not come"
 
 
 def test_the_time_out_is_that_of_the_whole_reply(serve: Serve) -> None:
     service = serve(lambda *_: says("Score: 1"))
     service.trickles = True
-    start = time.perf_counter()
-    assert judge(resolve_reward(config(service, timeout_s=0.3)), "a", "a") == 1.0
-    assert time.perf_counter() - start < 2, "the first reply would have taken four seconds"
-    assert len(service.seen) == 2
+    assert judge(resolve_reward(config(service, **IMPATIENT)), "a", "a") == 1.0
+    assert len(service.seen) > 1
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,7 @@ def test_a_service_that_refuses_every_request_ends_the_run_in_any_case(serve: Se
 
 
 def test_the_requests_of_a_step_run_together_up_to_the_limit(serve: Serve) -> None:
-    together = threading.Barrier(4, timeout=20)
+    together = threading.Barrier(4, timeout=LONGEST_S)
 
     def score(service: Service, body: dict[str, Any]) -> tuple[int, bytes]:
         together.wait()

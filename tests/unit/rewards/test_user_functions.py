@@ -15,9 +15,11 @@ import pytest
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.static_check import reward_problems
-from tests.unit.rewards.conftest import Write, judge
+from tests.unit.rewards.conftest import LONGEST_S, Write, begin_limits_at, judge
 
 MODULE = """\
+import threading, time
+begun = threading.Event()
 CONSTANT = 3
 def words(response, ground_truth, *, data_source, extra_info, target=2):
     return -abs(len(response.split()) - target) + extra_info.get('bonus', 0)
@@ -33,7 +35,7 @@ def ending(response, ground_truth, **_):
 def leaving(response, ground_truth, **_): raise GeneratorExit
 def interrupted(response, ground_truth, **_): raise KeyboardInterrupt
 def slow(response, ground_truth, *, seconds, **_):
-    import time
+    begun.set()
     try:
         time.sleep(seconds)
     except Exception:
@@ -195,22 +197,24 @@ def test_an_interruption_is_no_error_of_the_function() -> None:
         judge(resolve_reward(RewardConfig(fn="my_rewards:interrupted")), "response", "truth")
 
 
-def test_a_function_that_hangs_ends_with_an_error_that_says_where() -> None:
+def test_a_function_that_hangs_ends_with_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGUSR2)
-    config = RewardConfig(fn="my_rewards:slow", kwargs={"seconds": 60})
+    config = RewardConfig(fn="my_rewards:slow", kwargs={"seconds": 1000})
+    reward = resolve_reward(config, timeout_s=0.2)
+    begin_limits_at(sys.modules["my_rewards"].begun, monkeypatch)
     start = time.perf_counter()
     with pytest.raises(
         ValueError,
         match=r"'my_rewards:slow' took longer than scheduler.timeout_s=0.2 s for 1 responses, and was at "
         r"prompt 6 \(data_source 'sums', ground truth 'truth'\), response 'response'",
     ) as caught:
-        judge(resolve_reward(config, timeout_s=0.2), "response", "truth")
-    assert time.perf_counter() - start < 30
+        judge(reward, "response", "truth")
+    assert time.perf_counter() - start < LONGEST_S
     assert "in slow" in "".join(traceback.format_exception(caught.value))
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
-@pytest.mark.parametrize("timeout_s", [None, 30])
+@pytest.mark.parametrize("timeout_s", [None, LONGEST_S])
 def test_a_function_that_is_slow_within_the_limit_is_left_alone(timeout_s: float | None) -> None:
     config = RewardConfig(fn="my_rewards:slow", kwargs={"seconds": 0.05})
     threads = threading.active_count()

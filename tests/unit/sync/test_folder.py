@@ -22,6 +22,8 @@ from torch import Tensor
 from fivefold.sync import folder as folder_module
 from fivefold.sync.folder import PREFIX, NodePlace, WeightFolder
 
+LONGEST_S = 120.0
+"""Most seconds that a wait for another thread may take, which only a failure uses up."""
 FILES = {"model-1.safetensors": b"one", "model-2.safetensors": b"two", "config.json": b"{}"}
 WEIGHTS = [("a", torch.zeros(2)), ("b", torch.ones(3))]
 
@@ -64,12 +66,12 @@ def test_replicas_of_a_node_read_the_same_files(memory: Path) -> None:
             with folders[index].holding(stream(index), version) as own:
                 assert {file.name: file.read_bytes() for file in own.iterdir()} == FILES
                 found.append((own, {file.name: file.stat().st_ino for file in own.iterdir()}))
-                all_read.wait(20)
-            all_read.wait(20)
+                all_read.wait(LONGEST_S)
+            all_read.wait(LONGEST_S)
         return found
 
     with ThreadPoolExecutor(count) as threads:
-        by_replica = list(threads.map(read, range(count), timeout=30))
+        by_replica = list(threads.map(read, range(count), timeout=LONGEST_S))
     for of_version in zip(*by_replica, strict=True):
         paths, inodes = zip(*of_version, strict=True)
         assert len(set(paths)) == count
@@ -257,5 +259,5 @@ def test_replicas_that_see_room_in_different_folders_find_the_same_files(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     with first.holding(WEIGHTS, 0):
-        reader.join(3)
+        reader.join(LONGEST_S)
     assert found == [set(FILES)]
