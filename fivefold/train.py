@@ -273,7 +273,7 @@ class _Loop:
         timers = self.run.timers
         self.source.settle()
         if self.setup.route.beside_training:
-            copy = copy_weights(self.roles.actor, version, timers)
+            copy = copy_weights(self.roles.actor, self.roles.rollout, version, timers)
             give = partial(give_weights, self.roles.rollout, copy, timers, self.setup.route.transport)
             self.source.weights_follow(version, give)
         else:

@@ -32,6 +32,11 @@ class Actor(TrainedRole):
         self.in_turn = threading.RLock()
         """Held by the thread whose model works on devices that several models have in turn."""
 
+    @property
+    def sends_by_nccl(self) -> bool:
+        """Whether weights go to the rollout over an NCCL group."""
+        return self._route.transport == "nccl"
+
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
         return self.trainer.logprobs(batch, "own", temperature, "old_logprobs")

@@ -86,8 +86,7 @@ def launch_roles(
         shares_devices=bool(placement.sharers("rollout")),
         is_server=placement["rollout"].layout.is_server,
     )
-    if route.transport == "nccl":
-        rollout.meet(actor)
+    rollout.meet(actor)
     return Roles(
         actor=actor,
         rollout=rollout,

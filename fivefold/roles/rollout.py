@@ -106,7 +106,12 @@ class Rollout:
         return {index: job for jobs in self._group.call(RolloutWorker.unfinished) for index, job in jobs.items()}
 
     def meet(self, actor: Actor) -> None:
-        """Enter an NCCL group with the actor, over which weights then come."""
+        """Enter an NCCL group with the actor, if weights come over one and a server is in none.
+
+        That is so at the beginning, and when a server was started again; the others then leave theirs.
+        """
+        if not actor.sends_by_nccl or all(self._group.call(RolloutWorker.is_linked)):
+            return
         [meeting, *_] = self._group.call(RolloutWorker.meeting)
         invitation = actor.open_link(meeting)
         entering = self._group.start(RolloutWorker.enter_link, invitation)

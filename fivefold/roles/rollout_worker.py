@@ -176,6 +176,10 @@ class RolloutWorker:
         """Replace all weights by those of the last `stage_weights`."""
         self._engine.swap_weights()
 
+    def is_linked(self) -> bool:
+        """Return whether the server is in an NCCL group with the trainer."""
+        return self._server().is_linked()
+
     def meeting(self) -> Meeting:
         """Return how the server enters an NCCL group."""
         return self._server().meeting

@@ -108,6 +108,7 @@ class Roles:
                 room.weights_woke(free, self.actor.free_memory())
                 self.actor.onload([kind for kind in self.offloaded if kind == "params"])
         with timers.phase("weight sync"):
+            self.rollout.meet(self.actor)
             self.rollout.take_weights(self.actor.offer_weights(version))
         if shares:
             with timers.phase("hand-over"):

@@ -72,9 +72,15 @@ class SendsWeights:
             torch.cuda.empty_cache()
 
     def open_link(self, meeting: Meeting, n_receivers: int) -> Invitation | None:
-        """Open the store of an NCCL group with `n_receivers` processes of the rollout, on rank 0."""
+        """Open the store of an NCCL group with `n_receivers` processes of the rollout, on rank 0.
+
+        It takes the place of the group before, which a process of the rollout may have left by its death.
+        """
         if dist.get_rank() != 0:
             return None
+        if self._link is not None:
+            self._link.leave()
+            self._copy = None
         self._link = NcclLink(meeting, os.environ["MASTER_ADDR"], 1 + n_receivers, self._timeout_s)
         return self._link.invite()
 

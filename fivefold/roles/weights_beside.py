@@ -15,12 +15,13 @@ from fivefold.roles.rollout import Rollout
 from fivefold.sync.offer import WeightOffer
 
 
-def copy_weights(actor: Actor, version: int, timers: PhaseTimers) -> WeightOffer:
+def copy_weights(actor: Actor, rollout: Rollout, version: int, timers: PhaseTimers) -> WeightOffer:
     """Return a copy of the actor's weights in host memory, as version `version`; the actor may change them then.
 
-    A frozen model on the actor's devices does not work meanwhile.
+    The rollout is ready to take it. A frozen model on the actor's devices does not work meanwhile.
     """
     with actor.in_turn, timers.phase("weight sync"):
+        rollout.meet(actor)
         return actor.copy_weights(version)
 
 

@@ -72,6 +72,14 @@ class NcclCommunicator:
         pointer, n_bytes = ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.numel() * flat.element_size())
         _call("ncclBroadcast", pointer, pointer, n_bytes, _UINT8, ctypes.c_int(source), self._communicator, _stream())
 
+    def abort(self) -> None:
+        """Leave the group, whose other processes may have died.
+
+        Raises:
+            RuntimeError: NCCL failed.
+        """
+        _call("ncclCommAbort", self._communicator)
+
     def sum(self, values: Tensor) -> None:
         """Add up a contiguous float32 tensor over all processes, in place and on the current stream.
 

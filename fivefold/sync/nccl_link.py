@@ -5,12 +5,15 @@ How the servers enter the group differs, and each has its `Meeting`:
     unique_id      vLLM 0.26 and later take NCCL's own id of the group
     vllm_store     vLLM 0.25 reads that id, as an object of its own class, from a store that the trainer opens
     torch_group    SGLang makes a group of torch.distributed over a store that the trainer opens
+
+A process that has died leaves its group of no use. All others then enter another one, with its successor.
 """
 
 from __future__ import annotations
 
 import base64
 import ctypes
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -19,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 
 from fivefold.sync.nccl_communicator import ID_BYTES, NcclCommunicator, new_unique_id
 from fivefold.sync.stand_in import pickled
 
 Meeting = Literal["unique_id", "vllm_store", "torch_group"]
 
-GROUP = "fivefold_weights"
-"""Name of the group of torch.distributed."""
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Invitation:
     """NCCL's id of the group."""
     world_size: int
     """Processes of all servers, and rank 0."""
+    group: str
+    """Name of the group of torch.distributed, which no earlier one has."""
 
     @property
     def unique_id_b64(self) -> str:
@@ -76,7 +81,8 @@ class NcclLink:
             address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False, use_libuv=False
         )
         unique_id = new_unique_id() if meeting != "torch_group" else b""
-        self._invitation = Invitation(address, self._store.port, unique_id, world_size)
+        group = f"fivefold_weights_{next(_numbers)}"
+        self._invitation = Invitation(address, self._store.port, unique_id, world_size, group)
         self._communicator: NcclCommunicator | None = None
         self._group: Any = None
         if meeting == "vllm_store":
@@ -89,7 +95,7 @@ class NcclLink:
     def enter(self) -> None:
         """Enter the group; return once all servers have."""
         if self._meeting == "torch_group":
-            self._group = _torch_group(self._store, self._world_size, self._timeout)
+            self._group = _torch_group(self._invitation.group, self._store, self._world_size, self._timeout)
             return
         self._communicator = NcclCommunicator(self._invitation.unique_id, self._world_size, rank=0)
         # The servers' communicators begin with the sum of one number.
@@ -105,23 +111,28 @@ class NcclLink:
         # Training may go on beside, on other streams.
         torch.cuda.current_stream().synchronize()
 
+    def leave(self) -> None:
+        """Leave the group, in which nothing is on its way; its other processes may have died."""
+        if self._communicator is not None:
+            self._communicator.abort()
+        elif self._group is not None:
+            c10d._abort_process_group(self._group)
+
 
 def pickled_id(unique_id: bytes) -> bytes:
     """Return NCCL's id as a pickle of vLLM's class for it."""
     return pickled(ncclUniqueId.from_buffer_copy(unique_id), ncclUniqueId)
 
 
-def _torch_group(store: TCPStore, world_size: int, timeout: timedelta) -> Any:
+def _torch_group(name: str, store: TCPStore, world_size: int, timeout: timedelta) -> Any:
     """Make a group of torch.distributed beside the default one, as SGLang's `init_custom_process_group` does."""
-    from torch.distributed import distributed_c10d as c10d
-
     group, _ = c10d._new_process_group_helper(
         world_size,
         0,
         [],
         c10d.Backend("nccl"),
-        c10d.PrefixStore(GROUP, store),
-        group_name=GROUP,  # type: ignore[arg-type]
+        c10d.PrefixStore(name, store),
+        group_name=name,  # type: ignore[arg-type]
         backend_options=None,
         timeout=timeout,
     )

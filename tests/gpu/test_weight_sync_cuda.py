@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,13 +20,14 @@ from torch.distributed import distributed_c10d as c10d
 from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import CHECKSUMS, DeviceBucket, checksum
 from fivefold.sync.nccl_communicator import NcclCommunicator
-from fivefold.sync.nccl_link import GROUP, Invitation, NcclLink
+from fivefold.sync.nccl_link import Invitation, NcclLink
 from fivefold.sync.sender import WeightSender
 from fivefold.sync.transport import Route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BUCKET = 1 << 20
+ONE = DeviceBucket(("tensor",), ((4, 4),), "bfloat16", {}, None)
 WAIT_S = 120
 
 
@@ -77,14 +80,14 @@ def receive(meeting: str, invitation: Invitation, announced: Any, arrived: Any) 
     group = communicator = None
     if meeting == "torch_group":
         store = TCPStore(invitation.address, invitation.port, 2, is_master=False)
-        prefixed, timeout = c10d.PrefixStore(GROUP, store), timedelta(seconds=WAIT_S)
+        prefixed, timeout = c10d.PrefixStore(invitation.group, store), timedelta(seconds=WAIT_S)
         group, _ = c10d._new_process_group_helper(
             2,
             1,
             [],
             c10d.Backend("nccl"),
             prefixed,
-            group_name=GROUP,
+            group_name=invitation.group,
             backend_options=None,
             timeout=timeout,  # type: ignore[arg-type]
         )
@@ -102,10 +105,31 @@ def receive(meeting: str, invitation: Invitation, announced: Any, arrived: Any) 
         arrived.put(checksum(bucket.tensors(flat)) % CHECKSUMS)
 
 
+def enter_and_die(meeting: Any, invitation: Invitation) -> None:
+    """Enter the group, get one bucket, and end as a server does that is killed."""
+    arrived: Any = SimpleQueue()
+    announced: Any = SimpleQueue()
+    announced.put(ONE)
+    announced.put(None)
+    receive(meeting, invitation, announced, arrived)
+    os._exit(1)
+
+
 @TWO_GPUS
 @pytest.mark.parametrize("meeting", ["unique_id", "vllm_store", "torch_group"])
-def test_another_gpu_gets_every_bucket(meeting: Any) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_another_gpu_gets_every_bucket(meeting: Any, dies: bool) -> None:
+    """Behind the death of the process that had the GPU, its successor enters another group."""
     context = mp.get_context("spawn")
+    if dies:
+        before = NcclLink(meeting, "127.0.0.1", 2, WAIT_S)
+        deadly = context.Process(target=enter_and_die, args=(meeting, before.invite()), daemon=True)
+        deadly.start()
+        before.enter()
+        before.broadcast(torch.zeros(ONE.n_bytes, dtype=torch.uint8, device="cuda"))
+        deadly.join(WAIT_S)
+        assert deadly.exitcode == 1
+        before.leave()
     announced, arrived = context.Queue(), context.Queue()
     link = NcclLink(meeting, "127.0.0.1", 2, WAIT_S)
     arguments = (meeting, link.invite(), announced, arrived)

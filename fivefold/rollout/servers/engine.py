@@ -293,7 +293,8 @@ class ServerEngine:
                 yield bucket
 
         with self._replacing(version):
-            assert self._server.loader is not None
+            if self._spec.route.transport == "nccl" and not self._server.is_linked:
+                raise ServerDied("the server died when its weights were about to come by NCCL")
             with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
                 self._server.loader.load(noted(), version)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
@@ -303,7 +304,8 @@ class ServerEngine:
     def _replacing(self, version: int) -> Iterator[None]:
         """Interrupt the server for the block, which replaces its weights by those of `version`; it then goes on.
 
-        One that answers a stream and dies meanwhile is started again, and has no weights before the next update.
+        One that answers a stream and dies meanwhile is started again, and has no weights before the next update. By
+        NCCL it is not: the trainer and the other servers wait in a transfer that cannot end.
         """
         self._interrupt()
         self._state.begin_update()
@@ -313,7 +315,7 @@ class ServerEngine:
             with self._server.served():
                 yield
         except ServerDied as death:
-            if self._stream is None:
+            if self._stream is None or self._spec.route.transport == "nccl":
                 raise
             self._restart(death)
             return
@@ -323,14 +325,21 @@ class ServerEngine:
     @property
     def meeting(self) -> Meeting:
         """How the server enters an NCCL group."""
-        assert self._server.loader is not None
         return self._server.loader.meeting
+
+    def is_linked(self) -> bool:
+        """Return whether the server is in an NCCL group. One that has died is started again, and is in none."""
+        try:
+            self._server.check()
+        except ServerDied as death:
+            self._restart(death)
+        return self._server.is_linked
 
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
         """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
-        assert self._server.loader is not None
         with self._server.served():
             self._server.loader.enter(invitation, rank_offset)
+        self._server.is_linked = True
 
     def sleep(self) -> None:
         """Make the server forget its weights, and give back the memory of weights and cache.

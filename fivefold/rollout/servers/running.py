@@ -37,8 +37,9 @@ class RunningServer:
         self.http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
         command = server_command(self._dialect, self._spec, listening.address)
         self._process = ServerProcess(command, self._dialect.environment(self._spec), listening)
-        self.loader: WeightLoader | None = None
-        """Gives the server weights from devices, once it is ready; None: it loads them from files."""
+        self._loader: WeightLoader | None = None
+        self.is_linked = False
+        """Whether it is in an NCCL group with the trainer."""
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
@@ -53,20 +54,31 @@ class RunningServer:
         with counting("starting the server"):
             self._process.wait_until_ready(self.http)
         if self._spec.route.transport != "folder":
-            self.loader = self._dialect.loader(self.http, self._spec)
+            self._loader = self._dialect.loader(self.http, self._spec)
         self._is_ready = True
+
+    @property
+    def loader(self) -> WeightLoader:
+        """What gives the server weights from devices, once it is ready."""
+        self.wait_until_ready()
+        assert self._loader is not None, "it loads them from files"
+        return self._loader
 
     def close_after(self, death: ServerDied) -> None:
         """End what is left of a server that has died and is to be started again.
 
         Raises:
-            ServerDied: it has died too often, or was in an NCCL group, which it cannot enter again.
+            ServerDied: it has died too often.
         """
         self._n_restarts += 1
-        if self._n_restarts > self._spec.max_restarts or self._spec.route.transport == "nccl":
+        if self._n_restarts > self._spec.max_restarts:
             raise death
         print(f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)", flush=True)
         self.close()
+
+    def check(self) -> None:
+        """Raise ServerDied if the server has ended."""
+        self._process.check()
 
     @contextmanager
     def served(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.weights import check_version
 from fivefold.sync.cuda_ipc import on_device
 from fivefold.sync.device_buckets import DeviceBucket, Handle
-from fivefold.sync.nccl_link import GROUP, Invitation, Meeting
+from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.sync.stand_in import pickled
 
 _FORMAT = "flattened_bucket"
@@ -58,6 +58,8 @@ class SGLangWeights:
         """Keep the UUIDs of the server's devices, one for each of its processes; none are needed with NCCL."""
         self._http = http
         self._uuids = uuids
+        self._group: str | None = None
+        """Name of the NCCL group."""
 
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
         body = {
@@ -65,10 +67,11 @@ class SGLangWeights:
             "master_port": invitation.port,
             "rank_offset": rank_offset,
             "world_size": invitation.world_size,
-            "group_name": GROUP,
+            "group_name": invitation.group,
             "backend": "nccl",
         }
         self._http.post("/init_weights_update_group", body)
+        self._group = invitation.group
 
     def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         for bucket in buckets:
@@ -78,7 +81,7 @@ class SGLangWeights:
                 body = {"serialized_named_tensors": tensors, "load_format": _FORMAT, "flush_cache": False}
                 self._http.post("/update_weights_from_tensor", body)
             else:
-                self._http.post("/update_weights_from_distributed", _announced(bucket))
+                self._http.post("/update_weights_from_distributed", _announced(bucket, self._group))
         self._http.send("POST", "/flush_cache", {})
         self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         check_version(self._http.get("/model_info")["weight_version"], version)
@@ -101,12 +104,12 @@ def _check_fused(names: Sequence[str]) -> None:
             )
 
 
-def _announced(bucket: DeviceBucket) -> dict[str, Any]:
+def _announced(bucket: DeviceBucket, group: str | None) -> dict[str, Any]:
     return {
         "names": list(bucket.names),
         "dtypes": [bucket.dtype] * len(bucket.names),
         "shapes": [list(shape) for shape in bucket.shapes],
-        "group_name": GROUP,
+        "group_name": group,
         "load_format": _FORMAT,
         "flush_cache": False,
     }

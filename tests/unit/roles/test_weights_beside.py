@@ -57,6 +57,9 @@ class NotedRollout(Rollout):
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
+    def meet(self, actor: Actor) -> None:
+        self._log.append("meet")
+
     def stage_weights(self, offer: WeightOffer) -> None:
         self._log += ["stage", *(bucket.names[0] for bucket in offer.buckets)]
 
@@ -74,8 +77,8 @@ def test_the_actor_is_free_once_its_weights_are_copied(transport: Transport, mon
     timers, trainer = PhaseTimers(), object.__new__(Trainer)
     trainer.group = group = NotedGroup(log)  # type: ignore[assignment]
     group.actor = Actor(trainer, Route(transport, "bfloat16", False))
-    copy = copy_weights(group.actor, 3, timers)
-    copied = ["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy_weights"]
+    copy = copy_weights(group.actor, NotedRollout(log), 3, timers)
+    copied = ["meet", *(["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy_weights"])]
     assert log == copied, "nothing is left to do for the actor's own thread"
     assert set(timers.take()) == {"weight sync"}
     give_weights(NotedRollout(log), copy, timers, transport)

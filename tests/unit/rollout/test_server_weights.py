@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,7 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import sglang_dialect, vllm_dialect
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
@@ -42,7 +46,7 @@ OLD, NEW = {"backend": "vllm", "release": "0.25.1"}, {"backend": "vllm", "releas
 SGLANG = {"backend": "sglang", "release": "0.25.1"}
 ALL = pytest.mark.parametrize("kind", [OLD, NEW, SGLANG], ids=["vllm-0.25", "vllm-0.32", "sglang"])
 ID = bytes(range(128))
-INVITATION = Invitation("10.0.0.1", 4321, ID, 5)
+INVITATION = Invitation("10.0.0.1", 4321, ID, 5, "weights_0")
 HANDLE = ("class", (8,), (1,), 0, "storage", "uint8", 0, b"handle", 8, 0, False, b"counter", 0, b"event", True)
 """A handle of the form of `reduce_tensor`'s."""
 
@@ -59,10 +63,10 @@ def start(
     monkeypatch.setattr(sglang_dialect, "visible_uuids", lambda: ["uuid-1", "uuid-0"])
     engines = []
 
-    def started(kind: dict[str, str], way: Route, **variables: str) -> ServerEngine:
+    def started(kind: dict[str, str], way: Route, max_restarts: int = 0, **variables: str) -> ServerEngine:
         model = model_folder(kind.get("model", "qwen3_moe"))
         python = write_python(tmp_path, **{fake_server.RELEASE: kind["release"], **variables})
-        spec = spec_of(kind["backend"], model, python=python, route=way)
+        spec = spec_of(kind["backend"], model, python=python, route=way, max_restarts=max_restarts)
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
         engines.append(ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save))
         return engines[-1]
@@ -216,7 +220,7 @@ def test_sglang_enters_a_group_and_is_told_of_each_broadcast(
     engine = start(SGLANG, route("nccl"))
     engine.enter(INVITATION, 3)
     place = {"master_address": "10.0.0.1", "master_port": 4321, "rank_offset": 3, "world_size": 5}
-    group = {"group_name": "fivefold_weights"}
+    group = {"group_name": "weights_0"}
     assert bodies(tmp_path, "/init_weights_update_group") == [{**place, **group, "backend": "nccl"}]
     buckets = buckets_of(weights, "nccl")
     engine.load_buckets(iter(buckets), 4)
@@ -249,6 +253,43 @@ def test_sglang_gets_the_projections_that_it_fuses_in_one_request(
     apart = {name: stored[name] for name in sorted(stored)}
     with pytest.raises(RuntimeError, match=r"self_attn\.q_a_proj\.weight without .*kv_a_proj_with_mqa\.weight"):
         engine.load_buckets(iter(buckets_of(apart, "nccl")), 5)
+
+
+@pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm", "sglang"])
+def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = start(kind, route("nccl"), max_restarts=2)
+    buckets = buckets_of(weights, "nccl")
+    entered = {"vllm": "/init_weight_transfer_engine", "sglang": "/init_weights_update_group"}[kind["backend"]]
+    assert not engine.is_linked()
+    engine.enter(INVITATION, 1)
+    engine.load_buckets(iter(buckets), 1)
+    assert engine.is_linked()
+    sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=4))
+    engine.submit(0, [GenerationRequest((fake_server.DEADLY, 6), 7)], sampling)
+    while engine.has_weights:
+        engine.collect(0.1)
+    assert list(engine.take_lost()) == [0]
+    assert not engine.is_linked()
+    # Its processes enter the next group, which all servers do then, and get the weights of now.
+    engine.enter(replace(INVITATION, group="weights_1"), 1)
+    engine.load_buckets(iter(buckets), 2)
+    assert set(generate(engine)) == {2}
+    assert len(bodies(tmp_path, entered)) == 2
+    if kind is SGLANG:
+        assert [body["group_name"] for body in bodies(tmp_path, entered)] == ["weights_0", "weights_1"]
+        updates = bodies(tmp_path, "/update_weights_from_distributed")
+        names = [body["group_name"] for body in updates]
+        assert names == ["weights_0"] * len(buckets) + ["weights_1"] * len(buckets)
+    # One that dies without having been asked anything is started again when weights are about to be sent.
+    os.kill(Log(tmp_path).rows("start")[-1]["pid"], signal.SIGKILL)
+    while engine.is_linked():
+        time.sleep(0.01)
+    # The trainer and other servers would wait for it in the transfer, so that its death ends the run at once.
+    with pytest.raises(ServerDied, match="died when its weights were about to come by NCCL"):
+        engine.load_buckets(iter(buckets), 3)
+    assert len(Log(tmp_path).rows("start")) == 3
 
 
 @ALL

@@ -1,0 +1,109 @@
+"""The NCCL group of a trainer and its rollout, which all enter anew when a server was started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.roles import weight_sending
+from fivefold.roles.actor import Actor
+from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout_worker import RolloutWorker
+from fivefold.roles.weight_sending import SendsWeights
+from fivefold.sync.nccl_link import NcclLink
+from fivefold.sync.transport import Route
+
+
+class Done:
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+class Replicas:
+    """Two replicas, of which `linked` says whether they are in the group."""
+
+    def __init__(self) -> None:
+        self.linked = [False, False]
+        self.entered: list[str] = []
+
+    def call(self, method: Callable[..., Any]) -> list[Any]:
+        return {RolloutWorker.is_linked: self.linked, RolloutWorker.meeting: ["unique_id", "unique_id"]}[method]
+
+    def start(self, method: Callable[..., Any], invitation: str) -> Done:
+        assert method is RolloutWorker.enter_link
+        self.entered.append(invitation)
+        self.linked = [True, True]
+        return Done()
+
+
+class InvitingActor(Actor):
+    def __init__(self, *, sends_by_nccl: bool) -> None:
+        self._route = Route("nccl" if sends_by_nccl else "folder", "bfloat16", checksum=False)
+        self.n_entered = 0
+
+    def open_link(self, meeting: str) -> Any:
+        assert meeting == "unique_id"
+        return f"invitation {self.n_entered}"
+
+    def enter_link(self) -> Any:
+        self.n_entered += 1
+        return Done()
+
+
+def test_all_enter_a_group_at_first_and_again_when_one_was_started_again() -> None:
+    replicas, actor = Replicas(), InvitingActor(sends_by_nccl=True)
+    rollout = Rollout(replicas, shares_devices=False, is_server=True)  # type: ignore[arg-type]
+    for _ in range(2):
+        rollout.meet(actor)
+    assert replicas.entered == ["invitation 0"]
+    replicas.linked = [True, False]
+    rollout.meet(actor)
+    assert replicas.entered == ["invitation 0", "invitation 1"]
+    assert actor.n_entered == 2
+
+
+def test_weights_through_host_memory_need_no_group() -> None:
+    replicas = Replicas()
+    rollout = Rollout(replicas, shares_devices=False, is_server=True)  # type: ignore[arg-type]
+    rollout.meet(InvitingActor(sends_by_nccl=False))
+    assert replicas.entered == []
+
+
+class NotedLink:
+    def __init__(self, *arguments: object) -> None:
+        self.has_left = False
+
+    def invite(self) -> NotedLink:
+        return self
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+class Weights:
+    def export_weights(self, readers: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(2)
+
+
+def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sending, "NcclLink", NotedLink)
+    monkeypatch.setattr(weight_sending.dist, "get_rank", lambda: 0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    sends, route = SendsWeights(Weights(), timeout_s=1.0), Route("nccl", "float32", checksum=False)  # type: ignore[arg-type]
+    links: list[Any] = []
+    for n_left in range(3):
+        links.append(sends.open_link("unique_id", 2))
+        assert [link.has_left for link in links] == [True] * n_left + [False]
+        sends.copy_weights(route)
+        assert sends._copy is not None
+        assert sends._copy._link is links[-1], "a copy is sent in the group of now"
+
+
+def test_no_two_groups_have_one_name() -> None:
+    links = [NcclLink("torch_group", "127.0.0.1", 2, 1.0) for _ in range(2)]
+    first, second = (link.invite().group for link in links)
+    assert first != second
