@@ -1,4 +1,4 @@
-"""What ranks that share sequences exchange: keys and values for attention, predictions for the loss."""
+"""What ranks that share sequences exchange: keys and values, or what they are made of, and predictions for the loss."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ def packed_attention(
     """
     if cp_group.size() > 1:
         widths = (key.shape[-1], value.shape[-1])
-        pair = torch.cat((key, value), dim=-1)
-        pair = _GatherKeys.apply(pair, packed.first_keys_K, packed.second_keys_K, cp_group)
-        key, value = pair.split(widths, dim=-1)
+        key, value = gathered_keys(torch.cat((key, value), dim=-1), packed, cp_group).split(widths, dim=-1)
     return varlen_attention(query, key, value, packed.plan, scale)
+
+
+def gathered_keys(local: torch.Tensor, packed: PackedAttention, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows [K, ...] that this rank's queries attend to, of the rows [T, ...] of each rank's own tokens."""
+    gathered: torch.Tensor = _GatherKeys.apply(local, packed.first_keys_K, packed.second_keys_K, cp_group)
+    return gathered
 
 
 class _GatherKeys(torch.autograd.Function):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from fivefold.families.shape import ModelShape
+from fivefold.layout.parallel import ParallelLayout
 
 BACKWARD_AND_FORWARD = 3.0
 """Times the FLOPs of the forward pass. Recomputation is not counted (MFU, not HFU)."""
@@ -61,6 +62,21 @@ def forward_parts(shape: ModelShape, n_sequences: float, length: int) -> PartFlo
     """Return the FLOPs of one forward pass over sequences of one length, with logits for every token."""
     tokens = n_sequences * length
     return _forward(shape, tokens, tokens * length, tokens)
+
+
+def keys_of_latents(shape: ModelShape, layout: ParallelLayout) -> float:
+    """Return the FLOPs that make keys and values of latents that ranks have exchanged, over those of all projections.
+
+    On Megatron-Core, context-parallel ranks exchange latents; each makes the keys of all tokens that its queries see.
+    """
+    if shape.latent is None or layout.backend == "fsdp" or layout.cp == 1:
+        return 0.0
+    return layout.seen_tokens * shape.latent.key_value_parameters(shape.n_heads) / _projection_weights(shape)
+
+
+def keys_of_others(shape: ModelShape, layout: ParallelLayout) -> float:
+    """Return the part of `keys_of_latents` that ranks make of other ranks' latents, which these make too."""
+    return keys_of_latents(shape, layout) * (1 - 1 / layout.seen_tokens)
 
 
 def _forward(shape: ModelShape, tokens: float, squares: float, n_predicted: float) -> PartFlops:

@@ -1,25 +1,27 @@
-"""Floating-point operations that a backward pass repeats, because a recipe does not keep all activations.
+"""Floating-point operations that are repeated: a recipe does not keep all activations, or ranks compute the same.
 
     MFU   FLOPs of forward and backward                  / seconds / what the devices can do
     HFU   the same, and those that are computed again    / seconds / what the devices can do
 
-The log-probs' logits are computed twice in any case, chunk by chunk. Flash attention's own repetition of the scores is
+The log-probs' logits are computed twice in any case, chunk by chunk. Context-parallel ranks make keys and values of the
+same latents, in forward and backward passes (`keys_of_others`). Flash attention's own repetition of the scores is
 not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.families.flops import PartFlops
+from fivefold.families.flops import BACKWARD_AND_FORWARD, PartFlops, keys_of_latents, keys_of_others
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.stages import chunk_sizes
 
 
 def repeated_flops(forward: PartFlops, config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> float:
-    """Return the FLOPs that the backward pass computes again.
+    """Return the FLOPs of a forward and a backward pass that are computed again.
 
     Args:
         forward: FLOPs of the forward pass that it belongs to.
@@ -30,10 +32,13 @@ def repeated_flops(forward: PartFlops, config: EngineConfig, layout: ParallelLay
     logits = 0.0 if shape.value_head else forward.head
     if layout.backend == "fsdp":
         return logits + (_of_layers(forward, shape, range(shape.n_layers)) if config.fsdp.recompute == "full" else 0.0)
-    section = config.megatron
+    section, others = config.megatron, forward.projections * keys_of_others(shape, layout)
+    again = logits + BACKWARD_AND_FORWARD * others
     if section.recompute_granularity == "full":
-        return logits + _of_layers(forward, shape, _recomputed_layers(config, layout, shape))
-    return logits + _of_modules(forward, shape, section.recompute_modules(is_moe=shape.is_moe))
+        whole = replace(forward, projections=forward.projections + others)
+        return again + _of_layers(whole, shape, _recomputed_layers(config, layout, shape))
+    keys = forward.projections * keys_of_latents(shape, layout)
+    return again + _of_modules(forward, shape, section.recompute_modules(is_moe=shape.is_moe), keys)
 
 
 def _recomputed_layers(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> list[int]:
@@ -64,11 +69,14 @@ def _of_layers(forward: PartFlops, shape: ModelShape, layers: Collection[int]) -
     )
 
 
-def _of_modules(forward: PartFlops, shape: ModelShape, modules: Collection[str]) -> float:
-    """Return the matmuls of the modules; norms and activations have none."""
+def _of_modules(forward: PartFlops, shape: ModelShape, modules: Collection[str], keys: float) -> float:
+    """Return the matmuls of the modules; norms and activations have none.
+
+    `keys` are those of keys and values that are made of exchanged latents, which belong to attention.
+    """
     dense, shared = _dense_and_shared(forward, shape)
     flops = {
-        "core_attn": forward.attention,
+        "core_attn": forward.attention + keys,
         "mlp": dense,
         "moe": forward.experts + forward.router + shared,
         "shared_experts": shared,

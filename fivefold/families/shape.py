@@ -71,6 +71,11 @@ class LatentAttention:
         return (self.query_rank or 0) + self.kv_rank
 
     @property
+    def shared_dim(self) -> int:
+        """Width of what the keys and values of all heads are made of: a latent, and the key with position."""
+        return self.kv_rank + self.rope_dim
+
+    @property
     def score_scale(self) -> float:
         """What the products of queries and keys are multiplied by."""
         return self.score_factor / math.sqrt(self.qk_dim)
@@ -81,8 +86,11 @@ class LatentAttention:
 
     def up_parameters(self, hidden: int, n_heads: int) -> int:
         """Return the weights of one layer's projections up to the heads."""
-        queries = (self.query_rank or hidden) * self.qk_dim
-        return n_heads * (queries + self.kv_rank * (self.nope_dim + self.value_dim))
+        return n_heads * (self.query_rank or hidden) * self.qk_dim + self.key_value_parameters(n_heads)
+
+    def key_value_parameters(self, n_heads: int) -> int:
+        """Return the weights of one layer that make keys and values of latents."""
+        return n_heads * self.kv_rank * (self.nope_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,7 @@ class ModelShape:
         """Elements that generation keeps for a token, in all layers. MLA keeps its latent, which the heads share."""
         if self.latent is None:
             return self.n_layers * (self.key_width + self.value_width)
-        return self.n_layers * (self.latent.kv_rank + self.latent.rope_dim)
+        return self.n_layers * self.latent.shared_dim
 
     # Parameters of one layer
 

@@ -69,6 +69,14 @@ class ParallelLayout:
         return self.tp * self.cp % self.etp > 0
 
     @property
+    def seen_tokens(self) -> float:
+        """Tokens whose keys a rank's queries see, over its own tokens.
+
+        With context parallelism its two chunks see prefixes of 2 cp + 1 chunks together.
+        """
+        return self.cp + 0.5 if self.cp > 1 else 1.0
+
+    @property
     def is_training(self) -> bool:
         """Whether the backend trains; otherwise it only generates."""
         return BACKENDS[self.backend].trains

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.config.schema.megatron import RecomputeModule
-from fivefold.families.shape import LatentAttention, ModelShape
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
 
@@ -89,23 +89,27 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     element, tp = work.element_bytes, layout.tp
     keys, padding = shape.key_width + shape.value_width, _padding(shape)
     joint = shape.query_width + keys
-    # With context parallelism the two local chunks of a sequence see prefixes of (2 cp + 1) chunks together.
-    key_tokens = tokens if layout.cp == 1 else tokens * (2 * layout.cp + 1) / 2
+    key_tokens = tokens * layout.seen_tokens
     saved = element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
     saved += _FLOAT * tokens * shape.n_heads / tp
     if shape.qk_norm:
         saved += element * tokens * joint / tp
     if shape.latent is not None:
-        saved += element * tokens / tp * _latents(shape.latent)
+        saved += _latents(shape, layout, work, tokens)
+        # Values lie beside the keys without position that they were made with, unless they are copied.
+        saved += 0 if padding else element * key_tokens * shape.n_heads * shape.latent.nope_dim / tp
     if padding:
-        # The copies with zeros of values and output; values that were gathered stay beside theirs, with their keys.
-        gathered = shape.value_width + padding if layout.cp > 1 else padding
-        saved += element * (tokens * (shape.output_width + padding) + key_tokens * gathered) / tp
+        # The copies with zeros of values and output.
+        saved += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp
     # Gradients of the output, of q, k, v and of their joint projection; flash attention sums q's in float32.
     backward = element * (tokens * (shape.output_width + shape.query_width + joint) + key_tokens * keys) / tp
     backward += _FLOAT * tokens * shape.query_width / tp
     backward += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp if padding else 0
-    if layout.cp > 1:
+    if layout.cp > 1 and shape.latent is not None:
+        # Gradients of keys and values before their concatenation too, of all tokens that the queries see.
+        backward += element * (key_tokens - tokens) * keys / tp
+        backward += element * (tokens * layout.cp + key_tokens) * shape.latent.shared_dim
+    elif layout.cp > 1:
         backward += element * tokens * layout.cp * keys / tp
     return saved, backward
 
@@ -115,19 +119,26 @@ def _padding(shape: ModelShape) -> int:
     return max(0, shape.query_width - shape.output_width)
 
 
-def _latents(latent: LatentAttention) -> int:
-    """Return the channels that are saved before the projections up: latents, before and after their norms."""
-    return 2 * latent.latent_dim + latent.rope_dim
+def _latents(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
+    """Return the bytes that are saved before the projections up: latents, before and after their norms."""
+    latent = shape.latent
+    assert latent is not None
+    own = 2 * latent.latent_dim + latent.rope_dim
+    if layout.cp == 1:
+        return work.element_bytes * tokens / layout.tp * own
+    # Those of keys and values are gathered behind their norm, and saved as they were gathered.
+    gathered = layout.seen_tokens * latent.shared_dim
+    return work.element_bytes * tokens * ((own - latent.kv_rank) / layout.tp + gathered)
 
 
 def _projections(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
     """Return the bytes of what attention is computed again from, and of the output projection's input."""
-    joint = shape.query_width + shape.key_width + shape.value_width
+    rows, keys, latents = work.element_bytes * tokens, shape.key_width + shape.value_width, 0.0
     if (latent := shape.latent) is not None:
-        # All heads share the keys' part with positions, which is one of the latents, or with other ranks a copy.
-        joint += _latents(latent) - shape.n_heads * latent.rope_dim
-        joint += layout.tp * latent.rope_dim if layout.tp > 1 else 0
-    return work.element_bytes * tokens * (joint + shape.output_width) / layout.tp
+        latents = _latents(shape, layout, work, tokens)
+        # With context parallelism, keys and values are made again too. All heads share the keys' part with position.
+        keys = 0 if layout.cp > 1 else keys + (layout.tp - shape.n_heads) * latent.rope_dim
+    return latents + rows * (shape.query_width + keys + shape.output_width) / layout.tp
 
 
 def _expert_activation(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:

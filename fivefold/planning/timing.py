@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.families.flops import PartFlops, forward_parts, training_parts
+from fivefold.families.flops import PartFlops, forward_parts, keys_of_latents, keys_of_others, training_parts
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import Gpu
@@ -225,7 +225,8 @@ def _layer_seconds(
     moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
     mlps = forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY
     mlps += forward.experts * moe_share / GROUPED_EFFICIENCY
-    matmuls = (forward.projections * share + forward.router * moe_share) / DENSE_EFFICIENCY + mlps
+    projections = forward.projections * share * (1 + keys_of_others(shape, layout))
+    matmuls = (projections + forward.router * moe_share) / DENSE_EFFICIENCY + mlps
     attention = forward.attention * share
     scores = attention / ATTENTION_FORWARD_EFFICIENCY
     saved, mlp_saved = _saved(layout, shape, work, stage)
@@ -240,7 +241,7 @@ def _layer_seconds(
     else:
         again = mlp_again * (mlps / gpu.peak + mlp_saved * again_bytes)
         if work.recompute == "selective" and "core_attn" in work.recompute_modules:
-            again += scores / gpu.peak
+            again += (scores + forward.projections * share * keys_of_latents(shape, layout)) / gpu.peak
     return computing / gpu.peak + moved / element_wise, again
 
 

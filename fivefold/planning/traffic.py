@@ -3,7 +3,7 @@
     tp    all-gather and reduce-scatter of the residual stream around attention and around dense MLPs (sequence
           parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
           weights' gradients
-    cp    all-gather of keys and values, reduce-scatter of their gradients
+    cp    all-gather of keys and values, or of the latents that they are made of, reduce-scatter of their gradients
     ep    all-to-all of routed rows, there and back, forward and backward; with etp, each rank sends those of all etp
     etp   all-gather and reduce-scatter of tokens, of which every rank then routes all
     pp    one residual stream a micro-batch and boundary, each way
@@ -116,6 +116,8 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     passes = stage.n_layers * attention + (n_dense + shared) * mlps
     passes += 2 * stage.has_embedding + 2 * stage.has_head
     keys = element * tokens * layout.cp * (shape.key_width + shape.value_width) / tp
+    if shape.latent is not None and not is_fsdp:
+        keys = element * tokens * layout.cp * shape.latent.shared_dim
     gathered = stream / tp * (1 if is_fsdp else layout.etp)
     parameters = rank_parameters(layout, shape, stage)
     boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
@@ -137,7 +139,7 @@ def _gathered(shape: ModelShape) -> float:
     """Return the channels that attention gathers, over those of the stream: latents, if each rank makes its tokens'."""
     if (latent := shape.latent) is None:
         return 1.0
-    return ((latent.query_rank or shape.hidden) + latent.kv_rank + latent.rope_dim) / shape.hidden
+    return ((latent.query_rank or shape.hidden) + latent.shared_dim) / shape.hidden
 
 
 def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:

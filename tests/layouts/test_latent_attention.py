@@ -1,14 +1,16 @@
-"""Multi-head latent attention with flash attention's kernel: unlike heads become alike, and memory is as planned."""
+"""Multi-head latent attention: unlike heads become alike for flash attention; memory and traffic are as planned."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import Case
 from worker_pool import Workers
 
@@ -20,8 +22,12 @@ from fivefold.engine.varlen import plan_attention, varlen_attention
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.attention import PackedSequences
+from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.latent_attention import LatentSelfAttention
 from fivefold.planning.activations import layer_costs
+from fivefold.planning.groups import from_node_start, ranks_together
+from fivefold.planning.stages import stages
+from fivefold.planning.traffic import step_traffic
 from fivefold.planning.workload import Workload
 from fivefold.types import Batch
 
@@ -86,19 +92,24 @@ def test_heads_of_unlike_widths_attend_as_a_softmax_says(width: int, value_width
             torch.testing.assert_close(varlen_attention(query, key, value, plan, scale), wanted)
 
 
-def saved_bytes(case: Case, folder: Path) -> int:
-    """In a worker: return the bytes that a layer's attention keeps for its backward pass, weights apart."""
-    engine = case.engine(folder)
-    module = engine.modules_of(LatentSelfAttention)[0]
+def attention_of(engine: MegatronEngine, *, flash: bool) -> tuple[LatentSelfAttention, torch.Tensor, PackedSequences]:
+    """Return a layer's attention, and what it gets of one sequence on this rank."""
     cp = engine.groups.cp
     batch = Batch((LENGTH,), torch.zeros(LENGTH, dtype=torch.int64), torch.ones(LENGTH))
-    local = localize(batch, cp_rank=cp.rank(), cp_size=cp.size(), total=LENGTH, flash=True, device=CPU)
+    local = localize(batch, cp_rank=cp.rank(), cp_size=cp.size(), total=LENGTH, flash=flash, device=CPU)
     frequencies = inverse_frequencies(engine.shape, CPU)
-    tables = cos_sin(local.positions_T, frequencies, torch.bfloat16, engine.shape.rope_scaling)
-    packed = PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=tables[0], sin_T1D=tables[1])
+    cos_T1D, sin_T1D = cos_sin(local.positions_T, frequencies, torch.bfloat16, engine.shape.rope_scaling)
+    packed = PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
     n_tokens = LENGTH // (cp.size() * engine.groups.tp.size())
     hidden = torch.randn(n_tokens, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    known = [hidden, *tables, *module.parameters(), local.attention.first_keys_K, local.attention.second_keys_K]
+    return engine.modules_of(LatentSelfAttention)[0], hidden, packed
+
+
+def saved_bytes(case: Case, folder: Path) -> int:
+    """In a worker: return the bytes that a layer's attention keeps for its backward pass, weights apart."""
+    module, hidden, packed = attention_of(case.engine(folder), flash=True)
+    places = packed.attention.first_keys_K, packed.attention.second_keys_K
+    known = [hidden, packed.cos_T1D, packed.sin_T1D, *module.parameters(), *places]
     ignored = {tensor.untyped_storage().data_ptr() for tensor in known if tensor is not None}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -119,7 +130,7 @@ RECOMPUTING = MegatronConfig(
 
 @pytest.mark.parametrize("megatron", [MegatronConfig(), RECOMPUTING], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v2"])
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:t2c2"])
 def test_attention_keeps_what_is_planned(
     workers: Workers, models: Path, layout: str, model: str, megatron: MegatronConfig
 ) -> None:
@@ -130,3 +141,40 @@ def test_attention_keeps_what_is_planned(
     statistics = 2 * LENGTH // (parsed.cp * parsed.tp) * 4
     again = costs.core_attention if megatron is RECOMPUTING else 0
     assert sum(found) / len(found) == costs.attention - again - 2 * costs.input - statistics
+
+
+def exchanged_bytes(case: Case, folder: Path) -> float:
+    """In a worker: return the bytes that a layer's attention sends to context-parallel ranks, forward and backward."""
+    engine = case.engine(folder)
+    module, hidden, packed = attention_of(engine, flash=False)
+    cp, wholes = engine.groups.cp, []
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def noted(collective: Callable[..., Any], whole: int) -> Callable[..., Any]:
+        def call(*tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+            if group is cp:
+                wholes.append(tensors[whole].nbytes)
+            return collective(*tensors, group=group, **options)
+
+        return call
+
+    with (
+        patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor, 0)),
+        patch.object(dist, "reduce_scatter_tensor", noted(dist.reduce_scatter_tensor, 1)),
+    ):
+        output, _ = module(hidden, packed_seq_params=packed)
+        torch.autograd.grad(output.float().square().sum(), hidden)
+    return sum(wholes) * (cp.size() - 1) / cp.size()
+
+
+@pytest.mark.parametrize("layout", ["megatron:c2", "megatron:t2c2"])
+def test_context_parallel_ranks_exchange_latents_alone(workers: Workers, models: Path, layout: str) -> None:
+    case, shape, parsed = Case(layout, dtype="bfloat16"), load_shape(models / "deepseek_v3"), parse_backend(layout)
+    assert shape.latent is not None
+    found = workers(case.world_size).run(exchanged_bytes, case, models / "deepseek_v3-bf16")
+    # The rank's tokens once forward, and their gradients once backward, 2 bytes for each of 12 + 4 channels.
+    assert found == [2 * LENGTH // 2 * 2 * (12 + 4)] * case.world_size
+    work, together = Workload(LENGTH, 1, LENGTH), ranks_together(from_node_start(parsed, 8), is_moe=True)
+    planned = step_traffic(parsed, shape, work, stages(parsed, shape)[0], together)
+    assert [each.bytes for each in planned if each.dimension == "cp"] == [shape.n_layers * found[0]]

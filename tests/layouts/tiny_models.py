@@ -105,9 +105,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": (
         "DeepseekV2Config",
-        # The norms of latents have an epsilon of their own.
+        # The norms of latents have an epsilon of their own. Values are as wide as keys, as in GLM-4.7-Flash.
         {
             **_LATENT,
+            "v_head_dim": 12,
             "q_lora_rank": None,
             "num_experts_per_tok": 2,
             "routed_scaling_factor": 1.5,

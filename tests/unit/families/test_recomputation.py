@@ -17,8 +17,8 @@ FORWARD = forward_of(QWEN, [1000, 24], 1024)
 LAYERS = FORWARD.total - FORWARD.head
 
 
-def pipeline(engine: str, pp: int = 1) -> ParallelLayout:
-    return ParallelLayout(engine, tp=1, pp=pp, cp=1, dp=1, vpp=1, ep=1, etp=1, edp=1)
+def pipeline(engine: str, pp: int = 1, cp: int = 1) -> ParallelLayout:
+    return ParallelLayout(engine, tp=1, pp=pp, cp=cp, dp=1, vpp=1, ep=1, etp=1, edp=cp)
 
 
 def repeated(engine: str = "megatron", pp: int = 1, **section: object) -> float:
@@ -54,3 +54,22 @@ def test_shared_experts_and_dense_mlps_are_told_apart() -> None:
     shared = repeated_flops(forward, config, pipeline("megatron"), shape) - forward.head
     # 58 layers with a shared expert of 3 x 7168 x 2048 weights, 2 FLOPs for each weight and token.
     assert shared == pytest.approx(2 * 100 * 58 * 3 * 7168 * 2048)
+
+
+def test_context_parallel_ranks_make_the_same_keys_of_latents() -> None:
+    shape = find_shape("DeepSeek-V3")
+    forward = forward_of(shape, [100], 100)
+
+    def of(cp: int, **megatron: object) -> float:
+        config = EngineConfig.model_validate({"path": "model", "megatron": megatron})
+        return repeated_flops(forward, config, pipeline("megatron", cp=cp), shape) - forward.head
+
+    # A latent of 512 channels becomes 128 channels of a key and 128 of a value for each of 128 heads.
+    keys = 2 * 100 * 61 * 512 * 128 * (128 + 128)
+    assert of(1) == 0
+    # On 4 ranks, the queries of a rank see 9 of 8 chunks, of which 2 are its own.
+    assert of(4) == pytest.approx(3 * 3.5 * keys)
+    core = {"recompute": "selective", "transformer": {"recompute_modules": ["core_attn"]}}
+    assert of(1, **core) == pytest.approx(forward.attention)
+    assert of(4, **core) == pytest.approx(forward.attention + (3 * 3.5 + 4.5) * keys)
+    assert of(4, recompute="full") - of(1, recompute="full") == pytest.approx(4 * 3.5 * keys)
