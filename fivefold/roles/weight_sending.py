@@ -28,6 +28,8 @@ class SendsWeights:
         self._timeout_s = timeout_s
         self._sender: WeightSender | None = None
         self._link: NcclLink | None = None
+        self._left: list[NcclLink] = []
+        """Links to groups that were left, whose stores processes of the rollout may still watch."""
         self._copy: CopiedWeights | None = None
 
     def offer_weights(self, with_checksum: bool) -> Iterator[Bucket]:
@@ -80,6 +82,7 @@ class SendsWeights:
             return None
         if self._link is not None:
             self._link.leave()
+            self._left.append(self._link)
             self._copy = None
         self._link = NcclLink(meeting, os.environ["MASTER_ADDR"], 1 + n_receivers, self._timeout_s)
         return self._link.invite()
