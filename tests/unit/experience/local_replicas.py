@@ -69,11 +69,11 @@ class LocalGroup(WorkerGroup):
     """Workers whose calls run in threads of this process."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
-        self._workers = list(workers)
+        self._replicas = list(workers)
         self._threads = [ThreadPoolExecutor(1) for _ in workers]
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self._replicas)
 
     def keep_on(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> KeptCall[Any]:
         future = self._submit(rank, method.__name__, *args)
@@ -93,7 +93,7 @@ class LocalGroup(WorkerGroup):
                 yield [(rank, report, columns)]
 
     def _results(self, rank: int, method: Callable[..., Any], share: list[Any], args: Sequence[Any]) -> list[Any]:
-        return list(getattr(self._workers[rank], method.__name__)(iter(share), *args))
+        return list(getattr(self._replicas[rank], method.__name__)(iter(share), *args))
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return [future.result() for future in [self._submit(rank, method.__name__, *args) for rank in range(len(self))]]
@@ -104,7 +104,7 @@ class LocalGroup(WorkerGroup):
             future.result()
 
     def _submit(self, rank: int, method: str, *args: Any) -> Future[Any]:
-        return self._threads[rank].submit(getattr(self._workers[rank], method), *args)
+        return self._threads[rank].submit(getattr(self._replicas[rank], method), *args)
 
 
 class LocalRollout(Rollout):
