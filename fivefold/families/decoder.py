@@ -138,6 +138,21 @@ def has_window_above(config: HFConfig) -> bool:
     return config.integer("num_hidden_layers") > config.integer("max_window_layers", least=0)
 
 
+def check_groups(config: HFConfig, shape: ModelShape) -> None:
+    """Check the groups of experts of a shape.
+
+    Raises:
+        ValueError: the groups are not equal, or those of a token have too few experts.
+    """
+    groups, chosen = shape.expert_groups, shape.groups_per_token
+    size, rest = divmod(shape.n_experts, groups)
+    if groups > 1 and (rest or size < shape.group_best or chosen > groups or chosen * size < shape.top_k):
+        raise config.error(
+            f"n_group={groups} must divide the {shape.n_experts} experts into groups of at least {shape.group_best}, "
+            f"and topk_group={chosen} be groups that have the {shape.top_k} experts of a token"
+        )
+
+
 def _refuse_unsupported(config: HFConfig, has_window: bool, knows_attention_bias: bool) -> None:
     if (activation := config.get("hidden_act")) != "silu":
         raise config.error(f"hidden_act={activation!r} is not supported; the MLPs are SwiGLU (silu)")

@@ -1,15 +1,20 @@
-"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and softmax routing to experts beside shared experts."""
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and softmax routing to experts beside shared experts.
+
+V2's routers choose among the groups of experts whose best expert has the largest score; V2-Lite's have no groups.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fivefold.families.decoder import add_experts
+from fivefold.families.decoder import add_experts, check_groups
 from fivefold.families.family import Family, MoENames
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.latent_attention import read_latent_decoder
 from fivefold.families.shape import ModelShape
 from fivefold.families.sigmoid_experts import SHARED, layers_behind_dense, shared_width
+
+_IN_GROUPS = "group_limited_greedy"
 
 
 def _read(config: HFConfig) -> ModelShape:
@@ -25,11 +30,16 @@ def _read(config: HFConfig) -> ModelShape:
         return shape
     if shape.norm_topk_prob:
         raise config.error("norm_topk_prob=true is not supported: transformers does not read it for this family")
-    if config.get("topk_method") != "greedy" and config.integer("n_group") > 1:
-        raise config.error(
-            f"topk_method={config.get('topk_method')!r} with n_group={config.get('n_group')} is not supported: "
-            "Megatron-Core does not rank a group of experts by its best one"
+    if (method := config.get("topk_method")) == _IN_GROUPS:
+        shape = replace(
+            shape,
+            expert_groups=config.integer("n_group"),
+            groups_per_token=config.integer("topk_group"),
+            group_best=1,
         )
+        check_groups(config, shape)
+    elif method != "greedy":
+        raise config.error(f"topk_method={method!r} is not supported; it must be 'greedy' or {_IN_GROUPS!r}")
     return replace(
         shape,
         shared_expert_ffn_hidden=shared_width(config, shape),

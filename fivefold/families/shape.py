@@ -141,7 +141,9 @@ class ModelShape:
     expert_groups: int = 1
     """Equal groups into which the experts are divided."""
     groups_per_token: int = 1
-    """Groups of experts that a token may visit: those whose two best experts have the largest scores."""
+    """Groups of experts that a token may visit: those whose best experts have the largest scores."""
+    group_best: int = 2
+    """Best experts of a group whose scores are added to rank it."""
     rotary_dim: int | None = None
     """Channels of a head that rotary positions turn, the first ones; None: all."""
     latent: LatentAttention | None = None

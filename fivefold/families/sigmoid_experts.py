@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.families.decoder import add_experts
+from fivefold.families.decoder import add_experts, check_groups
 from fivefold.families.family import MLPNames, MoENames
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.shape import ModelShape
@@ -60,7 +60,7 @@ def add_sigmoid_experts(dense: ModelShape, config: HFConfig, moe_layers: Sequenc
         expert_groups=config.integer("n_group"),
         groups_per_token=config.integer("topk_group"),
     )
-    _check_groups(config, shape)
+    check_groups(config, shape)
     return shape
 
 
@@ -72,16 +72,9 @@ def shared_width(config: HFConfig, shape: ModelShape) -> int:
 def layers_behind_dense(config: HFConfig, n_layers: int) -> list[bool]:
     """Return which layers have experts: all but the first `first_k_dense_replace`."""
     if config.states("moe_layer_freq") and config.get("moe_layer_freq") != 1:
-        raise config.error(f"moe_layer_freq={config.get('moe_layer_freq')} is not supported; it must be 1")
+        raise config.error(
+            f"moe_layer_freq={config.get('moe_layer_freq')} is not supported; it must be 1, because transformers "
+            "does not read it"
+        )
     n_dense = config.integer("first_k_dense_replace", least=0)
     return [layer >= n_dense for layer in range(n_layers)]
-
-
-def _check_groups(config: HFConfig, shape: ModelShape) -> None:
-    """Check groups of experts, of which Megatron-Core ranks each by its best top_k / topk_group experts."""
-    groups, chosen = shape.expert_groups, shape.groups_per_token
-    if groups > 1 and (shape.n_experts % groups or chosen > groups or shape.top_k != 2 * chosen):
-        raise config.error(
-            f"n_group={groups} must divide the {shape.n_experts} experts, and topk_group={chosen} be half of the "
-            f"{shape.top_k} experts of a token"
-        )

@@ -18,7 +18,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import dispatcher
 from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.router import Router, note_sequences, routers_of
+from fivefold.mcore.router import GroupChoice, Router, note_sequences, routers_of
 from fivefold.mcore.specs import block_spec
 
 
@@ -85,6 +85,10 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
         chunk.routers = routers_of([chunk])
+        limits = (config.moe_router_num_groups, config.moe_router_group_topk)
+        if limits == (shape.expert_groups, shape.groups_per_token):
+            for router in chunk.routers:
+                router.router_replay = GroupChoice(shape.group_best)
         dispatcher.install(chunk, config, groups)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks

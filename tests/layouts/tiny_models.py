@@ -105,12 +105,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": (
         "DeepseekV2Config",
-        # The norms of latents have an epsilon of their own. Values are as wide as keys, as in GLM-4.7-Flash.
+        # The norms of latents have an epsilon of their own. Values are as wide as keys, as in GLM-4.7-Flash. A token
+        # goes to the group with the best expert, where Megatron-Core would take the one with the best two.
         {
             **_LATENT,
             "v_head_dim": 12,
             "q_lora_rank": None,
             "num_experts_per_tok": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 2,
+            "topk_group": 1,
             "routed_scaling_factor": 1.5,
             "rms_norm_eps": 1e-2,
         },
