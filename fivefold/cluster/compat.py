@@ -30,9 +30,11 @@ ENVIRONMENT = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_raylet_start_wait_time_s": "90",
 }
 """Settings that Ray reads only from the environment: no usage reports, no second report of an error that the driver
-raises, no changes to CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`."""
+raises, no changes to CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`, and 90 seconds in place of 30
+for a start, which takes long on a busy machine."""
 
 
 def hush() -> None:

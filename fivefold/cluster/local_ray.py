@@ -34,7 +34,7 @@ MAX_OBJECT_STORE = 8 * 2**30
 MIN_OBJECT_STORE = 256 * 2**20
 STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
-START_ATTEMPTS = 3
+START_ATTEMPTS = 2
 END_S = 5.0
 """Seconds that processes get to end before they are killed."""
 MAX_STARTING = 16
@@ -101,7 +101,7 @@ class LocalRay:
                 return cls(folder, Path(node.get_logs_dir_path()), servers)
             except BaseException as error:
                 _end(folder, ())
-                # Ray raises a plain Exception if a start takes more than 30 seconds, as on a busy machine, and an
+                # Ray raises a plain Exception if a start takes too long, as on a busy machine, and an
                 # AuthenticationError if a server of another Ray, which starts at the same time, has got its port.
                 if type(error) is not Exception and not isinstance(error, AuthenticationError):
                     raise

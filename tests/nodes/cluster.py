@@ -111,6 +111,7 @@ class PretendCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
+            "RAY_raylet_start_wait_time_s": "90",
             "OMP_NUM_THREADS": "1",
         }
 

@@ -71,6 +71,12 @@ def claim_port() -> Port:
 
 def listeners(number: int) -> set[int | None]:
     """Return the ids of the processes that get connections to a port; None stands for a process of another user."""
+    found = _listeners(number)
+    # A socket that is opened while the list is made has no process in it yet.
+    return _listeners(number) if None in found else found
+
+
+def _listeners(number: int) -> set[int | None]:
     return {
         connection.pid
         for connection in psutil.net_connections("tcp")

@@ -266,6 +266,21 @@ def test_a_process_that_listens_on_a_servers_port_is_an_error(is_first: bool, tm
     other.wait()
 
 
+def test_a_server_that_begins_to_listen_while_processes_are_listed_is_no_stranger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a list has the server's socket, and no process with it."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        own.listen()
+        number = own.getsockname()[1]
+        list_all = psutil.net_connections
+        lists = iter([lambda kind: [each._replace(pid=None) for each in list_all(kind)], list_all])
+        monkeypatch.setattr(psutil, "net_connections", lambda kind: next(lists)(kind))
+        assert listeners(number) == {os.getpid()}
+        assert next(lists, None) is None
+
+
 def listening(command: Sequence[str], number: int) -> subprocess.Popen[bytes]:
     """Start a process; return it once it listens on a port."""
     process = subprocess.Popen(command)
