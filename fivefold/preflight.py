@@ -19,6 +19,7 @@ from fivefold.families.check import (
     RoleShapes,
     distillation_problems,
     engine_problems,
+    graph_problems,
     layout_problems,
     reference_problems,
     replica_problems,
@@ -69,6 +70,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)
     yield from distillation_problems(recipe, shape)
+    yield from graph_problems(recipe, shape)
     yield from sampling_problems(recipe, shape)
     if recipe.tokenizer_path is not None:
         try:

@@ -191,6 +191,23 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                 )
 
 
+def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a line if vLLM's CUDA graphs would compute with the weights of an earlier version.
+
+    vLLM makes two matrices of the projection that makes keys and values of latents. They are views of its weight, whose
+    memory stays the same, unless it is quantized: then each update makes them elsewhere, and graphs read the old ones.
+    """
+    if not isinstance(recipe, TrainRecipe) or shape.latent is None:
+        return
+    backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    given = {str(argument).split("=")[0] for argument in recipe.rollout.server_args}
+    if backend == "vllm" and given & {"--quantization", "-q"} and "--enforce-eager" not in given:
+        yield (
+            f"rollout.server_args={recipe.rollout.server_args} quantizes the latent attention of {shape.family}, of "
+            "which vLLM's CUDA graphs would go on with old weights: add --enforce-eager, or drop --quantization"
+        )
+
+
 def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each key of `gconfig` that asks for what the model cannot generate, whatever the prompts are."""
     if not isinstance(recipe, TrainRecipe):

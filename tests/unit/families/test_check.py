@@ -191,6 +191,20 @@ def test_mbridge_has_no_latent_attention() -> None:
         check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
 
 
+@pytest.mark.parametrize("quantized", [["--quantization", "fp8"], ["--quantization=fp8"], ["-q", "fp8"]])
+def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[str]) -> None:
+    latent = find_shape("DeepSeek-V3")
+
+    def asked(backend: str, *arguments: str) -> TrainRecipe:
+        return recipe(rollout={"backend": backend, "server_args": [*quantized, *arguments]})
+
+    with pytest.raises(RecipeError, match=r"CUDA graphs would go on with old weights: add --enforce-eager"):
+        check_recipe(asked("vllm:d2"), latent)
+    check_recipe(asked("vllm:d2", "--enforce-eager"), latent)
+    check_recipe(asked("sglang:d2"), latent)
+    check_recipe(asked("vllm:d2"), MOE)
+
+
 def test_router_losses_need_a_router() -> None:
     megatron = {"transformer": {"moe_aux_loss_coeff": 0.1}}
     check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)
