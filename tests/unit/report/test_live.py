@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
@@ -103,9 +102,7 @@ def test_the_server_tells_nothing_without_its_token_nor_beside_the_run(run: Path
 def test_ctrl_c_ends_the_server_without_a_traceback(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
     assert status(f"{url}state") == 200
-    began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0, rest
     assert rest.replace("Press Ctrl-C to end.", "").strip() == ""
-    assert time.monotonic() - began < 30
