@@ -83,8 +83,8 @@ class LocalRay:
         """Start Ray and connect to it.
 
         If this process is killed and cannot call `end`, the workers end with it; what they have started must notice
-        that by itself, as inference servers and programs of rewards do, because Ray is killed, too. Two small processes of Ray end within
-        a minute, and the folder stays until the next start.
+        that by itself, as inference servers and programs of rewards do, because Ray is killed, too. Two small
+        processes of Ray end within a minute, and the folder stays until the next start.
 
         Raises:
             ValueError: Ray cannot run on this machine as it is set up.

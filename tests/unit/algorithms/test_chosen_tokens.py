@@ -25,9 +25,9 @@ def chosen_by(choice: BatchStep, batch: Batch, split: list[list[int]], field: st
     def run(replica: int) -> Batch:
         def gather(own: torch.Tensor) -> list[torch.Tensor]:
             given[replica] = own
-            barrier.wait(10)
+            barrier.wait(120)
             everything = list(given)
-            barrier.wait(10)
+            barrier.wait(120)
             return everything
 
         return choice(batch.select(split[replica]), gather)

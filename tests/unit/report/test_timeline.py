@@ -61,7 +61,7 @@ def test_a_time_line_has_the_phases_of_every_process_and_thread(run: Path) -> No
     [train, _] = [event for event in timeline.events if event.name == "train"]
     assert train.start <= own[0].start
     assert own[0].start + own[0].seconds <= train.start + train.seconds + 0.005
-    assert 0.01 <= own[0].seconds < 5
+    assert 0.01 <= own[0].seconds < 60
     assert [event.name for event in timeline.between(2, 2).events].count("compute logprobs") == 2
     with pytest.raises(ValueError, match="--steps 2-3: the run has events of steps 1-2"):
         timeline.between(2, 3)
