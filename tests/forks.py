@@ -1,4 +1,4 @@
-"""Processes that begin with everything imported: one server has imported it, and forks them."""
+"""Processes that begin with large libraries imported: one server has imported them, and forks the processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+from tests.forked_workers import forked_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,16 +27,17 @@ def forking() -> ForkServerContext:
 
 
 def run_forked(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float, forks_workers: bool
 ) -> subprocess.CompletedProcess[str]:
-    """Run the `fivefold` command as `subprocess.run` does, in a forked process.
+    """Run the `fivefold` command as `subprocess.run` does, in a forked process, and its workers if `forks_workers`.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     with tempfile.TemporaryDirectory(prefix="forked-") as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        process = forking().Process(target=_command, args=(list(arguments), cwd, dict(environment), output, errors))
+        command = (list(arguments), cwd, dict(environment), output, errors, forks_workers)
+        process = forking().Process(target=_command, args=command)
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -43,12 +47,15 @@ def run_forked(
         return subprocess.CompletedProcess(list(arguments), process.exitcode, output.read_text(), errors.read_text())
 
 
-def _command(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+def _command(
+    arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path, forks_workers: bool
+) -> None:
     for descriptor, file in ((1, output), (2, errors)):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    # Like Python's own, these files leave their descriptors open when a worker of Ray puts others in their place.
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -57,10 +64,11 @@ def _command(arguments: list[str], cwd: Path, environment: dict[str, str], outpu
     sys.path[:] = [str(cwd), str(ROOT), *(path for path in sys.path if path not in added)]
     sys.argv = ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from fivefold.cli.main import app
-
     try:
-        app(prog_name="fivefold")
+        with forked_workers() if forks_workers else nullcontext():
+            from fivefold.cli.main import app
+
+            app(prog_name="fivefold")
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

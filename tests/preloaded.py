@@ -1,4 +1,7 @@
-"""What the server of `tests.forks` imports before it forks: all that commands and trainers import at some time."""
+"""What the server of `tests.forks` imports before it forks: what commands and workers import, but for Ray.
+
+Ray reads variables of a worker when it is imported (`tests.forked_workers`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,8 @@ import importlib
 from fivefold.imports import large_imports
 
 MODULES = (
-    "fivefold.cli.main",
-    "fivefold.train",
-    "fivefold.sft",
-    "fivefold.dpo",
-    "fivefold.rm",
-    "fivefold.generate",
+    "fivefold.config.schema.train",
+    "fivefold.rollout.transformers_engine",
     "fivefold.mcore.engine",
     "fivefold.fsdp.engine",
     "safetensors.torch",
