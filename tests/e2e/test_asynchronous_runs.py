@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -16,8 +15,9 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
 from fivefold.experience.waiting import read_waiting
 from fivefold.rollout.tokenizer import load_tokenizer
-from tests.e2e.conftest import COMMAND, ROOT
+from tests.e2e.conftest import COMMAND, ROOT, Fivefold
 from tests.e2e.documents import listed_metrics
+from tests.e2e.held_reward import held_after
 from tests.e2e.reward_models import check_scores, write_reward_model
 
 BATCH, SAMPLES, STEPS, AGE = 8, 4, 6, 2
@@ -29,26 +29,27 @@ KEYS = (
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 
-def start(root: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    right = {"fn": "exact_match", "kwargs": {"pattern": r"(?:^|=)(\d+)$"}}
+def command(root: Path) -> list[str]:
+    right = {"fn": "tests.e2e.held_reward:right", "kwargs": {"hold": str(root / "hold")}}
     # By default, the model shares the actor's devices, in turn.
     model = {"path": str(root / "model"), "backend": "megatron:d1", "dtype": "float32", "offload": True}
     reward = {"rewards": {"right": right, "liked": {"fn": "model", "weight": 0.1}}, "model": model}
-    command = [*COMMAND, "train", str(QUICKSTART), *KEYS, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return ["train", str(QUICKSTART), *KEYS, f"cluster.fileroot={root}", f"reward={json.dumps(reward)}"]
 
 
-def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -> None:
+def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path, fivefold: Fivefold) -> None:
     run, model = tmp_path / "quickstart" / "trial-0", write_reward_model(tmp_path / "model")
-    first, checkpoints = start(tmp_path), CheckpointStore(run / "checkpoints")
-    deadline = time.monotonic() + 240
-    while (latest := checkpoints.latest()) is None or latest.step < 2:
-        assert first.poll() is None, first.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    checkpoints = CheckpointStore(run / "checkpoints")
+    with held_after(run / "checkpoints" / "step-000002", tmp_path / "hold"):
+        first = subprocess.Popen(
+            [*COMMAND, *command(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        while (latest := checkpoints.latest()) is None or latest.step < 2:
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.01)
+        first.kill()
+        first.communicate()
     latest = checkpoints.latest()
     assert latest is not None
     assert latest.step < STEPS
@@ -56,10 +57,9 @@ def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path) -
     turns = {group.number // BATCH for group in waiting}
     assert turns <= set(range(latest.step, latest.step + AGE + 1))
 
-    second = start(tmp_path)
-    output, errors = second.communicate(timeout=300)
-    assert second.returncode == 0, errors
-    assert "goes on" in output
+    second = fivefold(*command(tmp_path))
+    assert second.returncode == 0, second.stderr + second.stdout
+    assert "goes on" in second.stdout
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     recipe = load_recipe(QUICKSTART, list(KEYS), TrainRecipe)
     data = load_prompts(recipe.train_dataset, load_tokenizer(str(ROOT / "fivefold/models/tiny-moe")))

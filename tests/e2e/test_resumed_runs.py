@@ -23,6 +23,7 @@ from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_to_torch_dist
 from tests.e2e.conftest import COMMAND, ROOT, Fivefold, is_timed
+from tests.e2e.held_reward import held_after
 
 N_STEPS = 5
 KEEP_ALL = f"recover.max_to_keep={N_STEPS}"
@@ -31,12 +32,16 @@ TRAIN = (
     "gconfig.n_samples=4", "valid_dataset.limit=16", "recover.freq_steps=1", "stats.n_logged_samples=32",
     "saver.freq_steps=3", "actor.kl_ctl=0.001", "actor.ppo_n_minibatches=1", "actor.path=mcore",
     "actor.megatron.use_dist_checkpointing=true", "actor.megatron.dist_checkpointing_path=mcore", KEEP_ALL,
+    "reward={fn: tests.e2e.held_reward:right, kwargs: {hold: hold}}",
 )  # fmt: skip
-"""The runs start from a Megatron-Core checkpoint in the folder `mcore`, which has no weights for Hugging Face."""
+"""The runs start from a Megatron-Core checkpoint in the folder `mcore`, which has no weights for Hugging Face. The file
+`hold` can hold them back."""
 SFT = (
     "sft", str(ROOT / "recipes" / "tiny-moe-sft.yaml"), f"total_train_steps={N_STEPS}", "train_dataset.batch_size=8",
     "valid_dataset=null", "recover.freq_steps=1", KEEP_ALL,
 )  # fmt: skip
+
+ASKED = "the run saves and ends after this step"
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +71,27 @@ def last_step(run: Path) -> int:
     return max((checkpoint.step for checkpoint in CheckpointStore(run / "checkpoints").all()), default=0)
 
 
-def interrupted(run: Path, end: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str, str]:
-    """Train, and call `end` as soon as one more checkpoint is complete; return exit code, output and error output."""
+def interrupted(run: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> tuple[int, str, str]:
+    """Train, and call `end` in the step after one more checkpoint; return exit code, output and error output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    earlier = last_step(run)
-    # In a process group of its own, as a shell starts it: a terminal sends Ctrl-C to all processes of the group.
-    driver = subprocess.Popen(
-        [*COMMAND, *TRAIN, *place(run)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
-        cwd=run.parents[1],
-    )  # fmt: skip
-    deadline = time.monotonic() + 600
-    while last_step(run) == earlier:
-        if driver.poll() is not None or time.monotonic() > deadline:
-            driver.kill()
-            pytest.fail(f"the run wrote no checkpoint: {driver.communicate()}")
-        time.sleep(0.01)
-    end(driver)
-    output, errors = driver.communicate(timeout=60)
-    return driver.returncode, output, errors
+    folder, step = run.parents[1], last_step(run) + 1
+    output, errors = folder / "output", folder / "errors"
+    with output.open("w") as out, errors.open("w") as err:
+        with held_after(run / "checkpoints" / f"step-{step:06}", folder / "hold"):
+            # In a process group of its own, as a shell starts it: a terminal sends Ctrl-C to all its processes.
+            driver = subprocess.Popen(
+                [*COMMAND, *TRAIN, *place(run)],
+                stdout=out, stderr=err, env=environment, start_new_session=True, cwd=folder,
+            )  # fmt: skip
+            while last_step(run) < step:
+                assert driver.poll() is None, errors.read_text()
+                time.sleep(0.01)
+            end(driver)
+            # The step is held back until the run has ended, or has said that it will end after the step.
+            while driver.poll() is None and ASKED not in errors.read_text():
+                time.sleep(0.01)
+        code = driver.wait(timeout=600)
+    return code, output.read_text(), errors.read_text()
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ def test_ctrl_c_ends_after_the_step_and_another_layout_goes_on(
     undisturbed: Path, ended: Ended, fivefold: Fivefold, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ended.run
-    assert "the run saves and ends after this step" in ended.errors
+    assert ASKED in ended.errors
     assert f"trial_name={run.name}" in ended.errors, "the command that goes on"
     changed = (*place(run), "actor.backend=megatron:d1")
     monkeypatch.chdir(folder)
