@@ -10,10 +10,15 @@ import importlib
 from fivefold.imports import large_imports
 
 MODULES = (
-    "fivefold.config.schema.train",
-    "fivefold.rollout.transformers_engine",
-    "fivefold.mcore.engine",
+    "fivefold.algorithms.policy_loss",
+    "fivefold.config.load",
     "fivefold.fsdp.engine",
+    "fivefold.mcore.engine",
+    "fivefold.rewards.resolve",
+    "fivefold.rollout.transformers_engine",
+    "jsonschema",
+    "requests",
+    "rich.console",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -24,6 +29,7 @@ MODULES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "typer",
 )
 
 with large_imports():
