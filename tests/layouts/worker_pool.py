@@ -30,10 +30,13 @@ import torch.distributed as dist
 
 from tests.forks import forking
 
-START_LIMIT_S = 180.0
+START_LIMIT_S = 600.0
 """Seconds for the imports, and for the processes to join torch.distributed."""
 GRACE_S = 3.0
 """Seconds that the other ranks have to answer after one has failed, before they count as waiting for it."""
+
+STACKS_S = 30.0
+"""Seconds that ranks have to begin with their stacks."""
 
 
 class WorkerError(AssertionError):
@@ -50,7 +53,7 @@ class WorkerPool:
         self._pipes: list[Connection] = []
         self._starts = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, time_limit: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, time_limit: float = 600.0) -> list[Any]:
         """Call `function(*args)` on every rank; return the results, by rank.
 
         Args:
@@ -134,8 +137,12 @@ class WorkerPool:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None and self._stack_file(rank).exists():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return {rank: self._stack_file(rank).read_text() for rank in hung if self._stack_file(rank).exists()}
+        files = {rank: self._stack_file(rank) for rank in hung if self._stack_file(rank).exists()}
+        deadline = time.monotonic() + STACKS_S
+        while not all(file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)  # for the rest of a stack that has begun
+        return {rank: file.read_text() for rank, file in files.items()}
 
 
 Workers = Callable[[int], WorkerPool]
@@ -167,7 +174,7 @@ class _Membership:
             init_method=f"file://{self.store}-{self.times_joined}",
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=600),
         )
 
 
