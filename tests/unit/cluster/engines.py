@@ -94,17 +94,19 @@ class Engine:
                 raise RuntimeError(job)
             yield job, f"rank {self.rank}"
 
-    def work_unevenly(self, jobs: Iterator[int], folder: str) -> Iterator[tuple[int, str]]:
-        """Do as `work`; rank 0 has its first job from before the first until after the last one of the others.
+    def work_unevenly(self, jobs: Iterator[int], folder: str) -> Iterator[tuple[tuple[int, int], str]]:
+        """Yield how many jobs this rank had before each job, and the job; and the rank.
+
+        Rank 0 has its first job from before the first until after the last one of the others.
 
         The ranks tell one another by files in `folder`.
         """
         begun, through = Path(folder, "rank 0 has begun"), Path(folder, "the others are through")
-        for job in jobs:
+        for number, job in enumerate(jobs):
             if self.rank == 0:
                 begun.touch()
             wait_for_file(through if self.rank == 0 else begun)
-            yield job, f"rank {self.rank}"
+            yield (number, job), f"rank {self.rank}"
         if self.rank != 0:
             through.touch()
 
