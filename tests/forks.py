@@ -1,4 +1,4 @@
-"""Processes that begin with large libraries imported: one server has imported them, and forks the processes."""
+"""Processes that begin with everything imported: one server has imported it, and forks them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-
-from tests.forked_workers import forked_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,17 +24,16 @@ def forking() -> ForkServerContext:
 
 
 def run_forked(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float, forks_workers: bool
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run the `fivefold` command as `subprocess.run` does, in a forked process, and its workers if `forks_workers`.
+    """Run the `fivefold` command as `subprocess.run` does, in a forked process.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     with tempfile.TemporaryDirectory(prefix="forked-") as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        command = (list(arguments), cwd, dict(environment), output, errors, forks_workers)
-        process = forking().Process(target=_command, args=command)
+        process = forking().Process(target=_command, args=(list(arguments), cwd, dict(environment), output, errors))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -47,15 +43,12 @@ def run_forked(
         return subprocess.CompletedProcess(list(arguments), process.exitcode, output.read_text(), errors.read_text())
 
 
-def _command(
-    arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path, forks_workers: bool
-) -> None:
+def _command(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
     for descriptor, file in ((1, output), (2, errors)):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
         os.close(opened)
-    # Like Python's own, these files leave their descriptors open when a worker of Ray puts others in their place.
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -64,11 +57,10 @@ def _command(
     sys.path[:] = [str(cwd), str(ROOT), *(path for path in sys.path if path not in added)]
     sys.argv = ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with forked_workers() if forks_workers else nullcontext():
-            from fivefold.cli.main import app
+    from fivefold.cli.main import app
 
-            app(prog_name="fivefold")
+    try:
+        app(prog_name="fivefold")
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,7 +1,4 @@
-"""What the server of `tests.forks` imports before it forks: what commands and workers import, but for Ray.
-
-Ray reads variables of a worker when it is imported (`tests.forked_workers`).
-"""
+"""What the server of `tests.forks` imports before it forks: all that commands and trainers import at some time."""
 
 from __future__ import annotations
 
@@ -10,15 +7,14 @@ import importlib
 from fivefold.imports import large_imports
 
 MODULES = (
-    "fivefold.algorithms.policy_loss",
-    "fivefold.config.load",
-    "fivefold.fsdp.engine",
+    "fivefold.cli.main",
+    "fivefold.train",
+    "fivefold.sft",
+    "fivefold.dpo",
+    "fivefold.rm",
+    "fivefold.generate",
     "fivefold.mcore.engine",
-    "fivefold.rewards.resolve",
-    "fivefold.rollout.transformers_engine",
-    "jsonschema",
-    "requests",
-    "rich.console",
+    "fivefold.fsdp.engine",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -29,7 +25,6 @@ MODULES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "typer",
 )
 
 with large_imports():

@@ -29,14 +29,12 @@ def is_timed(metric: str) -> bool:
 def fivefold() -> Fivefold:
     """`fivefold(*arguments)`: the command in a process of its own, in the folder `cwd`; output as text.
 
-    The process is forked with everything imported, and so are Ray's workers, unless `forks_workers` is false: imports
-    take two thirds of the time of a short run otherwise. Tests that kill or interrupt a run start `COMMAND` itself.
+    The process is forked with everything imported, which takes a third of its time otherwise. Tests that kill or
+    interrupt a run start `COMMAND` itself.
     """
 
-    def run(
-        *arguments: str, timeout: float = 600, cwd: Path = ROOT, forks_workers: bool = sys.platform == "linux"
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout: float = 600, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return run_forked(arguments, cwd=cwd, environment=environment, timeout=timeout, forks_workers=forks_workers)
+        return run_forked(arguments, cwd=cwd, environment=environment, timeout=timeout)
 
     return run

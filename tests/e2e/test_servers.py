@@ -55,7 +55,6 @@ def train(fivefold: Fivefold, folder: Path, environment: Mapping[str, str]) -> R
         "train", str(file), "allocation_mode=sglang:d2+megatron:d1", f"total_train_steps={N_STEPS}",
         f"rollout.server_python={write_python(folder / 'server', **environment)}", f"cluster.fileroot={folder}",
         f"train_dataset.batch_size={N_PROMPTS}", f"gconfig.n_samples={N_SAMPLES}", "stats.trackers=[]",
-        forks_workers=False,  # Servers end with their worker only if it is a child of Ray.
     )  # fmt: skip
     return Run(folder, result)
 
