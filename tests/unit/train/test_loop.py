@@ -67,6 +67,8 @@ class FixedRollout(Rollout):
 
 
 class FixedActor(Actor):
+    sends_by_nccl = False
+
     def __init__(self, grad_norm: float) -> None:
         self._grad_norm = grad_norm
         self.moved = MovedBytes()
