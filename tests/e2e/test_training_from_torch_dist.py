@@ -90,8 +90,9 @@ def test_a_plan_does_not_miss_weights_that_the_checkpoint_has(checkpoint: Path) 
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_checkpoint_in_the_place_of_a_model_folder_is_told_apart(checkpoint: Path) -> None:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", str(QUICKSTART), f"actor.path={checkpoint}"])
+def test_a_checkpoint_in_the_place_of_a_model_folder_is_told_apart(checkpoint: Path, tmp_path: Path) -> None:
+    overrides = [f"actor.path={checkpoint}", f"cluster.fileroot={tmp_path}"]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", str(QUICKSTART), *overrides])
     assert result.exit_code == 2
     assert "the folder is a Megatron-Core checkpoint" in result.output
 
