@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-Filtration = Literal["power", "max_min", "max_random"]
+from fivefold.config.schema.roles import Filtration
 
 LEAST = 1e-8
 """Added to every weight, so that samples which all have the weight 0 are drawn alike."""

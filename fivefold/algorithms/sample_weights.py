@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.policy_filtration import Filtration, filtration_weights
-from fivefold.config.schema.roles import ActorConfig
+from fivefold.algorithms.policy_filtration import filtration_weights
+from fivefold.config.schema.roles import ActorConfig, Filtration
 from fivefold.types import Prompt
 
 SAMPLE_WEIGHT = "sample_weight"
@@ -68,16 +68,13 @@ class SampleWeights:
         key = self.difficulty_key
         if key is None:
             return [0.0] * len(prompts)
-        found = [prompt.extra_info.get(key) for prompt in prompts]
-        for prompt, value in zip(prompts, found, strict=True):
+        found = []
+        for prompt in prompts:
+            value = prompt.extra_info.get(key)
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(
                     f"actor.sample_weights.difficulty_key={key}: row {prompt.index} of the data has {value!r}, which "
                     f"is no number from 0 to 1: write one as {key} into the column extra_info of every row"
                 )
-        return [float(value) for value in found if value is not None]
-
-
-def effective_share(weights_N: torch.Tensor) -> float:
-    """Return Kish's effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number."""
-    return float(weights_N.sum() ** 2 / (weights_N**2).sum() / len(weights_N))
+            found.append(float(value))
+        return found

@@ -102,8 +102,8 @@ class LocalRay:
                 return cls(folder, Path(node.get_logs_dir_path()), servers)
             except BaseException as error:
                 _end(folder, ())
-                # Ray raises a plain Exception if a start takes too long, as on a busy machine, and an
-                # AuthenticationError if a server of another Ray, which starts at the same time, has got its port.
+                # Ray raises a plain Exception if a start takes too long, as on a busy machine. It has once raised an
+                # AuthenticationError, too, where another Ray started in the same second; its cause is not known.
                 if type(error) is not Exception and not isinstance(error, AuthenticationError):
                     raise
                 reason = error

@@ -19,7 +19,7 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
-from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights, effective_share
+from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
@@ -31,7 +31,7 @@ from fivefold.roles.reference import Reference
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer_worker import BatchChange
-from fivefold.roles.updates import SkipGuard, make_updates
+from fivefold.roles.updates import SkipGuard, effective_share, make_updates
 from fivefold.types import Columns, Prompt, Sample
 
 
@@ -138,7 +138,7 @@ class PolicyUpdate:
         rewards_N = self._shaping(torch.tensor([sample.reward for sample in samples], dtype=torch.float64), lengths_N)
         weights_N = self._sample_weights(rewards_N, [sample.prompt for sample in samples], lengths_N)
         weighted = batch.with_scalars(**{SAMPLE_WEIGHT: weights_N.float().numpy()})
-        return weighted, {"sample_weights/ess": effective_share(weights_N)}
+        return weighted, {"sample_weights/ess": effective_share(float(weights_N.mean()), float((weights_N**2).mean()))}
 
     def _with_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
         """Return `batch` with the log-probs of old policy, reference and teacher, as far as they are needed."""

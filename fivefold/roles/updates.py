@@ -85,7 +85,7 @@ _OVER_KNOWN = (
 """Metrics over the tokens that have a log-prob of the rollout."""
 
 
-def _effective_share(mean: float, mean_square: float) -> float:
+def effective_share(mean: float, mean_square: float) -> float:
     """Return Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the number of weights w."""
     return mean * mean / mean_square if mean_square > 0 else 0.0
 
@@ -108,7 +108,7 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     if share := averages.get("rollout_mismatch_share"):
         # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
         averages |= {name: averages[name] / share for name in _OVER_KNOWN}
-        averages["rollout_ess"] = _effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
+        averages["rollout_ess"] = effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
     for number in range(1, N_PARTS + 1):
         # The sums are over the tokens of one part, and were divided by all trained tokens.
         if (of_part := averages.pop(f"{SHARE}/{number}", None)) is not None:
@@ -119,7 +119,7 @@ def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         nll = averages.pop("imitation_nll")
         averages |= {"imitation_nll": nll / share} if share > 0 else {}
     if "correction/weight" in averages:
-        averages["correction/ess"] = _effective_share(
+        averages["correction/ess"] = effective_share(
             averages["correction/weight"], averages.pop("correction/weight_square")
         )
     averages = averaged(averages)

@@ -38,11 +38,15 @@ class NormConfig(Section):
     """Added to the standard deviation."""
 
 
+Filtration = Literal["power", "max_min", "max_random"]
+"""Rules by which PF-PPO weighs samples by their rewards."""
+
+
 class SampleWeightsConfig(Section):
     """Factors of the policy's cost on all tokens of a sample, divided by their mean over the step
     (docs/algorithms.md)."""
 
-    reward: Literal["power", "max_min", "max_random"] | None = None
+    reward: Filtration | None = None
     """Weight by the shaped reward R, as often as policy filtration draws a sample (PF-PPO): in proportion to
     abs(R)^`reward_power`; 1 for the largest and the smallest R of the step, else 0; or 0.4 for the largest, else 0.1.
     null: rewards do not count."""

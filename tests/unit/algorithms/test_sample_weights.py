@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.algorithms.sample_weights import SampleWeights, effective_share
+from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.config.schema.roles import ActorConfig, SampleWeightsConfig
+from fivefold.roles.updates import effective_share
 from fivefold.types import Prompt
 
 BY_REWARD: dict[str, Callable[[float, list[float]], float]] = {
@@ -52,7 +53,7 @@ def test_weights_are_their_formulas_with_mean_one() -> None:
         got = weights(torch.tensor(rewards, dtype=torch.float64), prompts_of(difficulties), torch.tensor(lengths))
         assert got.tolist() == pytest.approx([w * n / sum(wanted) for w in wanted], rel=1e-9)
         share = sum(wanted) ** 2 / sum(w * w for w in wanted) / n
-        assert effective_share(got) == pytest.approx(share)
+        assert effective_share(float(got.mean()), float((got**2).mean())) == pytest.approx(share)
 
 
 def test_filtration_has_the_mean_gradient_of_drawing_with_replacement() -> None:
