@@ -27,8 +27,10 @@ TRUNCATED = (
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> Path:
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a model folder whose weight file is truncated."""
+    # The recipes' folder of runs is then another one than that of the user.
+    monkeypatch.chdir(tmp_path)
     folder = Path(shutil.copytree(TINY_MOE, tmp_path / "broken"))
     os.truncate(folder / "model.safetensors", 1_000_000)
     return folder
