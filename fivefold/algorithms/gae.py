@@ -18,7 +18,7 @@ trained, such as a tool's answer, are no steps: the trained token behind them fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,12 +130,45 @@ class Moments:
         return math.sqrt(self.squares / max(1, self.n - 1))
 
 
-def explained_variance(advantages: Moments, returns: Moments) -> float:
-    """Return 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant, below 0 for a worse one.
+@dataclass(frozen=True)
+class EstimateMoments:
+    """Moments of what GAE estimates for the trained tokens of a step."""
 
-    An advantage of GAE is the return less the value. Returns that are all equal leave nothing to explain: 0.
-    """
-    return 1.0 - advantages.variance / returns.variance if returns.variance > 0 else 0.0
+    advantages: Moments
+    returns: Moments
+    errors: Moments
+    """Moments of return - value, which differs from the advantage if the returns have a lambda of their own."""
+
+    @staticmethod
+    def of(batch: Batch) -> EstimateMoments:
+        """Return the moments over the trained tokens of `batch`, which has `advantages`, `returns` and `values`."""
+        trained_T = batch.mask_T.bool()
+        advantages_N, returns_N, values_N = (
+            batch.fields[name][trained_T].double() for name in ("advantages", "returns", "values")
+        )
+        return EstimateMoments(Moments.of(advantages_N), Moments.of(returns_N), Moments.of(returns_N - values_N))
+
+    @staticmethod
+    def merged(parts: Sequence[EstimateMoments]) -> EstimateMoments:
+        """Return the moments of all parts together."""
+        return EstimateMoments(
+            Moments.merged(part.advantages for part in parts),
+            Moments.merged(part.returns for part in parts),
+            Moments.merged(part.errors for part in parts),
+        )
+
+    @property
+    def mean_value(self) -> float:
+        """Mean of the values."""
+        return self.returns.mean - self.errors.mean
+
+    @property
+    def explained_variance(self) -> float:
+        """1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant, below 0 for a worse one.
+
+        Returns that are all equal leave nothing to explain: 0.
+        """
+        return 1.0 - self.errors.variance / self.returns.variance if self.returns.variance > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fivefold.algorithms.gae import GAE, Moments
+from fivefold.algorithms.gae import GAE, EstimateMoments
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.contract import Offloadable
@@ -76,7 +76,7 @@ class Critic(TrainedRole):
 
     def advantages(
         self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None
-    ) -> tuple[tuple[Piece, ...], Moments, Moments]:
+    ) -> tuple[tuple[Piece, ...], EstimateMoments]:
         """Estimate advantages and returns, as columns of these names; it needs nothing on the devices.
 
         Args:
@@ -86,12 +86,11 @@ class Critic(TrainedRole):
             kl: a penalty in the reward of each token; None: there is none.
 
         Returns:
-            The columns, and the moments of all advantages and all returns.
+            The columns, and the moments of all trained tokens' estimates.
         """
         plan, arguments = self.trainer.deal(batch, gae, kl)
         kept = self.trainer.group.keep_each(TrainerWorker.estimate_advantages, arguments)
-        advantages, returns = zip(*self.trainer.summaries(kept), strict=True)
-        return self.trainer.pieces(plan, kept), Moments.merged(advantages), Moments.merged(returns)
+        return self.trainer.pieces(plan, kept), EstimateMoments.merged(self.trainer.summaries(kept))
 
     def update(self, batch: RemoteBatch, loss: Loss) -> UpdateResult:
         """Make one optimizer step on a mini-batch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fivefold.algorithms.gae import GAE, Whitening, explained_variance
+from fivefold.algorithms.gae import GAE, Whitening
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.config.schema.roles import CriticConfig
@@ -53,12 +53,13 @@ class CriticUpdate:
             kl: a penalty in the reward of each token; None: there is none.
         """
         with self._timers.phase("advantages"):
-            pieces, advantages, returns = self._critic.advantages(batch, self._gae, kl)
+            pieces, moments = self._critic.advantages(batch, self._gae, kl)
+        advantages, returns = moments.advantages, moments.returns
         metrics = {
             "advantage/mean": advantages.mean,
             "advantage/std": advantages.std,
-            "critic/explained_variance": explained_variance(advantages, returns),
-            "critic/values": returns.mean - advantages.mean,
+            "critic/explained_variance": moments.explained_variance,
+            "critic/values": moments.mean_value,
             "critic/returns": returns.mean,
             "critic/returns/std": returns.std,
         }

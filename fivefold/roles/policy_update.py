@@ -16,7 +16,7 @@ from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl_in_reward import KLInReward
-from fivefold.algorithms.losses.covariance import NUMBER
+from fivefold.algorithms.losses.covariance import NUMBER, sequence_numbers
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights
@@ -123,8 +123,6 @@ class PolicyUpdate:
         """Return `batch` with what its loss must know of whole sequences."""
         if self._config.mask_truncated:
             batch = batch.untrained([i for i, sample in enumerate(samples) if sample.finish_reason == "length"])
-        if self._base_loss.before is not None:
-            batch = batch.with_scalars(**{NUMBER: np.arange(len(batch), dtype=np.float32)})
         if self._config.positive_nll_coeff > 0:
             is_right = [sample.is_right for sample in samples]
             batch = batch.with_scalars(**{RIGHT: np.array(is_right, dtype=np.float32)})
@@ -224,6 +222,8 @@ class PolicyUpdate:
         loss, change = self.loss, self._change
         if self._always_corrects:
             loss = replace(loss, version=step - 1, max_age=self._max_age)
+        if loss.before is not None:
+            batch = batch.with_scalars(**{NUMBER: sequence_numbers(f"{self._seed}-{step}", len(batch))})
         averages = make_updates(
             self._config,
             groups,

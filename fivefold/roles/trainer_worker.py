@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.algorithms.gae import GAE, Moments
+from fivefold.algorithms.gae import GAE, EstimateMoments, Moments
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
@@ -293,7 +293,7 @@ class TrainerWorker(SendsWeights):
 
     def estimate_advantages(
         self, order: ShareOrder, gae: GAE, kl: KLInReward | None, *columns: Columns
-    ) -> tuple[tuple[Moments, Moments], Columns]:
+    ) -> tuple[EstimateMoments, Columns]:
         """Estimate the advantages and the returns of the share's trained tokens, as columns of these names.
 
         Args:
@@ -303,13 +303,12 @@ class TrainerWorker(SendsWeights):
             columns: columns with the values, and the log-probs that `kl` needs.
 
         Returns:
-            The moments of the share's advantages and returns, and the columns.
+            The moments of the share's estimates, and the columns.
         """
         batch = assemble(order, columns).batch
         advantages_T, returns_T = gae.estimate(batch, None if kl is None else -kl.kl_ctl * kl.estimate(batch))
-        trained_T = batch.mask_T.bool()
         values = {"advantages": advantages_T.numpy(), "returns": returns_T.numpy()}
-        moments = Moments.of(advantages_T[trained_T]), Moments.of(returns_T[trained_T])
+        moments = EstimateMoments.of(batch.with_fields(advantages=advantages_T, returns=returns_T))
         return moments, Columns(order.lengths.astype(np.int32), values)
 
     def advantage_moments(self, order: ShareOrder, change: BatchChange | None, *columns: Columns) -> Moments:

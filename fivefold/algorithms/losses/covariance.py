@@ -12,8 +12,11 @@ layout and split. For the first update of a step, p is p_old.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fivefold.algorithms.batch_steps import Gather
@@ -23,7 +26,9 @@ from fivefold.types import Batch
 CHOSEN = "covariance_chosen"
 """Name of the field that is 1 on the tokens that were chosen, else 0."""
 NUMBER = "sequence_number"
-"""Name of the field with the number of each token's sequence in the step."""
+"""Name of the field with the number of each token's sequence, by which random tokens are drawn."""
+MOST_NUMBERS = 2**24
+"""Whole numbers from 0 on that float32 holds exactly."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,17 @@ def _covariances(batch: Batch, trained_T: torch.Tensor, gather: Gather) -> tuple
     n_trained, logprob, advantage = torch.stack(gather(own)).sum(0).tolist()
     n_trained = max(1.0, n_trained)
     return (logprobs_T - logprob / n_trained) * (advantages_T - advantage / n_trained), int(n_trained)
+
+
+def sequence_numbers(seed: str, n: int) -> npt.NDArray[np.float32]:
+    """Return float32 [n], numbers for the sequences of a step, each once.
+
+    Args:
+        seed: differs from step to step, so that the same places in a batch are not drawn again and again.
+        n: number of sequences.
+    """
+    first = random.Random(seed).randrange(MOST_NUMBERS - n)
+    return np.arange(first, first + n, dtype=np.float32)
 
 
 def random_numbers(batch: Batch) -> torch.Tensor:

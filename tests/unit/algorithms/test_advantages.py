@@ -72,7 +72,9 @@ def test_a_batch_without_variance_gets_exactly_zero() -> None:
     assert result.advantages_N.tolist() == pytest.approx([0.3] * 4)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "gdpo", "rloo", "opo", "gpg", "reinforce_pp_baseline", "pass_at_k_best"])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "gdpo", "rloo", "opo", "opmd", "gpg", "reinforce_pp_baseline", "pass_at_k_best"]
+)
 def test_a_group_without_signal_has_advantages_of_exactly_zero(advantage: str) -> None:
     rewards = [0.1, 0.1, 0.1, 1.0, 0.2, 0.7]
     result = computed(rewards, [0, 0, 0, 1, 1, 2], config(advantage=advantage), [3, 5, 7, 1, 2, 4])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from fivefold.algorithms.gae import GAE, Moments, Whitening, explained_variance
+from fivefold.algorithms.gae import GAE, EstimateMoments, Moments, Whitening
 from fivefold.types import Batch
 
 LENGTHS = (6, 1, 9, 4)
@@ -98,9 +96,26 @@ def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
     assert not white_T[~trained].any()
 
 
-def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones() -> None:
+def test_the_critic_explains_all_variance_of_returns_that_it_foretells_and_none_if_it_is_constant() -> None:
     returns = torch.tensor([0.0, 1.0, 4.0, 2.0])
-    assert explained_variance(Moments.of(returns - returns), Moments.of(returns)) == 1
-    assert explained_variance(Moments.of(returns - 3.0), Moments.of(returns)) == pytest.approx(0)
-    assert explained_variance(Moments.of(2 * returns), Moments.of(returns)) == pytest.approx(-3)
-    assert math.isfinite(explained_variance(Moments.of(returns), Moments.of(torch.ones(4))))
+
+    def explained(errors: torch.Tensor, returns: torch.Tensor) -> float:
+        return EstimateMoments(Moments.of(errors), Moments.of(returns), Moments.of(errors)).explained_variance
+
+    assert explained(returns - returns, returns) == 1
+    assert explained(returns - 3.0, returns) == pytest.approx(0)
+    assert explained(2 * returns, returns) == pytest.approx(-3)
+    assert explained(returns, torch.ones(4)) == 0
+
+
+@pytest.mark.parametrize("gae", [GAE(0.9, 0.7), GAE(0.9, 0.7, returns_lam=1.0), GAE(0.9, 1.0, 1.0, length_alpha=0.05)])
+def test_the_explained_variance_is_of_returns_and_values_whatever_lambda_they_have(gae: GAE) -> None:
+    batch = make_batch()
+    advantages_T, returns_T = gae.estimate(batch)
+    batch = batch.with_fields(advantages=advantages_T, returns=returns_T)
+    trained = batch.mask_T.bool()
+    returns, values = returns_T[trained].double(), batch.fields["values"][trained].double()
+    moments = EstimateMoments.merged([EstimateMoments.of(batch.select(own)) for own in ([0, 1], [], [2, 3])])
+    assert moments.mean_value == pytest.approx(float(values.mean()))
+    assert moments.explained_variance == pytest.approx(1 - float((returns - values).var() / returns.var()))
+    assert moments.advantages.std == pytest.approx(float(advantages_T[trained].double().std()))

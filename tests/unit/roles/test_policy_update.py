@@ -131,11 +131,15 @@ def test_reinforce_pp_whitens_the_advantages_of_tokens() -> None:
     assert plain.changes == [None]
 
 
-def test_losses_that_choose_tokens_get_old_log_probs_and_numbers_of_sequences() -> None:
-    actor = RecordingActor()
-    updates(actor, ONE_UPDATE, "algorithm=kl_cov")
-    assert actor.n_recomputed == 1
-    assert actor.batches[0].scalars["sequence_number"].tolist() == [0, 1, 2, 3]
+def test_losses_that_choose_tokens_get_old_log_probs_and_numbers_of_sequences_of_each_step() -> None:
+    actor, again = RecordingActor(), RecordingActor()
+    for one in (actor, again):
+        updates(one, ONE_UPDATE, "algorithm=clip_cov", steps=2)
+    assert actor.n_recomputed == 2
+    numbers = [batch.scalars["sequence_number"].tolist() for batch in actor.batches]
+    assert [len(set(own)) for own in numbers] == [4, 4]
+    assert not set(numbers[0]) & set(numbers[1]), "another step draws tokens of other places"
+    assert numbers == [batch.scalars["sequence_number"].tolist() for batch in again.batches]
     plain = RecordingActor()
     updates(plain, ONE_UPDATE)
     assert plain.n_recomputed == 0
