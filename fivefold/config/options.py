@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fivefold.config.problems import show
 from fivefold.config.schema.fields import Section
 
 Method = TypeVar("Method")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EXACT = ConfigDict(strict=True, allow_inf_nan=False)
+"""Neither the text `no` nor 1 is a bool, and no option is NaN."""
 
 
 def options(
@@ -56,7 +58,10 @@ def options(
             raise ValueError(f"{key}_kwargs.{name}={show(value)}: this option is the recipe's key {own}")
         if name not in names and not takes_all:
             known = [known for known in names if known not in keys] or ["none"]
-            raise ValueError(f"{key}_kwargs.{name}={show(value)}: there is no such option; it has {', '.join(known)}")
+            method_key = f"{key}={getattr(config, key.rpartition('.')[2])}"
+            raise ValueError(
+                f"{key}_kwargs.{name}={show(value)}: there is no such option; {method_key} has {', '.join(known)}"
+            )
     chosen = {name: keys[name] for name in names if name in keys} | dict(kwargs)
     for parameter in parameters:
         if parameter.name in names and parameter.name not in chosen and parameter.default is parameter.empty:
@@ -84,3 +89,23 @@ def built_in(key: str, name: str, kind: type[Method], chosen: Mapping[str, Any])
             raise ValueError(str(first["ctx"]["error"])) from error
         option = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{key}={name}: {option}={show(first['input'])}: {first['msg']}") from error
+
+
+def check_types(key: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the further options of a built-in function against the types and bounds of its parameters.
+
+    Args:
+        key: the recipe's key that names the function.
+        name: the function's name.
+        function: the function, with annotations.
+        kwargs: the recipe's mapping of further options, all of which it takes.
+
+    Raises:
+        ValueError: an option of another type, out of its bounds, or not finite.
+    """
+    types = get_type_hints(function, include_extras=True)
+    for option, value in kwargs.items():
+        try:
+            TypeAdapter(types[option], config=_EXACT).validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{key}={name}: {option}={show(value)}: {error.errors()[0]['msg']}") from error

@@ -62,12 +62,15 @@ def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
     Raises:
         ValueError: a row without the column.
     """
-    for number, row in enumerate(rows, start=1):
-        if name not in row:
-            raise ValueError(
-                f"row {number} of {path!r} has no column {name!r}, which {key} asks for; "
-                f"the columns found are {columns(rows)}: set {key} to one of them, or add the column"
-            )
+    lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
+    if not lacking:
+        return
+    which = f"row {lacking[0]} of {path!r} has no column {name!r}, which {key} asks for"
+    if len(lacking) < len(rows):
+        raise ValueError(
+            f"{which}; {len(rows) - len(lacking):,} of {len(rows):,} rows have it: fill it in the others, or drop them"
+        )
+    raise ValueError(f"{which}; the columns found are {columns(rows)}: set {key} to one of them, or add the column")
 
 
 def _iterate(config: RowsConfig) -> Iterator[Row]:

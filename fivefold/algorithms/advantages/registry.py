@@ -22,7 +22,7 @@ from fivefold.algorithms.advantages.rloo import rloo
 from fivefold.algorithms.advantages.scores import Advantage, Scores
 from fivefold.algorithms.advantages.token_baseline import optimal_token_baseline
 from fivefold.algorithms.user_method import load
-from fivefold.config.options import options
+from fivefold.config.options import check_types, options
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.user_code import user_traceback
 
@@ -65,6 +65,8 @@ def build_advantage(config: ActorConfig, n_samples: int) -> Callable[[Scores], t
     key = "actor.advantage"
     method: Advantage = METHODS.get(config.advantage) or load(key, config.advantage)
     chosen = options(key, method, config, config.advantage_kwargs, n_arguments=1)
+    if config.advantage in METHODS:
+        check_types(key, config.advantage, method, config.advantage_kwargs)
 
     def compute(scores: Scores) -> torch.Tensor:
         return method(scores, **chosen)

@@ -128,8 +128,11 @@ def test_a_loss_of_ones_own_may_compute_something_over_the_whole_mini_batch_firs
         ({"loss": "own.py:Missing"}, "defines no 'Missing'"),
         ({"loss": "own.py:number"}, "is a int, which cannot be called"),
         ({"loss": "no_such_module:Loss"}, "there is no module 'no_such_module'"),
-        ({"loss": "own.py:Fine", "loss_kwargs": {"strenth": 1}}, "strenth=1: there is no such option; it has strength"),
-        ({"loss": "sapo", "loss_kwargs": {"tau": 1}}, "there is no such option; it has tau_pos, tau_neg"),
+        (
+            {"loss": "own.py:Fine", "loss_kwargs": {"strenth": 1}},
+            "strenth=1: there is no such option; .*Fine has strength",
+        ),
+        ({"loss": "sapo", "loss_kwargs": {"tau": 1}}, "there is no such option; actor.loss=sapo has tau_pos, tau_neg"),
         ({"loss": "sapo", "loss_kwargs": {"tau_pos": -1}}, "tau_pos=-1"),
         ({"loss": "ppo", "loss_kwargs": {"eps_clip": 0.1}}, "this option is the recipe's key actor.eps_clip"),
     ],
@@ -146,7 +149,14 @@ def test_a_loss_that_would_fail_or_mislead_is_refused_at_the_start(keys: dict[st
         ({"advantage": "own.py:needy", "advantage_kwargs": {"k": "x"}}, "failed on two groups of 4"),
         ({"advantage": "own.py:short"}, r"returned torch.float64 \(1,\)"),
         ({"advantage": "own.py:endless"}, "not finite"),
-        ({"advantage": "rloo", "advantage_kwargs": {"k": 1}}, "there is no such option; it has none"),
+        ({"advantage": "rloo", "advantage_kwargs": {"k": 1}}, "there is no such option; actor.advantage=rloo has none"),
+        ({"advantage": "opmd", "advantage_kwargs": {"tau": -1}}, "=opmd: tau=-1: Input should be greater than 0"),
+        ({"advantage": "pass_at_k", "advantage_kwargs": {"k": "4"}}, "=pass_at_k: k='4': .* valid integer"),
+        ({"advantage": "raft", "advantage_kwargs": {"full_reward": float("nan")}}, "=raft: .* finite number"),
+        (
+            {"advantage": "optimal_token_baseline", "advantage_kwargs": {"zero_tail": "no"}},
+            "zero_tail='no': .* boolean",
+        ),
     ],
 )
 def test_an_advantage_that_would_fail_is_refused_at_the_start(keys: dict[str, Any], message: str) -> None:

@@ -107,7 +107,11 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(name: str, ahead: int
         ("easy_to_hard", {"lowest": 0.9, "highest": 0.1}, r"lowest=0\.9 is above highest=0\.1"),
         ("easy_to_hard", {"rate": 2.0}, "train_dataset.sampler=easy_to_hard: rate=2.0"),
         ("easy_to_hard", {"pass_rate_key": "none"}, "8 of 8 prompts have no number"),
-        ("replay", {"shares": 0.1}, r"sampler_kwargs\.shares=0\.1: there is no such option; it has"),
+        (
+            "replay",
+            {"shares": 0.1},
+            r"sampler_kwargs\.shares=0\.1: there is no such option; train_dataset.sampler=replay has",
+        ),
         ("replay", {"batch_size": 3}, "this option is the recipe's key train_dataset.batch_size"),
         ("replay", {"seed": 3}, "this option is the recipe's key seed"),
         ("replay", {"size": 9}, "there is no such option"),

@@ -172,7 +172,11 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             r"no column 'answer', which answer_key asks for; the columns found are \['question'\]",
         ),
-        ([{"question": "a", "answer": "b"}] * 2 + [{"question": "a"}], {}, "row 3 of .* has no column 'answer'"),
+        (
+            [{"question": "a", "answer": "b"}] * 2 + [{"question": "a"}],
+            {},
+            "row 3 of .* has no column 'answer', which answer_key asks for; 2 of 3 rows have it: fill it in the others",
+        ),
         ([{"question": "a"}], {"answer_key": None}, r"no reward_model.ground_truth; its columns are \['question'\]"),
         ([{"question": "a" * 9, "answer": "b"}], {"max_length": 5}, "all 1 prompts .* more than max_length=5 tokens"),
         (
