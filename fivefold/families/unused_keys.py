@@ -61,7 +61,7 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if actor.loss in (*_WITHOUT_CLIP, "gspo", "gmpo", "cispo", "clip_cov", "cpgd", "rec"):
         yield from _differing("actor", actor, ("c_clip",), f"actor.loss={actor.loss} has no dual clip")
     if actor.advantage in ADVANTAGES and actor.advantage != "grpo":
-        names = ["mean_level", "std_level", "eps"]
+        names = ["mean_level", "std_level", *(["eps"] if actor.advantage != "gdpo" else [])]
         reason = f"actor.advantage is {actor.advantage}"
         yield from _differing("actor.reward_norm", actor.reward_norm, tuple(names), reason)
     elif actor.reward_norm.std_level == "none":

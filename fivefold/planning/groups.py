@@ -46,6 +46,11 @@ def group_spreads(placed: RolePlacement, *, is_moe: bool) -> tuple[GroupSpread, 
     return tuple(_spreads(placed, is_moe))
 
 
+def shown(dimension: Dimension, layout: ParallelLayout) -> str:
+    """Return the name of a dimension's groups for the user: those of `dp` have the ranks of a sequence's parts, too."""
+    return "dp x cp" if dimension == "dp" and layout.cp > 1 else dimension
+
+
 def ranks_together(placed: RolePlacement, *, is_moe: bool) -> dict[Dimension, int]:
     """Return how many ranks of a group share a node, by dimension."""
     return {spread.dimension: spread.ranks_per_node for spread in group_spreads(placed, is_moe=is_moe)}

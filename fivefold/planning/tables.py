@@ -10,8 +10,10 @@ from rich.text import Text
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
+from fivefold.planning.groups import shown
 from fivefold.planning.plan import Plan
 from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
@@ -189,18 +191,17 @@ def _virtual_stages(trainer: TrainerPlan, shape: ModelShape) -> Table:
 def _print_groups(console: Console, blueprint: Blueprint) -> None:
     """Print which groups of ranks stay inside a node."""
     plans: tuple[TrainerPlan | RolloutPlan, ...] = (*blueprint.trainers, *blueprint.rollouts)
-    rows = [(plan.placed.role, spread) for plan in plans for spread in plan.spreads]
+    rows = [(plan.placed, spread) for plan in plans for spread in plan.spreads]
     if not rows:
         return
     _heading(console, "Groups of ranks, and the nodes they are on")
     table = _table()
     for name in ("role", "groups", "of ranks", "inside a node", "ranks on one node"):
         table.add_column(name, justify="left" if name == "role" else "right")
-    for role, spread in rows:
+    for placed, spread in rows:
         inside = "all" if spread.n_inside == spread.n_groups else f"{spread.n_inside} of {spread.n_groups}"
-        table.add_row(
-            f"{role} {spread.dimension}", str(spread.n_groups), str(spread.size), inside, str(spread.ranks_per_node)
-        )
+        name = f"{placed.role} {shown(spread.dimension, placed.layout)}"
+        table.add_row(name, str(spread.n_groups), str(spread.size), inside, str(spread.ranks_per_node))
     console.print(table)
 
 
@@ -302,16 +303,17 @@ def _print_step(console: Console, trainer: TrainerPlan, time: StepTime, gpu: Gpu
     console.print(_step(time))
     if time.traffic:
         console.print()
-        console.print(_traffic(time, gpu))
+        console.print(_traffic(time, gpu, trainer.placed.layout))
 
 
-def _traffic(time: StepTime, gpu: Gpu) -> Table:
+def _traffic(time: StepTime, gpu: Gpu, layout: ParallelLayout) -> Table:
     table = _table()
     for name in ("traffic", "group", "inside a node", "GB sent by a rank", "seconds"):
         table.add_column(name, justify="left" if name == "traffic" else "right")
     for item in time.traffic:
         inside = "all" if not item.crosses_nodes else f"{item.ranks_per_node} of {item.size}"
-        table.add_row(item.dimension, str(item.size), inside, gb(item.bytes), f"{item.seconds(gpu):.3f}")
+        name = shown(item.dimension, layout)
+        table.add_row(name, str(item.size), inside, gb(item.bytes), f"{item.seconds(gpu):.3f}")
     return table
 
 

@@ -99,5 +99,8 @@ def check_result(key: str, result: object, scores: Scores) -> None:
     if not isinstance(result, torch.Tensor) or tuple(result.shape) != wanted or not result.is_floating_point():
         found = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise ValueError(f"{key} returned {found}: return a floating-point tensor of shape {wanted}, one a completion")
-    if not result.isfinite().all():
-        raise ValueError(f"{key} returned an advantage that is not finite, for finite rewards")
+    if not result.float().isfinite().all():
+        raise ValueError(
+            f"{key} returned an advantage that is not finite in float32, for finite rewards: their sizes are up to "
+            f"{float(scores.rewards_N.abs().max()):.2g}; if that is too large, set actor.reward_scaling or reward_clip"
+        )

@@ -220,7 +220,8 @@ class ActorConfig(EngineConfig):
     eps_clip_higher: Annotated[float, Field(ge=0)] | None = None
     """Losses that clip do so to ratios above 1 + `eps_clip_higher`; null: the same as `eps_clip`."""
     c_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip (Ye et al. 2020): largest ratio of tokens with a negative advantage; null: no dual clip."""
+    """Dual clip (Ye et al. 2020) of `loss: ppo`: largest ratio of tokens with a negative advantage; null: no dual clip.
+    With `dppo_tv` and `dppo_kl`: largest weight of any token; null: 20."""
     opsm_delta: Annotated[float, Field(ge=0)] | None = None
     """Do not train on sequences of a negative advantage whose mean of log p_old - log p, in nats a token, is above this
     (off-policy sequence masking: DeepSeek-V3.2); null: train on all."""

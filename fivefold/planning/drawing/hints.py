@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.grid import RankPosition, group_stride
-from fivefold.planning.groups import EXPERT_DIMENSIONS, TRAINING_AXES
+from fivefold.planning.groups import EXPERT_DIMENSIONS, TRAINING_AXES, shown
 from fivefold.planning.role_plans import TrainerPlan, gb
 from fivefold.planning.stages import stages
 
@@ -53,4 +53,5 @@ def _groups(trainer: TrainerPlan, rank: int, *, is_moe: bool) -> Iterator[str]:
         first = rank - rank // stride % size * stride
         members = [str(first + place * stride) for place in range(size)]
         more = f" … {members[-1]}" if size > MOST_RANKS else ""
-        yield f"{dimension} group: {' '.join(members[: MOST_RANKS if not more else MOST_RANKS - 1])}{more}"
+        name = shown(dimension, trainer.placed.layout)
+        yield f"{name} group: {' '.join(members[: MOST_RANKS if not more else MOST_RANKS - 1])}{more}"

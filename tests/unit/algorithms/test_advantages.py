@@ -129,6 +129,8 @@ def test_remax_compares_with_the_shaped_reward_of_the_greedy_completion() -> Non
 def test_rewards_that_are_not_finite_or_lack_a_group_are_errors() -> None:
     with pytest.raises(ValueError, match="reward 1 is nan"):
         computed([0.0, float("nan")], [0, 0], config())
+    with pytest.raises(ValueError, match=r"not finite in float32, .* up to 1e\+39; if that is too large, set"):
+        computed([0.0, 1e39], [0, 0], config("group", "none"))
     with pytest.raises(ValueError, match="2 rewards came with 1 group ids"):
         computed([0.0, 1.0], [0], config())
 

@@ -44,6 +44,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
             ["actor.advantage=opo", "actor.reward_norm.std_level=none"],
             ["actor.reward_norm.std_level=none has no effect: actor.advantage is opo"],
         ),
+        (["algorithm=gdpo", "actor.reward_norm.eps=0.1"], []),
     ],
 )
 def test_keys_of_a_training_recipe_that_others_switch_off(overrides: list[str], expected: list[str]) -> None:

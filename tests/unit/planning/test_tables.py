@@ -39,9 +39,11 @@ def test_the_binding_rank_groups_and_modes_are_named(folded: Plan) -> None:
     assert "rank 0 of actor (stage 0) needs the most" in text
     assert "actor by recompute mode: none" in text
     assert "selective" in text
-    groups = [line.split() for line in text.splitlines() if line.startswith(("actor tp", "actor pp", "rollout tp"))]
+    shown = ("actor tp", "actor dp", "actor pp", "rollout tp")
+    groups = [line.split() for line in text.splitlines() if line.startswith(shown)]
     assert groups == [
         ["actor", "tp", "8", "2", "all", "2"],
+        ["actor", "dp", "x", "cp", "8", "2", "all", "2"],
         ["actor", "pp", "4", "4", "0", "of", "4", "2"],
         ["rollout", "tp", "4", "4", "all", "4"],
     ]
