@@ -151,9 +151,9 @@ def _fields_at(section: str, schema: type[BaseModel]) -> Iterable[str]:
 def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
     """Return the line for a key that the schema does not have."""
     line = f"{key}={show(value)}: unknown key"
-    for other, command in COMMANDS.items():
-        if other is not schema and key in known_keys(other) and key.partition(".")[0] not in schema.model_fields:
-            return f"{line}; it belongs to a recipe of `{command}`"
+    others = [f"`{command}`" for other, command in COMMANDS.items() if other is not schema and key in known_keys(other)]
+    if others:
+        return f"{line}; it belongs to a recipe of {' or '.join(others)}"
     nearest = nearest_keys(key, schema)
     return f"{line}; did you mean {' or '.join(nearest)}?" if nearest else line
 

@@ -23,7 +23,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: neither the folder nor the hub has one
         raise ValueError(f"{problem} ({error})") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")

@@ -454,6 +454,11 @@ def test_the_message_counts_the_problems_and_names_the_file(write: Any) -> None:
 def test_a_key_of_the_other_kind_of_recipe_is_refused_with_its_command(write: Any) -> None:
     (problem,) = problems(write(MINIMAL), "gconfig.n_samples=4", schema=SFTRecipe)
     assert problem == "gconfig={'n_samples': 4}: unknown key; it belongs to a recipe of `fivefold train`"
+    of_pairs = problems(write(MINIMAL), "actor.beta=0.1", "train_dataset.chosen_key=chosen")
+    assert list(of_pairs) == [
+        "actor.beta=0.1: unknown key; it belongs to a recipe of `fivefold dpo`",
+        "train_dataset.chosen_key='chosen': unknown key; it belongs to a recipe of `fivefold dpo` or `fivefold rm`",
+    ]
     assert (
         load_recipe(write(MINIMAL), ["train_dataset.response_key=answer"], SFTRecipe).train_dataset.response_key
         == "answer"

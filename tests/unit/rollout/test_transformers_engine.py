@@ -511,6 +511,15 @@ def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path
         load_tokenizer(str(tmp_path))
 
 
+def test_a_hub_that_gives_no_tokenizer_is_named_with_what_was_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(path: str) -> None:
+        raise OSError("We couldn't connect to the hub")
+
+    monkeypatch.setattr("fivefold.rollout.tokenizer.AutoTokenizer.from_pretrained", unreachable)
+    with pytest.raises(ValueError, match=r"'some/model' has no usable tokenizer: .*couldn't connect"):
+        load_tokenizer("some/model")
+
+
 def test_a_window_that_no_layer_uses_is_no_obstacle(model_folder: Folder, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(model_folder("qwen2"))
     config.use_sliding_window, config.sliding_window = True, 8
