@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import TracebackType
@@ -33,6 +34,7 @@ from fivefold.experience.source import Experience
 from fivefold.experience.waiting import Saved, WaitingGroups
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards import event_loop
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Generated, Group
@@ -42,9 +44,6 @@ from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import Job
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.types import Prompt, Sample
-
-MOST_JUDGES = 16
-"""Most groups whose rewards are computed at the same time, each in a thread."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class StreamSource:
         """Times at which the last group finished, and at which the last step was taken."""
         self._busy = [0.0] * len(self._stream.busy_s)
         """Seconds that each replica had worked by then."""
-        n_judges = min(rewards.n_at_once, MOST_JUDGES)
+        n_judges = min(rewards.n_at_once, (1 + recipe.rollout.max_head_offpolicyness) * recipe.train_dataset.batch_size)
         self._judged_at_once = recipe.train_dataset.batch_size if reward_model else 1 if n_judges > 1 else None
         """Most groups that a thread judges together; None: all that have finished meanwhile."""
         judges = ["rewards"] if n_judges == 1 else [f"rewards {number}" for number in range(1, n_judges + 1)]
@@ -136,6 +135,7 @@ class StreamSource:
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
             for name, work in (("rollout", self._generate), *((name, self._judge) for name in judges))
         ]
+        self._coroutines = ExitStack()
         self._restore(saved or Saved(), first_step - 1)
 
     @property
@@ -338,10 +338,10 @@ class StreamSource:
     def _judge(self) -> None:
         """Compute the rewards of groups as they finish, until the source is closed; several threads may.
 
-        A reward that judges several responses at the same time gets one group from each thread, the next step's first,
-        so that a slow one holds up no other. At most a step's groups go to a reward model at once, so that those of
-        later steps do not hold it up. Groups that wait for their rewards keep their place in the rule, so that rewards
-        that are slower than the rollout slow it down.
+        A reward that judges several responses at the same time, as a coroutine does, gets one group from each thread,
+        the next step's first, so that a slow one holds up no other. At most a step's groups go to a reward model at
+        once, so that those of later steps do not hold it up. Groups that wait for their rewards keep their place in the
+        rule, so that rewards that are slower than the rollout slow it down.
         """
         while groups := self._finished.take(self._judged_at_once):
             samples = [sample for group in groups for sample in group.samples]
@@ -365,6 +365,8 @@ class StreamSource:
                 self._changed.notify_all()
 
     def __enter__(self) -> Self:
+        if self._rewards.has_coroutines:
+            self._coroutines.enter_context(event_loop.beside())
         for thread in self._threads:
             thread.start()
         return self
@@ -377,5 +379,7 @@ class StreamSource:
             self._changed.notify_all()
         self._finished.abandon()
         self._rollout.gate.end()
+        self._coroutines.close()
+        until = time.monotonic() + ENDING_S
         for thread in [*self._threads, *filter(None, [self._update])]:
-            thread.join(ENDING_S)
+            thread.join(max(0.0, until - time.monotonic()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -84,7 +84,8 @@ class NamedReward:
     name: str
     reward: Reward | PromptReward | ScoredByModel
     timeout_s: float | None = None
-    """Most seconds that rewards which are computed together may take; None: no limit."""
+    """Most seconds that rewards which are computed together may take, or a coroutine function for each response; None:
+    no limit."""
     n_threads: int = 1
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
@@ -127,6 +128,14 @@ class NamedReward:
                 error.add_note(f"at {describe(prompt, response)}")
                 raise
         return self._finite(value, prompt, response)
+
+    def too_slow(self, what: str, notes: Iterable[str]) -> ValueError:
+        """Return the error that judging `what` took longer than `timeout_s`; the notes say what was in work."""
+        where = "".join(f", and was {note}" for note in notes)
+        return ValueError(
+            f"the reward function {self.name!r} took longer than scheduler.timeout_s={self.timeout_s:g} s for "
+            f"{what}{where}. Give it a limit of its own, or raise scheduler.timeout_s"
+        )
 
     def _call(self, prompt: Prompt, response: str) -> object:
         if isinstance(self.reward, ScoredByModel):

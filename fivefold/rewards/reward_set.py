@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
+from fivefold.rewards.event_loop import N_AT_ONCE
 from fivefold.rewards.reward import NamedReward, ScoredByModel, describe
 from fivefold.types import Prompt
+
+MOST_THREADS = 16
+"""Most threads that judge with functions: each lets the function judge several responses at the same time."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,21 @@ class RewardSet:
 
     @property
     def n_at_once(self) -> int:
-        """Number of threads that may judge at the same time, with responses of their own.
+        """Number of threads that may judge at the same time, each with the responses of a prompt.
 
-        It is 1 if a coroutine function or the reward model judges, which take many responses together.
+        It is 1 if the reward model judges, which takes many responses together.
         """
-        rewards = [each.reward for each in self.rewards]
-        if any(each.is_of_model for each in self.rewards) or any(reward.is_coroutine for reward in rewards):
+        if any(each.is_of_model for each in self.rewards):
             return 1
-        return max(reward.n_threads for reward in rewards)
+        return max(
+            N_AT_ONCE if reward.is_coroutine else min(reward.n_threads, MOST_THREADS)
+            for reward in (each.reward for each in self.rewards)
+        )
+
+    @property
+    def has_coroutines(self) -> bool:
+        """Whether one of the rewards is a coroutine function."""
+        return any(each.reward.is_coroutine for each in self.rewards)
 
     def scored_by(self, prompt: Prompt) -> str:
         """Return the name of the reward by which a completion of `prompt` counts as right."""

@@ -18,7 +18,7 @@ from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import LocalGroup
-from tests.unit.experience.test_stream_source import BATCH, SAMPLES, common, full_marks, never, recipe_of
+from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, never, recipe_of
 
 STEPS, AGE, MEAN = 60, 2, 50
 TOKENS = 25

@@ -21,7 +21,7 @@ from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
-from tests.unit.experience.test_stream_source import full_marks, recipe_of
+from tests.unit.experience.streams import full_marks, recipe_of
 
 STEPS, N_PROMPTS = 15, 23
 

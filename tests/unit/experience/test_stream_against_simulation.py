@@ -19,7 +19,7 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import LocalGroup
-from tests.unit.experience.test_stream_source import BATCH, SAMPLES, common, full_marks, never, recipe_of
+from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, never, recipe_of
 
 STEPS, SLOTS = N_WARM_UP + N_STEPS, 3
 TOKEN_S, TRAIN_S = 0.004, 0.1

@@ -4,86 +4,47 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from fivefold.config.load import load_recipe
-from fivefold.config.schema.rewards import RewardConfig
-from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.chosen_sampler import ChosenSampler
-from fivefold.data.replay import Replay
-from fivefold.data.sampler import EpochSampler
 from fivefold.engine.state_store import finish
 from fivefold.experience.source import Experience
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards.resolve import resolve_rewards
-from fivefold.rewards.reward import NamedReward, PromptReward, Reward
-from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles import remote_batch
-from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.responses import Responses
-from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
+from fivefold.roles.rollout_worker import Job
+from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Columns, Completion, Prompt, Trajectory
-from tests.unit.experience.local_replicas import LocalGroup, LocalRollout, LocalWorker
-
-QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
-BATCH, SAMPLES, STEPS = 4, 2, 6
-PATIENCE_S = 300.0
-"""Seconds after which a test takes what it waits for as failed; nothing that holds depends on them."""
-
-
-def full_marks(response: str, ground_truth: Any, **_: Any) -> float:
-    return 1.0
-
-
-def never(version: int) -> None:
-    raise AssertionError("no replica lacks weights")
-
-
-def recipe_of(*overrides: str) -> TrainRecipe:
-    words = ["actor.ppo_n_minibatches=1", f"train_dataset.batch_size={BATCH}", f"gconfig.n_samples={SAMPLES}"]
-    return load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
+from fivefold.types import Prompt
+from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
+from tests.unit.experience.streams import (
+    BATCH,
+    PATIENCE_S,
+    SAMPLES,
+    STEPS,
+    ScriptedWorker,
+    common,
+    full_marks,
+    never,
+    recipe_of,
+    scripted,
+    wait_until,
+)
 
 
 def half_marks(response: str, ground_truth: Any, **_: Any) -> float:
     return float(len(response) % 2)
 
 
-def common(
-    recipe: TrainRecipe, group: LocalGroup, reward: Callable[..., float], prompts: list[Prompt], replays: bool = False
-) -> Any:
-    sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=True, seed=1)
-    if replays:
-        choice = Replay(prompts, batch_size=BATCH, shuffle=True, seed=1, share=0.5, at_most=0.5)
-        sampler = ChosenSampler(prompts, choice, "replay", batch_size=BATCH, shuffle=True, seed=1, fingerprint="")
-    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
-    return recipe, sampler, LocalRollout(group), sampling, RewardSet.of(NamedReward("f", reward, None)), PhaseTimers()
-
-
 def arithmetic(n: int) -> list[Prompt]:
     tokenizer = load_tokenizer("fivefold/models/tiny-moe")
     texts = [f"{12 + i}+{37 + 2 * i}=" for i in range(n)]
     return [Prompt(i, text, tuple(tokenizer(text).input_ids), "") for i, text in enumerate(texts)]
-
-
-def wait_until(source: StreamSource, holds: Callable[[], bool]) -> None:
-    """Wait for something that the thread of the rollout brings about."""
-    with source._changed:
-        assert source._changed.wait_for(lambda: source._failure is not None or holds(), PATIENCE_S)
-        assert source._failure is None
 
 
 def told(experience: Experience) -> list[tuple[int, str, int]]:
@@ -189,125 +150,6 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
             group.each("set_version", step)
             source.weights_sent(step)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("rollout", "rewards"))]
-
-
-def begun(request: GenerationRequest) -> GenerationRequest:
-    one = np.zeros(1)
-    return replace(request, begun=Begun(one.astype(np.int32), one.astype(np.float32), one.astype(np.int32), None))
-
-
-class ScriptedWorker(RolloutWorker):
-    """Answers each job in a slice of its own with one token; fails at the jobs of some prompts, dies at some slices."""
-
-    def __init__(self, fails: frozenset[int] = frozenset(), dies: frozenset[int] = frozenset()) -> None:
-        self._waiting: list[Job] = []
-        self._fails = fails
-        self._dies = dies
-        self._n_slices = 0
-        self.has_weights = True
-        self.n_answered = self.n_gone_on = 0
-
-    def take_version(self, version: int) -> None:
-        self.has_weights = True
-
-    def advance(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
-    ) -> tuple[Responses, Columns | None]:
-        assert self.has_weights
-        self._waiting += jobs
-        self._n_slices += 1
-        if self._n_slices in self._dies:
-            lost = {job.indices.start: [begun(request) for request in job.requests] for job in self._waiting}
-            self._waiting, self.has_weights = [], False
-            return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
-        job = self._waiting.pop(0)
-        if job.prompts[0].index in self._fails:
-            raise OSError("the replica is gone")
-        self.n_answered += 1
-        self.n_gone_on += job.requests[0].begun is not None
-        trajectories = [Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0)) for prompt in job.prompts]
-        return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
-
-
-def scripted(
-    worker: ScriptedWorker, reward: Reward | PromptReward | RewardModel, *overrides: str, n_threads: int = 1
-) -> StreamSource:
-    recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
-    prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
-    model = reward if isinstance(reward, RewardModel) else None
-    arguments = list(common(recipe, LocalGroup([worker]), full_marks, prompts))
-    if isinstance(reward, RewardModel):
-        arguments[4] = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))
-    else:
-        arguments[4] = RewardSet.of(NamedReward("f", reward, None, n_threads=n_threads))
-    return StreamSource(*arguments, first_step=1, last_step=STEPS, resend=never, reward_model=model)
-
-
-class SlowScores(RewardModel):
-    """Scores a sequence by its length, once it may."""
-
-    def __init__(self, may_score: threading.Event) -> None:
-        self._may_score = may_score
-        self.n_asked: list[int] = []
-
-    def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
-        assert self._may_score.wait(PATIENCE_S)
-        self.n_asked.append(len(batch))
-        return batch.lengths_N / 4
-
-
-@pytest.mark.parametrize("of_model", [False, True], ids=["function", "model"])
-def test_slow_rewards_do_not_hold_generation(of_model: bool) -> None:
-    worker, may_judge = ScriptedWorker(), threading.Event()
-    model = SlowScores(may_judge)
-
-    def reward(response: str, ground_truth: Any, **_: Any) -> float:
-        assert may_judge.wait(PATIENCE_S)
-        return 0.75
-
-    with scripted(worker, model if of_model else reward) as source:
-        source.weights_sent(0)
-        # One that is finished lets others begin in the same moment, so that none can follow.
-        wait_until(source, lambda: source._turns.n_running == 0)
-        assert worker.n_answered == 3 * BATCH, "as many as the age admits, and no more"
-        may_judge.set()
-        for step in (1, 2):
-            assert [sample.reward for sample in source.take(step).samples] == [0.75] * BATCH * SAMPLES
-    assert max(model.n_asked, default=0) <= BATCH * SAMPLES, "a reward model scores a step's samples at once"
-
-
-class SlowFirst:
-    """Judges by the prompt's number. Its first call ends behind all `n_others`."""
-
-    def __init__(self, n_others: int) -> None:
-        self._lock, self._others_are_judged = threading.Lock(), threading.Event()
-        self._n_left = n_others
-        self._n_begun = self._n_running = self.most_running = 0
-
-    def judge_prompt(self, prompt: Prompt, response: str) -> float:
-        with self._lock:
-            self._n_begun += 1
-            self._n_running += 1
-            is_first = self._n_begun == 1
-            self.most_running = max(self.most_running, self._n_running)
-        if is_first:
-            assert self._others_are_judged.wait(PATIENCE_S)
-        with self._lock:
-            self._n_running -= 1
-            self._n_left -= not is_first
-            if not self._n_left:
-                self._others_are_judged.set()
-        return prompt.index / 8
-
-
-def test_a_slow_reward_holds_up_its_own_group_alone() -> None:
-    reward = SlowFirst(n_others=3 * BATCH * SAMPLES - 1)
-    with scripted(ScriptedWorker(), reward, n_threads=3) as source:
-        source.weights_sent(0)
-        for step in (1, 2, 3):
-            samples = source.take(step).samples
-            assert [sample.reward for sample in samples] == [sample.prompt.index / 8 for sample in samples]
-    assert reward.most_running <= 3, "the limit holds over all groups"
 
 
 def test_what_fails_beside_the_trainer_ends_its_wait() -> None:

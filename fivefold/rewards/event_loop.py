@@ -1,0 +1,219 @@
+"""The event loop in which coroutine functions judge responses.
+
+the main thread    judge_together ──> runs the loop itself: some functions need that thread, as for signals
+several threads    judge_together ──> the loop, which runs in a thread `beside` them; each call ends with its responses
+
+A process has one loop, because clients of services, which a module often keeps in a variable, can be used in one only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from fivefold.rewards.reward import NamedReward, describe
+from fivefold.rewards.time_limit import OutOfTime, time_limit
+from fivefold.types import Prompt
+
+N_AT_ONCE = 64
+"""Most responses that a coroutine function judges at the same time: services refuse too many requests at once."""
+CLEAN_UP_S = 1.0
+"""Seconds that a coroutine has to end when its time is over. Then it is taken to block the loop."""
+
+_RUNS = threading.Lock()
+"""Held while the loop runs, by the thread that runs it or has it run beside: an evaluation may need it too."""
+
+
+def judge_together(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    """Return the rewards of responses, which a coroutine function judges; at most `N_AT_ONCE` of all calls at one time.
+
+    Args:
+        reward: the reward.
+        prompts: the prompt of each response.
+        responses: the completions, of which there is at least one.
+
+    Raises:
+        ValueError: an error of the function, a value that is no finite number, or a response that was judged for longer
+            than `reward.timeout_s`, in which its wait for others does not count.
+    """
+    if _loop().is_beside:
+        return _loop().judge_beside(reward, prompts, responses)
+    with _RUNS:
+        return _loop().judge_here(reward, prompts, responses)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Run the loop in a thread during the block, so that threads may judge at the same time.
+
+    Calls that are in progress at the end of the block are cancelled.
+    """
+    with _RUNS:
+        loop = _loop()
+        loop.start()
+        try:
+            yield
+        finally:
+            loop.stop()
+
+
+@dataclass(frozen=True, eq=False)
+class _InWork:
+    """A response that a coroutine is judging."""
+
+    reward: NamedReward
+    what: str
+    began: float = field(default_factory=time.monotonic)
+
+    def left_s(self) -> float:
+        """Return the seconds after which it is taken to block the loop."""
+        return self.began + (self.reward.timeout_s or math.inf) + CLEAN_UP_S - time.monotonic()
+
+    def too_slow(self) -> ValueError:
+        return self.reward.too_slow("one response", [f"at {self.what}"])
+
+
+class _Loop:
+    """An event loop, and what is judged in it."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        atexit.register(self._runner.close)
+        # The runner makes it at the first use, which several threads may be.
+        self._loop = self._runner.get_loop()
+        self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(N_AT_ONCE))
+        """Held by each response that a reward judges, by the reward's name."""
+        self._in_work: set[_InWork] = set()
+        self._calls: set[asyncio.Task[list[float]]] = set()
+        self._thread: threading.Thread | None = None
+        """Runs the loop."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the loop runs in a thread of its own."""
+        return self._thread is not None
+
+    def judge_here(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """Run the loop until the responses are judged. The main thread is interrupted if one of them blocks it."""
+        turns = math.ceil(len(responses) / N_AT_ONCE)
+        try:
+            with time_limit(None if reward.timeout_s is None else turns * reward.timeout_s + CLEAN_UP_S):
+                return self._runner.run(self._judge(reward, prompts, responses))
+        except BaseException as error:
+            self._replace()
+            if isinstance(error, OutOfTime):
+                raise reward.too_slow("one response", getattr(error, "__notes__", ())) from error
+            if not isinstance(error, SystemExit):
+                raise
+            # The function has started a task, whose SystemExit an event loop hands on.
+            raise ValueError(
+                f"a task of the reward function {reward.name!r} raised SystemExit({error.code!r}), which would end "
+                "the run: raise another exception"
+            ) from error
+
+    def judge_beside(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """Wait until the loop, which runs in its thread, has judged the responses, or a response blocks it."""
+        call = asyncio.run_coroutine_threadsafe(self._judge(reward, prompts, responses), self._loop)
+        while not call.done():
+            oldest = min(list(self._in_work), key=_InWork.left_s, default=None)
+            left_s = reward.timeout_s if oldest is None else oldest.left_s()
+            if oldest is not None and oldest.left_s() <= 0:
+                raise oldest.too_slow()
+            wait([call], None if left_s == math.inf else left_s)
+        return call.result()
+
+    def start(self) -> None:
+        """Run the loop in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name="coroutines", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the calls that are in progress, and the thread."""
+        assert self._thread is not None
+        thread = self._thread
+        wait([asyncio.run_coroutine_threadsafe(self._end(), self._loop)], 2 * CLEAN_UP_S)
+        self._thread = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join(CLEAN_UP_S)
+        if self._calls or thread.is_alive():
+            self._replace()
+        if thread.is_alive():
+            atexit.unregister(self._runner.close)
+
+    def _run(self) -> None:
+        while self._thread is not None:
+            # What a task of the function raises goes through the loop, and to the response that waits for the task.
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
+    async def _end(self) -> None:
+        if calls := list(self._calls):
+            _cancel(calls)
+            await asyncio.wait(calls, timeout=CLEAN_UP_S)
+
+    def _replace(self) -> None:
+        """Judge no more in this loop, in which tasks may be left. The runner ends them with the process."""
+        _loop.cache_clear()
+
+    async def _judge(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """Return one reward for each response; after the first exception, the others are cancelled."""
+        tasks: list[asyncio.Task[float]] = []
+
+        async def judge(prompt: Prompt, response: str) -> float:
+            try:
+                return await self._judge_one(reward, prompt, response)
+            except (ValueError, OutOfTime):
+                # At once: the others may be about to start, and to block as this one did.
+                _cancel(tasks)
+                raise
+
+        tasks += [asyncio.create_task(judge(*each)) for each in zip(prompts, responses, strict=True)]
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
+            return [task.result() for task in tasks]
+        finally:
+            _cancel(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._calls.discard(call)
+
+    async def _judge_one(self, reward: NamedReward, prompt: Prompt, response: str) -> float:
+        async with self._places[reward.name]:
+            work = _InWork(reward, describe(prompt, response))
+            self._in_work.add(work)
+            try:
+                # Its time begins with its place.
+                async with asyncio.timeout(reward.timeout_s) as limit:
+                    return await reward.judge_coroutine(prompt, response)
+            finally:
+                self._in_work.discard(work)
+                if limit.expired():
+                    raise work.too_slow()
+
+
+def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that go on, each once: a second time would interrupt what they do to end."""
+    for task in tasks:
+        if not task.done() and not task.cancelling():
+            task.cancel()
+
+
+@cache
+def _loop() -> _Loop:
+    """Return the loop, which lasts as long as the process unless something in it fails."""
+    return _Loop()

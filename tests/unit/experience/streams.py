@@ -1,0 +1,116 @@
+"""Streams of samples over replicas in this process, some of which answer by a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.rewards import RewardConfig
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.chosen_sampler import ChosenSampler
+from fivefold.data.replay import Replay
+from fivefold.data.sampler import EpochSampler
+from fivefold.experience.stream import StreamSource
+from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards.resolve import resolve_rewards
+from fivefold.rewards.reward import NamedReward, PromptReward, Reward
+from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.responses import Responses
+from fivefold.roles.reward_model import RewardModel
+from fivefold.roles.rollout_worker import Job, RolloutWorker
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
+from fivefold.types import Columns, Completion, Prompt, Trajectory
+from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
+BATCH, SAMPLES, STEPS = 4, 2, 6
+PATIENCE_S = 300.0
+"""Seconds after which a test takes what it waits for as failed; nothing that holds depends on them."""
+
+
+def full_marks(response: str, ground_truth: Any, **_: Any) -> float:
+    return 1.0
+
+
+def never(version: int) -> None:
+    raise AssertionError("no replica lacks weights")
+
+
+def recipe_of(*overrides: str) -> TrainRecipe:
+    words = ["actor.ppo_n_minibatches=1", f"train_dataset.batch_size={BATCH}", f"gconfig.n_samples={SAMPLES}"]
+    return load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
+
+
+def common(
+    recipe: TrainRecipe, group: LocalGroup, reward: Callable[..., float], prompts: list[Prompt], replays: bool = False
+) -> Any:
+    sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=True, seed=1)
+    if replays:
+        choice = Replay(prompts, batch_size=BATCH, shuffle=True, seed=1, share=0.5, at_most=0.5)
+        sampler = ChosenSampler(prompts, choice, "replay", batch_size=BATCH, shuffle=True, seed=1, fingerprint="")
+    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    return recipe, sampler, LocalRollout(group), sampling, RewardSet.of(NamedReward("f", reward, None)), PhaseTimers()
+
+
+def wait_until(source: StreamSource, holds: Callable[[], bool]) -> None:
+    """Wait for something that the thread of the rollout brings about."""
+    with source._changed:
+        assert source._changed.wait_for(lambda: source._failure is not None or holds(), PATIENCE_S)
+        assert source._failure is None
+
+
+def begun(request: GenerationRequest) -> GenerationRequest:
+    one = np.zeros(1)
+    return replace(request, begun=Begun(one.astype(np.int32), one.astype(np.float32), one.astype(np.int32), None))
+
+
+class ScriptedWorker(RolloutWorker):
+    """Answers each job in a slice of its own with one token; fails at the jobs of some prompts, dies at some slices."""
+
+    def __init__(self, fails: frozenset[int] = frozenset(), dies: frozenset[int] = frozenset()) -> None:
+        self._waiting: list[Job] = []
+        self._fails = fails
+        self._dies = dies
+        self._n_slices = 0
+        self.has_weights = True
+        self.n_answered = self.n_gone_on = 0
+
+    def take_version(self, version: int) -> None:
+        self.has_weights = True
+
+    def advance(
+        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
+    ) -> tuple[Responses, Columns | None]:
+        assert self.has_weights
+        self._waiting += jobs
+        self._n_slices += 1
+        if self._n_slices in self._dies:
+            lost = {job.indices.start: [begun(request) for request in job.requests] for job in self._waiting}
+            self._waiting, self.has_weights = [], False
+            return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
+        job = self._waiting.pop(0)
+        if job.prompts[0].index in self._fails:
+            raise OSError("the replica is gone")
+        self.n_answered += 1
+        self.n_gone_on += job.requests[0].begun is not None
+        trajectories = [Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0)) for prompt in job.prompts]
+        return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
+
+
+def scripted(
+    worker: ScriptedWorker, reward: Reward | PromptReward | RewardModel, *overrides: str, **options: Any
+) -> StreamSource:
+    recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
+    prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
+    model = reward if isinstance(reward, RewardModel) else None
+    arguments = list(common(recipe, LocalGroup([worker]), full_marks, prompts))
+    if isinstance(reward, RewardModel):
+        arguments[4] = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))
+    else:
+        arguments[4] = RewardSet.of(NamedReward("f", reward, None, **options))
+    return StreamSource(*arguments, first_step=1, last_step=STEPS, resend=never, reward_model=model)
