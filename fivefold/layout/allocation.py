@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.layout.backends import BACKENDS
@@ -76,9 +77,12 @@ class RoleAllocation:
         ranks, experts = dp * self.tp * self.cp, self.ep * self.etp
         if ranks % experts:
             shape = f"e{self.ep}" if self.etp == 1 else f"ffn t{self.etp}*e{self.ep} = {experts}"
+            which = "the 1 rank" if ranks == 1 else f"the {ranks} ranks"
+            smaller = "drop it" if ranks == 1 else f"choose a divisor of {ranks}"
+            least = experts // gcd(experts, self.tp * self.cp)
             raise RuleError(
-                f"{shape} does not divide the {ranks} ranks of a pipeline stage (d*t*c = {dp}*{self.tp}*{self.cp})",
-                f"experts are spread over those ranks: choose a divisor of {ranks}",
+                f"{shape} does not divide {which} of a pipeline stage (d*t*c = {dp}*{self.tp}*{self.cp})",
+                f"experts are spread over the ranks that there are: {smaller}, or make d a multiple of {least}",
                 letter="e" if self.ep > 1 else "t",
                 part="dims" if self.etp == 1 else "ffn",
             )

@@ -94,7 +94,7 @@ REFUSED = [
     ("megatron:(attn:t2t2|ffn:e2)", 17, "`t` (tensor) is given twice"),
     ("megatron:t*", 10, "goes with d only"),
     ("megatron:d2v2", 11, "one stage only"),
-    ("megatron:e2", 9, "does not divide the 1 ranks"),
+    ("megatron:e2", 9, "does not divide the 1 rank"),
     ("megatron:d2t2e3", 13, "does not divide the 4 ranks"),
     ("megatron:d1)", 11, "closes nothing"),
     ("megatron:d1,fsdp:d1", 11, "does not belong here"),
@@ -133,6 +133,25 @@ def test_an_error_has_a_caret_under_the_character_at_fault(text: str, position: 
     assert shown == f"  {text}" or len(text) > 200 > len(shown) - 10
     assert caret.strip() == "^"
     assert f"{shown} "[len(caret) - 1] == f"{text} "[position]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fix", "mended"),
+    [
+        ("megatron:e2", "drop it, or make d a multiple of 2", "megatron:d2e2"),
+        ("megatron:d2t2e3", "choose a divisor of 4, or make d a multiple of 3", "megatron:d3t2e3"),
+        (
+            "megatron:(attn:d2t2|ffn:t4e2)",
+            "choose a divisor of 4, or make d a multiple of 4",
+            "megatron:(attn:d4t2|ffn:t4e2)",
+        ),
+    ],
+)
+def test_too_many_parts_of_experts_are_told_how_many_ranks_they_need(layout: str, fix: str, mended: str) -> None:
+    with pytest.raises(AllocationError) as caught:
+        parse(layout)
+    assert caught.value.fix.endswith(fix)
+    parse(mended)
 
 
 @pytest.mark.parametrize(("backend", "letters"), LETTERS_OF.items())
