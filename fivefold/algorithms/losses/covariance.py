@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ CHOSEN = "covariance_chosen"
 """Name of the field that is 1 on the tokens that were chosen, else 0."""
 NUMBER = "sequence_number"
 """Name of the field with the number of each token's sequence, by which random tokens are drawn."""
+ABOVE_0 = sys.float_info.min
+"""Least covariance that counts as larger than 0."""
 MOST_NUMBERS = 2**24
 """Whole numbers from 0 on that float32 holds exactly."""
 
@@ -36,8 +39,9 @@ class CovarianceChoice:
     """Chooses a share of the trained tokens: those with the largest covariance, or random ones within bounds."""
 
     share: float
-    """Share of the trained tokens, of which at least one is chosen."""
-    low: float = -math.inf
+    """Share of the trained tokens, at least one of them, that are chosen if so many are within the bounds."""
+    low: float = ABOVE_0
+    """Least covariance; by default any above 0, so that tokens whose advantages are all equal are not all chosen."""
     high: float = math.inf
     at_random: bool = False
 

@@ -17,8 +17,8 @@ from fivefold.algorithms.losses.surrogate import PolicyTokens
 class KLCov:
     """KL-Cov (Cui et al. 2025, arXiv 2505.22617).
 
-    A token costs -A r, without a clip; of all tokens, the `kl_cov_ratio` with the largest covariance cost
-    `ppo_kl_coef` * |log p - log p_old| more. `CovarianceChoice` says what the covariance is.
+    A token costs -A r, without a clip; of all tokens, the `kl_cov_ratio` with the largest covariance, if it is above 0,
+    cost `ppo_kl_coef` * |log p - log p_old| more. `CovarianceChoice` says what the covariance is.
     """
 
     kl_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4

@@ -13,6 +13,7 @@ import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, random_numbers
+from fivefold.algorithms.losses.kl_cov import KLCov
 from fivefold.algorithms.second_moment import KEPT_TOKENS, SecondMomentMask, largest_kept
 from fivefold.types import Batch
 from tests.unit.algorithms.random_batches import random_split, sample
@@ -66,6 +67,15 @@ def test_the_choice_is_that_of_the_whole_mini_batch_on_any_number_of_replicas(at
         for split in ([list(range(len(batch)))], random_split(rng, len(batch))):
             got = chosen_by(choice, batch, split)
             assert {t for t, is_chosen in enumerate(got) if is_chosen} == wanted
+
+
+def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal() -> None:
+    rng = random.Random(4)
+    for _ in range(20):
+        batch = sample(rng).batch
+        equal_T = torch.full_like(batch.fields["advantages"], 0.5)
+        split = random_split(rng, len(batch))
+        assert not any(chosen_by(KLCov(0.3).before, batch.with_fields(advantages=equal_T), split))
 
 
 def test_random_numbers_are_spread_evenly() -> None:
