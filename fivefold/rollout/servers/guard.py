@@ -5,6 +5,9 @@
 A rollout process may be killed at any time, and a server without its parent would keep its GPUs. The guard is started
 by its file name, in a session of its own. Processes that the server leaves behind become children of the guard, which
 ends them.
+
+When Ray ends a rollout process, it kills the processes that this one has started. So the guard is a child of the
+process that is started, which passes its status on and may be killed.
 """
 
 from __future__ import annotations
@@ -27,8 +30,16 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
-    """Run the server; return its exit status."""
+    """Run the server under a guard; return its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if (guard := os.fork()) > 0:
+        os.close(0)
+        _, ending = os.waitpid(guard, 0)
+        return _exit_status(os.waitstatus_to_exitcode(ending))
+    return _guard()
+
+
+def _guard() -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _, folder, *command = sys.argv
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -40,6 +51,11 @@ def main() -> int:
         psutil.wait_procs(left, timeout=END_S)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+    return _exit_status(status)
+
+
+def _exit_status(status: int) -> int:
+    """Return the exit status that tells of `status`, which is negative for a signal."""
     return status if status >= 0 else 128 - status
 
 
