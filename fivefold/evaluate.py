@@ -29,10 +29,11 @@ from fivefold.observe.status_line import StatusLine
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.launch import replica_spec, rollout_role
+from fivefold.roles.launch import replica_spec
 from fivefold.roles.launch_frozen import check_frozen, launch_frozen
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout_followers import launch_followers, rollout_role
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -162,7 +163,8 @@ def evaluate(
         status.follow(session.progress)
         frozen = launch_frozen(session, recipe, placement)
         is_server = placement["rollout"].layout.is_server
-        group = session.launch(rollout_role(placement, spec))["rollout"]
+        followers = launch_followers(session, placement, spec)
+        group = session.launch(rollout_role(placement, spec, followers))["rollout"]
         rollout = Rollout(group, shares_devices=False, is_server=is_server)
         reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
         with timers.phase("evaluation"):
@@ -198,7 +200,7 @@ def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     placement = place_allocation(groups, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
     rollout = placement["rollout"]
     problems = [f"rollout: {line}" for line in layout_problems(rollout.layout, shape)]
-    problems += [*replica_problems(rollout), *server_problems(recipe), *sampling_problems(recipe, shape)]
+    problems += [*replica_problems(placement), *server_problems(recipe), *sampling_problems(recipe, shape)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
     return placement

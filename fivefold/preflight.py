@@ -56,7 +56,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
         layouts.setdefault("ref", layouts["actor"])
     shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += [line for placed in placement.roles for line in replica_problems(placed)]
+    problems += replica_problems(placement)
     problems += [*engine_problems(recipe), *recipe_problems(recipe, shape, others)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)

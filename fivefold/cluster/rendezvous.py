@@ -27,6 +27,9 @@ PROCESSES_ON_NODE = "FIVEFOLD_PROCESSES_ON_NODE"
 NODE = "FIVEFOLD_NODE"
 """Variable for the index of a worker's node in the run. Nodes may be containers that share their machine's memory."""
 
+HOST = "FIVEFOLD_HOST"
+"""Variable for the address by which processes on the run's other nodes reach a worker's node."""
+
 FORWARDED = (
     "HF_",
     "TRANSFORMERS_",
@@ -55,6 +58,7 @@ def worker_environment(role: Role, rank: int, nodes: Sequence[Node]) -> dict[str
         "WORLD_SIZE": str(len(processes)),
         "LOCAL_RANK": "0",
         NODE: str(node.index),
+        HOST: master_host(nodes, node),
         PLACE_ON_NODE: str(homes[:rank].count(node.index)),
         PROCESSES_ON_NODE: str(homes.count(node.index)),
         "CUDA_VISIBLE_DEVICES": ",".join(node.gpus[device.local] for device in processes[rank]) if node.gpus else "",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from pydantic import BaseModel
 
@@ -14,7 +15,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS, server_titles
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.placement import RolePlacement
+from fivefold.layout.placement import Placement, RolePlacement
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.layout.stages import chunk_sizes
 
@@ -144,15 +145,36 @@ def distillation_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def replica_problems(placed: RolePlacement) -> Iterator[str]:
-    """Yield a line for the first replica of a server that would span several nodes."""
-    layout = placed.layout
-    if layout.is_server and (straddling := placed.straddling_groups("tp", "pp")):
-        nodes = sorted({placed.devices[rank].node for rank in straddling[0]})
-        yield (
-            f"{placed.role}: a replica of {layout.backend} would span nodes {', '.join(map(str, nodes))}: a server "
-            f"is on one node, so t x p = {layout.tp * layout.pp} must divide the GPUs that the role has on each"
-        )
+def replica_problems(placement: Placement) -> Iterator[str]:
+    """Yield a line for each role with a replica of a server that spans nodes in another way than servers can.
+
+    A replica that fits on a node is on one. A larger one has all devices of its nodes, because the servers start as
+    many processes on each node, and number their ranks in the order of the nodes.
+    """
+    per_node = placement.n_devices_per_node
+    for placed in placement.roles:
+        layout, size = placed.layout, placed.layout.tp * placed.layout.pp
+        spans = [_span(placed, group) for group in placed.straddling_groups("tp", "pp")] if layout.is_server else []
+        uneven = next((span for span in spans if any(count != per_node for _, count in span)), None)
+        if uneven is not None:
+            nodes = ", ".join(map(str, sorted({node for node, _ in uneven})))
+            rule = (
+                f"it fits on one, so t x p = {size} must divide the GPUs that the role has on each"
+                if size <= per_node
+                else f"one that is larger than a node takes whole nodes, so t x p = {size} must be a multiple of "
+                f"{per_node}, and the role begin with a node (or list whole nodes in its device_mapping)"
+            )
+            yield f"{placed.role}: a replica of {layout.backend} would span nodes {nodes}: {rule}"
+        elif spans and layout.backend == "sglang" and layout.pp % len(spans[0]) and len(spans[0]) % layout.pp:
+            yield (
+                f"{placed.role}: SGLang puts whole pipeline stages on a node, or a stage on whole nodes: p{layout.pp} "
+                f"and the {len(spans[0])} nodes of a replica must divide one another; change p and t"
+            )
+
+
+def _span(placed: RolePlacement, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the nodes of ranks in their order, each with the number of ranks that are on it side by side."""
+    return [(node, len(list(own))) for node, own in groupby(placed.devices[rank].node for rank in ranks)]
 
 
 def server_problems(recipe: Recipe) -> Iterator[str]:

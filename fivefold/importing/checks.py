@@ -24,8 +24,7 @@ def problems_of_recipe(recipe: Recipe) -> list[str]:
         if shape is not None:
             check_recipe(recipe, shape, others)
             return []
-        problems = [line for placed in place(recipe).roles for line in replica_problems(placed)]
-        return [*problems, *server_problems(recipe)]
+        return [*replica_problems(place(recipe)), *server_problems(recipe)]
     except RecipeError as error:
         return list(error.problems)
     except ValueError as error:

@@ -23,7 +23,7 @@ class Backend:
     """Its name in messages."""
     kind: Kind
     """`trainer` trains. `embedded` generates inside the rollout's own processes, one GPU each. `server` generates in a
-    process of its own, which may span several GPUs of one node."""
+    process of its own, which may span several GPUs, and with a process on each several nodes."""
     letters: str
     """Degrees that it takes, as the letters of allocation strings."""
     instead: str = "drop it"

@@ -42,6 +42,11 @@ class RolePlacement:
         """Nodes of the role, in ascending order."""
         return tuple(sorted({device.node for device in self.devices}))
 
+    @property
+    def nodes_per_replica(self) -> int:
+        """Number of nodes of a replica of an engine that generates; all replicas have as many (`replica_problems`)."""
+        return len({device.node for device in self.devices[: self.layout.tp * self.layout.pp]})
+
     def straddling_groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the groups of `rank_groups(layout, *axes)` that have members on more than one node."""
         groups = rank_groups(self.layout, *axes)

@@ -3,7 +3,7 @@
 ipc      the trainer's buffers are opened by the engine, which is on the same GPU; one buffer is filled while the
          other is loaded
 nccl     rank 0 of the trainer broadcasts its buffer to all processes of the engines, which are on other GPUs
-folder   through host memory: the object store, and for servers a folder of files
+folder   through host memory: the object store, and for servers a folder of files on the replica's node
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ def pick_transport(asked: Transport | Literal["auto"], placement: Placement) -> 
     """Return the transport that a recipe asks for, or for `auto` the fastest that its engine and placement allow.
 
     Raises:
-        ValueError: the transport that is asked for cannot work.
+        ValueError: the transport that is asked for cannot work, or none can.
     """
     obstacles: dict[Transport, str | None] = {
         "ipc": _obstacle_to_ipc(placement),
         "nccl": _obstacle_to_nccl(placement),
-        "folder": None,
+        "folder": _obstacle_to_folder(placement),
     }
     free = [name for name, obstacle in obstacles.items() if obstacle is None]
+    if not free:
+        why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        raise ValueError(f"no rollout.weight_transport can bring the actor's weights to the rollout: {why}")
     if asked == "auto":
-        return free[0] if placement["rollout"].layout.backend in _MEASURED else "folder"
+        is_measured = placement["rollout"].layout.backend in _MEASURED
+        return free[0] if is_measured or "folder" not in free else "folder"
     if obstacles[asked] is not None:
         raise ValueError(
             f"rollout.weight_transport={asked}, but {obstacles[asked]}: use auto, or one of {', '.join(free)}"
@@ -59,6 +63,17 @@ def _obstacle_to_nccl(placement: Placement) -> str | None:
     if placement["actor"].devices[0] in rollout.devices:
         return "the actor's first GPU is one of the rollout's, and NCCL takes one process on each GPU"
     return _obstacle_to_stages(placement)
+
+
+def _obstacle_to_folder(placement: Placement) -> str | None:
+    """Return why the engines cannot read the files; None: they can."""
+    rollout = placement["rollout"]
+    if rollout.nodes_per_replica == 1:
+        return None
+    return (
+        f"a replica is on {rollout.nodes_per_replica} nodes, and the files are in the memory of its first one: give "
+        "every GPU of the rollout a rank of the actor (ipc), or the actor GPUs of its own (nccl)"
+    )
 
 
 def _obstacle_to_stages(placement: Placement) -> str | None:

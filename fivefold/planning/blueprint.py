@@ -182,7 +182,7 @@ def _model_problems(blueprint: Blueprint) -> Iterator[str]:
     for rollout in blueprint.rollouts:
         for line in layout_problems(rollout.placed.layout, blueprint.question.shape):
             yield f"{rollout.placed.role}: {line}"
-        yield from replica_problems(rollout.placed)
+    yield from replica_problems(blueprint.placement)
     for trainer in blueprint.trainers:
         sequences = blueprint.question.of(trainer.placed.role).work.sequences
         if trainer.time is not None and trainer.placed.layout.dp > sequences:
@@ -265,6 +265,12 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
                 "to spare, which uneven experts or fragmentation may take"
             )
         yield from _time_notes(trainer)
+    for rollout in blueprint.rollouts:
+        if (n_nodes := rollout.placed.nodes_per_replica) > 1:
+            yield (
+                f"{rollout.placed.role}: each replica is on {n_nodes} nodes, which was tried with stand-ins for the "
+                "servers alone (docs/rollout.md)"
+            )
     yield from _turns(blueprint)
     yield from _host_notes(blueprint)
 

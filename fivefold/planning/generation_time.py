@@ -1,9 +1,11 @@
 """Estimates of the time that a replica needs to decode a token, and of what new weights cost.
 
     token of n sequences = host + max(weights that are read, matmuls) + keys and values of n sequences
+                           + sums of tensor parallelism between nodes
 
-A few constants were measured with vLLM on H200s. Traffic of tensor parallelism is not counted, nor is the reading of
-prompts, so real engines are slower where prompts are long or `t` is large.
+A few constants were measured with vLLM on H200s. Traffic inside a node is not counted, nor is the reading of prompts:
+real engines are slower where prompts are long or `t` is large. Traffic between nodes was not measured; its bytes are
+counted, and not its latency.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.rollout_memory import RolloutMemory
 from fivefold.planning.timing import BANDWIDTH_EFFICIENCY, DENSE_EFFICIENCY, GROUPED_EFFICIENCY
+from fivefold.planning.traffic import Traffic
 
 HOST_SECONDS = 0.007
 """Seconds of scheduling and sampling for one token of all sequences: vLLM 0.25.1 with 256 sequences on an H200, the
@@ -31,6 +34,7 @@ def token_seconds(
     context: float,
     slots: int,
     element_bytes: int,
+    tp_on_node: int,
 ) -> tuple[float, ...]:
     """Return the seconds in which a replica decodes one token of each of n sequences, at index n up to `slots`.
 
@@ -43,6 +47,7 @@ def token_seconds(
         context: mean number of tokens that a sequence has while it is decoded.
         slots: most sequences.
         element_bytes: bytes of one weight.
+        tp_on_node: ranks of a tensor parallel group that share a node.
     """
     cache = memory.least_cache if layout.is_server else memory.kv_cache / memory.sequences
     bandwidth = gpu.bandwidth * BANDWIDTH_EFFICIENCY
@@ -51,12 +56,23 @@ def token_seconds(
     # A token passes all ranks of a pipeline, one after another.
     ranks = layout.tp * layout.pp
     matmuls = 2 * shape.n_active_parameters / (layout.tp * gpu.peak * _efficiency(shape))
+    sums = _sum_seconds(layout, shape, gpu, element_bytes, tp_on_node)
     seconds = [0.0]
     for n in range(1, slots + 1):
         unread = experts * (1 - shape.top_k / shape.n_experts) ** n if experts else 0.0
         weights = (memory.weights * ranks - unread * element_bytes) / layout.tp
-        seconds.append(HOST_SECONDS + max(weights / bandwidth, n * matmuls) + n * keys * layout.pp)
+        seconds.append(HOST_SECONDS + max(weights / bandwidth, n * matmuls) + n * (keys * layout.pp + sums))
     return tuple(seconds)
+
+
+def _sum_seconds(layout: ParallelLayout, shape: ModelShape, gpu: Gpu, element_bytes: int, tp_on_node: int) -> float:
+    """Return the seconds in which the ranks of a tensor parallel group over several nodes add up one token's halves."""
+    if tp_on_node == layout.tp:
+        return 0.0
+    # Twice in each layer, behind attention and behind the MLP: reduce-scatter and all-gather of the residual stream.
+    passes = 2 * shape.n_layers * 2 * (layout.tp - 1) / layout.tp
+    sent = passes * shape.hidden * element_bytes
+    return Traffic("tp", layout.tp, tp_on_node, sent, exchanges_pairs=False).seconds(gpu)
 
 
 def reading_seconds(layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> float:

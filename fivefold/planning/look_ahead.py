@@ -213,6 +213,7 @@ def _setting(recipe: TrainRecipe, blueprint: Blueprint, lengths: Lengths, *, sha
             context=context,
             slots=slots,
             element_bytes=question.rollout_bytes,
+            tp_on_node=next((spread.ranks_per_node for spread in plan.spreads if spread.dimension == "tp"), 1),
         ),
         train_seconds=_train_seconds(recipe, blueprint, prompt + lengths.mean),
         update_seconds=_update_seconds(blueprint, shares=shares),

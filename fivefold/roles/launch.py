@@ -34,6 +34,7 @@ from fivefold.roles.launch_reference import (
 )
 from fivefold.roles.reference import Reference
 from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout_followers import launch_followers, rollout_role
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
@@ -78,7 +79,8 @@ def launch_roles(
         in_turn.append((trainer_role("ref", placement, alone), offloaded_reference(recipe)))
     if critic_spec is not None:
         in_turn.append((trainer_role("critic", placement, critic_spec), offloaded_by_critic))
-    groups = _launch_with_rollout(session, rollout_role(placement, replica), in_turn, roles, placement)
+    rollout_processes = rollout_role(placement, replica, launch_followers(session, placement, replica))
+    groups = _launch_with_rollout(session, rollout_processes, in_turn, roles, placement)
     trainer = trainer_of(groups["actor"], spec)
     actor = Actor(trainer, route)
     rollout = Rollout(
@@ -232,14 +234,6 @@ def _launch_with_rollout(
     groups = session.launch(rollout)
     groups["rollout"].call(RolloutWorker.sleep)
     return groups | _launch(session, in_turn, trainers, placement)
-
-
-def rollout_role(placement: Placement, spec: ReplicaSpec) -> Role:
-    """Return the role of the rollout's replicas."""
-    placed = placement["rollout"]
-    return Role(
-        "rollout", placed.devices, RolloutWorker, (spec,), devices_per_process=placed.layout.tp * placed.layout.pp
-    )
 
 
 def replica_spec(

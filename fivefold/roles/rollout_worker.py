@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.cluster.rendezvous import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.roles.responses import Responses
 from fivefold.rollout.engines import build_engine, weights_device
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.buckets import Bucket, unpack
 from fivefold.sync.folder import NodePlace
@@ -53,7 +53,13 @@ class Job:
 class RolloutWorker:
     """One replica of the rollout engine."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
+    def __init__(self, spec: ReplicaSpec, followers: Sequence[tuple[FollowerAddress, ...]] = ()) -> None:
+        """Build the engine; a server is ready when this returns.
+
+        Args:
+            spec: the replica.
+            followers: the further nodes of each replica; nothing if all replicas are on one node.
+        """
         if spec.deterministic:
             make_deterministic()
         run = f"{spec.run}-{os.environ[NODE]}"
@@ -62,6 +68,9 @@ class RolloutWorker:
         self._device = weights_device(spec)
         self._route = spec.route
         self._n_devices = spec.tp * spec.pp
+        if followers:
+            own = followers[int(os.environ["RANK"])]
+            spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
         self._engine = build_engine(spec, place, save)
         self._jobs: dict[int, Job] = {}
         """Jobs of a stream that are not done, by their first index."""

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from fivefold.sync.transport import FOLDER, Route
+
+
+@dataclass(frozen=True)
+class ReplicaNode:
+    """One of the nodes of a replica, each of which has as many of its processes."""
+
+    rank: int = 0
+    """Index of the node; node 0 has the server's HTTP API."""
+    n_nodes: int = 1
+    host: str = "127.0.0.1"
+    """Address of the node for the others."""
+    master_host: str = "127.0.0.1"
+    """Address of node 0, where the processes of all nodes meet."""
+    master_port: int = 0
+    """Port at which they meet; 0: the replica is on one node."""
+
+
+@dataclass(frozen=True)
+class FollowerAddress:
+    """Where a node after a replica's first one is told to start its part of the server."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    """Secret that allows it."""
+    devices: tuple[str, ...] = ()
+    """UUIDs of the node's devices, if the server needs them."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +82,13 @@ class ReplicaSpec:
     """How weights reach the engine."""
     deterministic: bool = False
     """Whether the embedded engine allows only kernels that give the same bits every time."""
+    node: ReplicaNode = ReplicaNode()
+    """The replica's node on which this is read."""
+    followers: tuple[FollowerAddress, ...] = ()
+    """On node 0, the replica's further nodes."""
+
+    def by_node(self, port: int) -> list[ReplicaSpec]:
+        """Return the spec of each node, whose processes meet on a port of node 0, which is this one."""
+        hosts = [self.node.host, *(follower.host for follower in self.followers)]
+        nodes = [ReplicaNode(rank, len(hosts), host, hosts[0], port) for rank, host in enumerate(hosts)]
+        return [replace(self, node=node, followers=()) for node in nodes]

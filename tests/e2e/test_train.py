@@ -25,7 +25,7 @@ from tests.e2e.documents import README, as_listed, listed_metrics, shell_command
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
 HERE = f"rollout.server_python={sys.executable}"
-ONE_GPU_NODES = ("cluster.n_nodes=3", "cluster.n_gpus_per_node=1")
+TWO_GPU_NODES = ("cluster.n_nodes=3", "cluster.n_gpus_per_node=2")
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def no_package(name: str) -> None:
         (["rollout.server_python=/nowhere/python"], "rollout.server_python=/nowhere/python is no program: .*{server}"),
         ([HERE, "rollout.server_args=[--enforce-eager,--port=80]"], "server_args has --port, which follows from other"),
         ([HERE, "rollout.server_args=[--dtype,half]"], "server_args has --dtype, which follows from other"),
-        ([HERE, *ONE_GPU_NODES, "rollout.backend={server}:d1t2"], "a replica of {server} would span nodes 0, 1"),
+        ([HERE, *TWO_GPU_NODES, "rollout.backend={server}:d1t3"], "a replica of {server} would span nodes 0, 1"),
     ],
 )
 def test_a_server_that_cannot_be_started_is_refused_before_a_process_starts(

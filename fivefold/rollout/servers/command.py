@@ -7,14 +7,15 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
-from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address
 from fivefold.rollout.servers.dialect import Dialect
 
 
 def server_command(dialect: Dialect, spec: ReplicaSpec, address: Address) -> list[str]:
-    """The program and the arguments that start the server of `spec`, which will listen at `address`."""
-    return [spec.python or sys.executable, "-m", dialect.module, *dialect.arguments(spec, address), *spec.arguments]
+    """The program and the arguments that start the server of `spec` on its node, which will listen at `address`."""
+    program = [spec.python or sys.executable, "-m", *dialect.program(spec.node)]
+    return [*program, *dialect.arguments(spec, address), *spec.arguments]
 
 
 def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
@@ -23,7 +24,7 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
     Raises:
         ValueError: naming the package and how to install it, or the argument.
     """
-    package = dialect.module.partition(".")[0]
+    package = dialect.program(spec.node)[0].partition(".")[0]
     if spec.python is None and find_spec(package) is None:
         raise ValueError(
             f"rollout.backend is {spec.backend}, which is not installed beside Fivefold: install it, in an environment "
@@ -43,5 +44,6 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
 
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     """Every argument that can follow from a recipe, those that `spec` does not give included."""
-    full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5)
+    node = ReplicaNode(n_nodes=2)
+    full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5, node=node)
     return {word for word in dialect.arguments(full, address=0) if word.startswith("--")} | dialect.aliases

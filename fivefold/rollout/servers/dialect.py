@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.weights import WeightLoader
@@ -123,8 +123,6 @@ def finish_reason(said: str) -> AnswerEnd:
 class Dialect(Protocol):
     """Speaks to one kind of server."""
 
-    module: str
-    """Module that `python -m` starts."""
     generate_path: str
     """Path to which requests are posted."""
     aliases: frozenset[str]
@@ -132,6 +130,9 @@ class Dialect(Protocol):
 
     def place(self) -> Place:
         """Return a new place where a server of this kind can listen."""
+
+    def program(self, node: ReplicaNode) -> list[str]:
+        """Return the module that `python -m` starts on a node of a replica, and what comes before all arguments."""
 
     def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         """Return the command line after the module, without the further arguments of the recipe."""
@@ -162,8 +163,11 @@ class Dialect(Protocol):
     def load(self, http: HttpClient, folder: Path, version: int) -> None:
         """Make the server load all weights from a Hugging Face folder, and drop what it has cached with others."""
 
-    def loader(self, http: HttpClient, spec: ReplicaSpec) -> WeightLoader:
-        """Return what hands weights on devices to the server, which is ready."""
+    def devices(self, spec: ReplicaSpec) -> list[str]:
+        """Return the UUIDs of the devices that this process sees, if `loader` needs them."""
+
+    def loader(self, http: HttpClient, spec: ReplicaSpec, devices: Sequence[str]) -> WeightLoader:
+        """Return what hands weights on devices to the server, which is ready and has `devices` on all its nodes."""
 
     def watch_weights(self, http: HttpClient) -> None:
         """Make the server begin a checksum of the weights that arrive."""

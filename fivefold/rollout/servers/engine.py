@@ -80,8 +80,11 @@ class ServerEngine:
         self._spec = spec = with_share(spec)
         self._tensors = file_tensors(model)
         self._end_token_ids = sorted(end_tokens(model, generation, load_tokenizer(tokenizer_path)))
-        sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
-        self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
+        self._weights: WeightFolder | None = None
+        """Where its weights come as files, if they do: those are on one node."""
+        if spec.route.transport == "folder" and not spec.followers:
+            sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
+            self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
         self._stream: ServerStream | None = None
         self._is_interrupted = False
@@ -265,6 +268,7 @@ class ServerEngine:
         Raises:
             ValueError: as `update_weights`; the engine then goes on with the weights that it has.
         """
+        assert self._weights is not None, "the weights of this replica do not come as files"
         sent = Checksum(self._cast(audited(self._tensors, weights)), self._spec.route.checksum)
         with ExitStack() as files:
             folder = files.enter_context(self._weights.holding(sent, version))

@@ -98,6 +98,6 @@ def _describe(pid: int | None) -> str:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind(("", 0))
         number: int = probe.getsockname()[1]
         return number

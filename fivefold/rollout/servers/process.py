@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -25,30 +27,58 @@ class ServerDied(RuntimeError):
     """The server's process has ended."""
 
 
+class Part(Protocol):
+    """The part of a server on another node (`follower.Follower`)."""
+
+    def wait_for_end(self) -> str:
+        """Return why the part has ended, once it has."""
+
+    def end(self) -> None:
+        """Ask the part to end, if it has not."""
+
+    def wait_until_gone(self) -> None:
+        """Return once the part's processes are gone."""
+
+
 class ServerProcess:
     """A server under its guard. Its messages go to the same log as those of this process."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], place: Place) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        places: Sequence[Place],
+        others: Sequence[Part] = (),
+    ) -> None:
         """Start `command` with the variables of this process and those of `environment`.
 
         Args:
             command: program and arguments.
             environment: variables that this process lacks or has with other values.
-            place: where the server will listen; it stays the server's until that has ended.
+            places: where the server will listen; they stay the server's until that has ended.
+            others: the server's parts on other nodes, which have been started. If one ends, all do.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in WORKERS_OWN}
-        self._place = place
+        self._places = places
+        folder = next((place.folder for place in places if place.folder is not None), "")
         self._process = subprocess.Popen(
             # -P keeps the guard's folder off sys.path.
-            [sys.executable, "-P", str(GUARD), str(place.folder or ""), *command],
+            [sys.executable, "-P", str(GUARD), str(folder), *command],
             stdin=subprocess.PIPE,
             env={**inherited, **environment},
             # In a session of its own, Ctrl-C does not reach it: the run ends it.
             start_new_session=True,
-            pass_fds=[place.descriptor],
+            pass_fds=[place.descriptor for place in places],
         )
-        # The guard alone keeps the place, because it outlives both the server and this process.
-        place.let_go()
+        # The guard alone keeps the places, because it outlives both the server and this process.
+        for place in places:
+            place.let_go()
+        self._others = others
+        self._cause: str | None = None
+        """Why a part on another node ended while this one ran."""
+        self._watches = [threading.Thread(target=self._end_with, args=(other,), daemon=True) for other in others]
+        for watch in self._watches:
+            watch.start()
 
     def wait_until_ready(self, http: HttpClient) -> None:
         """Return once the server is ready.
@@ -61,9 +91,10 @@ class ServerProcess:
             self.check()
             time.sleep(POLL_S)
         own = {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
-        if problem := self._place.problem(own):
-            self.close()
-            raise RuntimeError(problem)
+        for place in self._places:
+            if problem := place.problem(own):
+                self.close()
+                raise RuntimeError(problem)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise ServerDied if the server has ended, or ends within `wait_s` seconds."""
@@ -71,10 +102,27 @@ class ServerProcess:
             status = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             return
-        raise ServerDied(f"the server ended with status {status}; its own messages stand above in this process's log")
+        own = f"the server ended with status {status}; its own messages stand above in this process's log"
+        raise ServerDied(self._cause or own)
 
     def close(self) -> None:
-        """End the server and wait until it is gone."""
+        """End the server on all its nodes, and wait until it is gone."""
+        self._end()
+        self._process.wait()
+        for other in self._others:
+            other.end()
+        for watch in self._watches:
+            watch.join()
+
+    def _end(self) -> None:
+        """Tell the guard to end the processes of this node."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+
+    def _end_with(self, other: Part) -> None:
+        """End this part of the server, whose processes would wait for those of `other`, once that has ended."""
+        cause = other.wait_for_end()
+        if self._process.poll() is None:
+            self._cause = cause
+        self._end()
+        other.wait_until_gone()

@@ -1,4 +1,7 @@
-"""An inference server that runs, with the connections to it, and that can be started again when it has died."""
+"""An inference server that runs, with the connections to it, and that can be started again when it has died.
+
+This process is on the server's first node, which has its HTTP API.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Dialect
+from fivefold.rollout.servers.follower import Follower
+from fivefold.rollout.servers.place import Place
+from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.process import ServerDied, ServerProcess
 from fivefold.rollout.servers.weights import WeightLoader
 
@@ -18,7 +24,7 @@ DEATH_S = 60.0
 
 
 class RunningServer:
-    """A server's process, its connections, and what gives it weights."""
+    """A server's processes, its connections, and what gives it weights."""
 
     http: HttpClient
     """Connections to the server of the last start."""
@@ -35,8 +41,16 @@ class RunningServer:
         listening = self._dialect.place()
         # For a stream, for other requests beside it, and for what controls the server.
         self.http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
-        command = server_command(self._dialect, self._spec, listening.address)
-        self._process = ServerProcess(command, self._dialect.environment(self._spec), listening)
+        places: list[Place] = [listening]
+        if self._spec.followers:
+            places.append(meeting := claim_port())
+            own, *others = self._spec.by_node(meeting.number)
+        else:
+            own, others = self._spec, []
+        addresses = self._spec.followers
+        followers = [Follower(address, spec) for address, spec in zip(addresses, others, strict=True)]
+        command = server_command(self._dialect, own, listening.address)
+        self._process = ServerProcess(command, self._dialect.environment(own), places, followers)
         self._loader: WeightLoader | None = None
         self.is_linked = False
         """Whether it is in an NCCL group with the trainer."""
@@ -54,7 +68,8 @@ class RunningServer:
         with counting("starting the server"):
             self._process.wait_until_ready(self.http)
         if self._spec.route.transport != "folder":
-            self._loader = self._dialect.loader(self.http, self._spec)
+            devices = [uuid for follower in self._spec.followers for uuid in follower.devices]
+            self._loader = self._dialect.loader(self.http, self._spec, [*self._dialect.devices(self._spec), *devices])
         self._is_ready = True
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import HOST, Address, HttpClient
 from fivefold.rollout.servers.dialect import (
     REQUEST_SEEDS,
@@ -47,6 +47,17 @@ def _logprobs(rows: bytes) -> npt.NDArray[np.float32]:
     return floats(b",".join(_FIRST.findall(rows))).astype(np.float32)
 
 
+def _over_nodes(node: ReplicaNode) -> list[str]:
+    """Return the arguments of one node of several."""
+    if node.n_nodes == 1:
+        return []
+    host = f"[{node.master_host}]" if ":" in node.master_host else node.master_host
+    return [
+        *("--nnodes", str(node.n_nodes), "--node-rank", str(node.rank)),
+        *("--dist-init-addr", f"{host}:{node.master_port}"),
+    ]
+
+
 class SGLangDialect:
     """The `Dialect` of SGLang.
 
@@ -54,14 +65,19 @@ class SGLangDialect:
     for every token, of all tokens that are left. SGLang heeds seeds only with `--enable-deterministic-inference`.
     """
 
-    module = "sglang.launch_server"
     generate_path = "/generate"
     aliases = frozenset(
-        {"--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"}
+        {
+            *("--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"),
+            "--nccl-init-addr",
+        }
     )
 
     def place(self) -> Place:
         return claim_port()
+
+    def program(self, node: ReplicaNode) -> list[str]:
+        return ["sglang.launch_server"]
 
     def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
@@ -75,11 +91,14 @@ class SGLangDialect:
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-memory-saver"] if spec.can_sleep else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
+            *_over_nodes(spec.node),
         ]
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         # Connections are idle while the actor trains, and must stay open.
-        return {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
+        environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
+        # The processes of other nodes connect to this address.
+        return environment | ({"SGLANG_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {})
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         return {
@@ -122,8 +141,11 @@ class SGLangDialect:
         # Without a load format, a server that began with dummy weights would make up dummy weights again.
         http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": True})
 
-    def loader(self, http: HttpClient, spec: ReplicaSpec) -> WeightLoader:
-        return SGLangWeights(http, visible_uuids() if spec.route.transport == "ipc" else [])
+    def devices(self, spec: ReplicaSpec) -> list[str]:
+        return visible_uuids() if spec.route.transport == "ipc" else []
+
+    def loader(self, http: HttpClient, spec: ReplicaSpec, devices: Sequence[str]) -> WeightLoader:
+        return SGLangWeights(http, devices)
 
     def watch_weights(self, http: HttpClient) -> None:
         raise ValueError("SGLang does not tell what arrived: drop rollout.verify_weights")

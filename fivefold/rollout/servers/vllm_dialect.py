@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address, HttpClient
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
 from fivefold.rollout.servers.place import Place, private_socket
@@ -39,6 +39,16 @@ def _transfer(spec: ReplicaSpec) -> str:
     return json.dumps({"backend": spec.route.transport})
 
 
+def _over_nodes(node: ReplicaNode) -> list[str]:
+    """Return the arguments of one node of several."""
+    if node.n_nodes == 1:
+        return []
+    return [
+        *("--nnodes", str(node.n_nodes), "--node-rank", str(node.rank)),
+        *("--master-addr", node.master_host, "--master-port", str(node.master_port)),
+    ]
+
+
 class _Numbers:
     """Reads the numbers of a reply one after the other."""
 
@@ -56,12 +66,17 @@ class _Numbers:
 class VLLMDialect:
     """The `Dialect` of vLLM."""
 
-    module = "vllm.entrypoints.openai.api_server"
     generate_path = "/fivefold/generate"
-    aliases = frozenset({"-tp", "-pp", "--host", "--port"})
+    aliases = frozenset({"-tp", "-pp", "-n", "-r", "--headless", "--host", "--port"})
 
     def place(self) -> Place:
         return private_socket()
+
+    def program(self, node: ReplicaNode) -> list[str]:
+        # Only the command line of `vllm serve` can do without an API server, which only node 0 has.
+        if node.rank > 0:
+            return ["vllm.entrypoints.cli.main", "serve", "--headless"]
+        return ["vllm.entrypoints.openai.api_server"]
 
     def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
@@ -81,6 +96,7 @@ class VLLMDialect:
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
+            *_over_nodes(spec.node),
         ]
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
@@ -95,6 +111,8 @@ class VLLMDialect:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.
             **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.route.transport == "ipc" else {}),
+            # The processes of other nodes connect to this address.
+            **({"VLLM_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {}),
         }
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -146,7 +164,10 @@ class VLLMDialect:
         self._on_workers(http, "reload_weights", {"weights_path": str(folder)})
         http.post("/reset_prefix_cache")
 
-    def loader(self, http: HttpClient, spec: ReplicaSpec) -> WeightLoader:
+    def devices(self, spec: ReplicaSpec) -> list[str]:
+        return []
+
+    def loader(self, http: HttpClient, spec: ReplicaSpec, devices: Sequence[str]) -> WeightLoader:
         return VLLMWeights(http, by_ipc=spec.route.transport == "ipc")
 
     def watch_weights(self, http: HttpClient) -> None:

@@ -123,35 +123,56 @@ def test_the_problems_of_a_recipe_name_their_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "nodes"),
+    ("backend", "problem"),
     [
-        ("vllm:d1p6", "0, 1"),
-        ("sglang:d2t2p3", "0, 1"),
+        (
+            "vllm:d1p6",
+            "would span nodes 0, 1: .* whole nodes, so t x p = 6 must be a multiple of 4, and the role begin",
+        ),
+        ("sglang:d2t2p3", "would span nodes 0, 1: .* a multiple of 4"),
+        ("vllm:d4t1p3", "would span nodes 0, 1: it fits on one, so t x p = 3 must divide the GPUs"),
+        ("sglang:d1t4p3", None),
+        ("sglang:d1t2p6", None),
+        ("sglang:d2t2p2", None),
+        ("vllm:d1t2p6", None),
+        ("vllm:d1p8", None),
         ("sglang:d4t2", None),
         ("transformers:d8", None),
     ],
 )
-def test_a_replica_of_a_server_must_be_on_one_node(backend: str, nodes: str | None) -> None:
+def test_a_replica_of_a_server_is_on_one_node_or_on_whole_nodes(backend: str, problem: str | None) -> None:
     """On nodes of 4, from the first."""
     cluster = {"n_nodes": 4, "n_gpus_per_node": 4}
     asked = recipe(cluster=cluster, rollout={"backend": backend}, actor={"path": "m", "backend": "megatron:d2t2"})
-    if nodes is None:
+    if problem is None:
         check_recipe(asked, MOE)
         return
-    with pytest.raises(RecipeError, match=f"rollout: a replica of .* would span nodes {nodes}: .* t x p = ") as caught:
+    with pytest.raises(RecipeError, match=f"rollout: a replica of .* {problem}") as caught:
         check_recipe(asked, MOE)
     assert len(caught.value.problems) == 1
 
 
-def test_a_replica_on_listed_devices_must_be_on_one_node() -> None:
-    def listed(devices: list[int]) -> TrainRecipe:
-        actor = {"path": "m", "backend": "megatron:d4", "device_mapping": [4, 5, 6, 7]}
-        rollout = {"backend": "vllm:d2t2", "device_mapping": devices}
-        return recipe(cluster={"n_nodes": 2, "n_gpus_per_node": 4}, actor=actor, rollout=rollout)
+def test_sglang_puts_whole_stages_on_nodes_or_whole_nodes_in_a_stage() -> None:
+    def asked(backend: str) -> TrainRecipe:
+        return recipe(cluster={"n_nodes": 4, "n_gpus_per_node": 6}, rollout={"backend": backend})
 
-    check_recipe(listed([2, 3, 4, 5]), MOE)
+    check_recipe(asked("vllm:d1t4p3"), MOE)
+    with pytest.raises(RecipeError, match="p3 and the 2 nodes of a replica must divide one another; change p and t"):
+        check_recipe(asked("sglang:d1t4p3"), MOE)
+
+
+def test_a_replica_on_listed_devices_is_on_one_node_or_on_whole_nodes_in_their_order() -> None:
+    def listed(backend: str, devices: list[int]) -> TrainRecipe:
+        actor = {"path": "m", "backend": "megatron:d4", "device_mapping": [4, 5, 6, 7]}
+        rollout = {"backend": backend, "device_mapping": devices}
+        return recipe(cluster={"n_nodes": 3, "n_gpus_per_node": 4}, actor=actor, rollout=rollout)
+
+    check_recipe(listed("vllm:d2t2", [2, 3, 4, 5]), MOE)
     with pytest.raises(RecipeError, match="would span nodes 0, 1"):
-        check_recipe(listed([1, 2, 3, 4]), MOE)
+        check_recipe(listed("vllm:d2t2", [1, 2, 3, 4]), MOE)
+    check_recipe(listed("vllm:d1t4p2", [8, 9, 10, 11, 0, 1, 2, 3]), MOE)
+    with pytest.raises(RecipeError, match=r"would span nodes 0, 2: .* \(or list whole nodes in its device_mapping\)"):
+        check_recipe(listed("vllm:d1t4p2", [8, 0, 9, 1, 10, 2, 11, 3]), MOE)
 
 
 SERVER_KEYS = {"memory_fraction": 0.5, "server_python": "/opt/python", "server_args": ["--enforce-eager"]}

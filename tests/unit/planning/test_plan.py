@@ -296,10 +296,11 @@ def test_files_that_training_needs_and_a_plan_does_not_are_noted(small: Path, tm
     assert str(model) not in notes()
 
 
-def test_a_server_over_two_nodes_is_a_problem(recipe: Path) -> None:
-    values = read_back(plan_recipe(recipe, ["rollout.backend=sglang:d1t16"], gpu="h200"))
-    assert not values["fits"]
-    assert any("would span nodes 0, 1: a server is on one node" in problem for problem in values["problems"])
+def test_a_server_over_two_nodes_is_drawn_and_noted_as_untried(recipe: Path) -> None:
+    values = read_back(plan_recipe(recipe, ["rollout.backend=vllm:d1t8p2"], gpu="h200"))
+    assert values["problems"] == []
+    assert any(note.startswith("rollout: each replica is on 2 nodes, which was tried with") for note in values["notes"])
+    assert {node for node, _ in values["roles"][1]["devices"]} == {0, 1}
 
 
 def test_a_server_takes_the_fraction_of_the_recipe(recipe: Path) -> None:

@@ -2,6 +2,8 @@
 
     PYTHON -m vllm.entrypoints.openai.api_server --flags...        PYTHON is a script that `write_python` makes
 
+A server over several nodes waits until the processes of all nodes have met, and does nothing when one of them dies.
+
 It takes only the flags and the sampling keys that the real servers have, forgets and caches weights as they do, and
 answers by `answer_to`. Its log (`Log`) has all requests. It fails on demand: by the first token of a prompt, by a file
 in its folder, or by a variable of its environment. It needs only the standard library.
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,7 +97,7 @@ FLAVOURS = {
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
-            "--middleware --uds"
+            "--middleware --uds --nnodes --node-rank --master-addr --master-port"
         ),
         switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
         sampling_keys=_words(
@@ -112,7 +115,7 @@ FLAVOURS = {
         flags=_words(
             "--model-path --tokenizer-path --host --port --dtype --random-seed --tp-size --pp-size "
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
-            "--mem-fraction-static"
+            "--mem-fraction-static --nnodes --node-rank --dist-init-addr"
         ),
         switches=_words("--enable-memory-saver --disable-radix-cache --skip-tokenizer-init"),
         sampling_keys=_words(
@@ -127,6 +130,10 @@ FLAVOURS = {
         shares_port=False,
     ),
 }
+
+FLAVOURS["vllm.entrypoints.cli.main"] = FLAVOURS["vllm.entrypoints.openai.api_server"]
+HEADLESS = ["serve", "--headless"]
+"""Words between the module and the flags of vLLM on a node after the first."""
 
 
 def answer_to(prompt: Sequence[int], seed: int, most_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...], str]:
@@ -603,6 +610,27 @@ def _options(flavour: Flavour, arguments: Sequence[str]) -> dict[str, str]:
     return vars(parser.parse_args(arguments))
 
 
+def _meet(options: dict[str, str]) -> int:
+    """Wait for the processes of the other nodes, if there are any, and stay connected; return the node's rank."""
+    n_nodes, rank = int(options["--nnodes"] or 1), int(options["--node-rank"] or 0)
+    if n_nodes == 1:
+        return 0
+    address = options.get("--dist-init-addr") or f"{options['--master-addr']}:{options['--master-port']}"
+    host, _, port = address.rpartition(":")
+    if rank == 0:
+        listener = socket.create_server((host, int(port)))
+        MET.extend([listener, *(listener.accept()[0] for _ in range(n_nodes - 1))])
+        return 0
+    while not MET:
+        with suppress(ConnectionRefusedError):
+            MET.append(socket.create_connection((host, int(port))))
+    return rank
+
+
+MET: list[socket.socket] = []
+"""Connections to the processes of other nodes."""
+
+
 def _start_child() -> int:
     """Start a process that only SIGKILL ends; return its id."""
     return subprocess.Popen(
@@ -623,7 +651,12 @@ def main() -> None:
     )
     if os.environ.get(DIES_IN) == "start":
         sys.exit(STATUS_AT_START)
-    options = _options(flavour, arguments)
+    is_headless = arguments[: len(HEADLESS)] == HEADLESS
+    options = _options(flavour, arguments[len(HEADLESS) :] if is_headless else arguments)
+    if _meet(options) > 0:
+        assert is_headless == module.startswith("vllm")
+        Log(folder).write(kind="join")
+        threading.Event().wait()
     fake = FakeServer(flavour, options, folder, options["--load-format"] or "auto")
     HttpServer(fake).serve_forever()
 

@@ -36,7 +36,7 @@ from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.process import ServerProcess
 _, backend, *words = sys.argv
 place = DIALECTS[backend].place()
-server = ServerProcess([word.replace("ADDRESS", str(place.address)) for word in words], {}, place)
+server = ServerProcess([word.replace("ADDRESS", str(place.address)) for word in words], {}, [place])
 server.wait_until_ready(HttpClient(place.address, 1))
 print(place.address, flush=True)
 time.sleep(1000)
@@ -55,7 +55,7 @@ def command_with_socket(folder: Path, socket: Path | str, **environment: str) ->
 def start(folder: Path, module: str = SGLANG, **environment: str) -> tuple[ServerProcess, HttpClient]:
     """Start a server on a port of its own, and wait until it is ready."""
     port = claim_port()
-    server = ServerProcess(command_at(folder, port.number, module, **environment), {}, port)
+    server = ServerProcess(command_at(folder, port.number, module, **environment), {}, [port])
     http = HttpClient(port.number, 1)
     server.wait_until_ready(http)
     return server, http
@@ -101,6 +101,9 @@ def test_a_server_and_its_socket_end_with_a_process_that_is_killed(backend: str,
     assert Path(address).is_socket() == (backend == "vllm")
     pids = pids_of(tmp_path)
     assert alive(pids) == pids
+    # As Ray does, which kills what a worker has started before it kills the worker.
+    for started in psutil.Process(holder.pid).children():
+        started.kill()
     holder.kill()
     holder.wait()
     holder.stdout.close()
@@ -116,7 +119,7 @@ def test_a_server_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPa
 
 def listen_at_socket(folder: Path) -> tuple[SocketPlace, ServerProcess, HttpClient]:
     place = private_socket()
-    server = ServerProcess(command_with_socket(folder, str(place.address)), {}, place)
+    server = ServerProcess(command_with_socket(folder, str(place.address)), {}, [place])
     http = HttpClient(place.address, 1)
     assert not http.is_healthy()
     server.wait_until_ready(http)
@@ -200,7 +203,7 @@ def test_a_server_inherits_variables_and_gets_its_own(tmp_path: Path, monkeypatc
     monkeypatch.setenv("KEPT", "here")
     monkeypatch.setenv("CHANGED", "before")
     port = claim_port()
-    server = ServerProcess(command_at(tmp_path, port.number), {"CHANGED": "after"}, port)
+    server = ServerProcess(command_at(tmp_path, port.number), {"CHANGED": "after"}, [port])
     server.wait_until_ready(HttpClient(port.number, 1))
     [row] = Log(tmp_path).rows("start")
     server.close()
@@ -209,7 +212,7 @@ def test_a_server_inherits_variables_and_gets_its_own(tmp_path: Path, monkeypatc
 
 def test_a_refusal_of_the_server_is_an_error(tmp_path: Path) -> None:
     port = claim_port()
-    server, http = ServerProcess(command_at(tmp_path, port.number), {}, port), HttpClient(port.number, 1)
+    server, http = ServerProcess(command_at(tmp_path, port.number), {}, [port]), HttpClient(port.number, 1)
     assert not http.is_healthy()
     server.wait_until_ready(http)
     with pytest.raises(RuntimeError, match=r"the server refused /nowhere with status 404: .*Not Found"):
@@ -236,7 +239,7 @@ def test_a_port_belongs_to_a_server_from_before_its_start_until_after_its_end(
         other.claim.close()
     before_its_start = claim_first_of(monkeypatch, numbers)
     before_its_start.claim.close()
-    server = ServerProcess(command_at(tmp_path, port.number, VLLM), {}, port)
+    server = ServerProcess(command_at(tmp_path, port.number, VLLM), {}, [port])
     server.wait_until_ready(HttpClient(port.number, 1))
     while_it_runs = claim_first_of(monkeypatch, numbers)
     server.close()
@@ -254,9 +257,9 @@ def test_a_process_that_listens_on_a_servers_port_is_an_error(is_first: bool, tm
     own, others = (command_at(tmp_path / whose, port.number, VLLM) for whose in ("own", "others"))
     if is_first:
         other = listening(others, port.number)
-        server = ServerProcess(own, {}, port)
+        server = ServerProcess(own, {}, [port])
     else:
-        server = ServerProcess(own, {}, port)
+        server = ServerProcess(own, {}, [port])
         other = listening(others, port.number)
     with pytest.raises(RuntimeError, match=rf"^process {other.pid} \(.*\) listens on port {port.number}, which"):
         server.wait_until_ready(HttpClient(port.number, 1))

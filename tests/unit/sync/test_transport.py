@@ -89,6 +89,29 @@ def test_a_way_that_cannot_work_is_refused(allocation: str, n_gpus: int, rollout
         route_of(allocation, n_gpus, rollout)
 
 
+@pytest.mark.parametrize(
+    ("allocation", "transport"),
+    [
+        ("vllm:t4p2+megatron:d8", "nccl"),
+        ("sglang:t8+megatron:d8", "nccl"),
+        ("vllm:t4p2|megatron:d8", "ipc"),
+        ("sglang:t8|megatron:d8", "ipc"),
+    ],
+)
+def test_the_files_on_one_node_are_no_way_to_a_replica_on_several(allocation: str, transport: str) -> None:
+    n_nodes = 4 if "+" in allocation else 2
+    assert route_of(allocation, 4, n_nodes=n_nodes).transport == transport
+    with pytest.raises(ValueError, match=rf"folder, but a replica is on 2 nodes, .*: use auto, or one of {transport}"):
+        route_of(allocation, 4, {"weight_transport": "folder"}, n_nodes=n_nodes)
+
+
+def test_a_replica_that_weights_cannot_reach_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"no rollout.weight_transport can bring .*: ipc: SGLang takes .*; nccl: .* one"
+    ):
+        route_of("sglang:t4p2|megatron:d8", 4, n_nodes=2)
+
+
 def test_the_folder_can_be_asked_for_on_shared_gpus() -> None:
     assert route_of("vllm:d2|megatron:d2", 2, {"weight_transport": "folder"}) == Route("folder", "bfloat16", False)
 
