@@ -61,6 +61,13 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
     return rewarded(generated, judged(generated.samples, rewards), rewards, model)
 
 
+def has_signal(samples: Sequence[Sample], *, one_by_one: bool) -> bool:
+    """Return whether the completions of a prompt have different rewards: their sums, or some reward `one_by_one`."""
+    if one_by_one:
+        return len({tuple(sorted(sample.rewards.items())) for sample in samples}) > 1
+    return len({sample.reward for sample in samples}) > 1
+
+
 def outcomes(samples: Sequence[Sample]) -> list[Outcome]:
     """Return what the completions of each prompt earned, as samplers are told it."""
     groups: dict[int, list[Sample]] = defaultdict(list)

@@ -17,7 +17,7 @@ from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.experience.overlap import generate_and_judge
-from fivefold.experience.samples import outcomes
+from fivefold.experience.samples import has_signal, outcomes
 from fivefold.experience.source import Experience
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward_set import RewardSet
@@ -83,7 +83,7 @@ class StepSource:
         Each round reads a whole batch, so the sampler stays at the beginning of one. What a round has too much is
         dropped. After the last round, prompts without signal fill what is missing.
         """
-        wanted = self.recipe.train_dataset.batch_size
+        wanted, is_gdpo = self.recipe.train_dataset.batch_size, self.recipe.actor.advantage == "gdpo"
         rounds: list[Experience] = []
         with_signal: list[int] = []
         without: list[int] = []
@@ -97,10 +97,9 @@ class StepSource:
                 break
             rounds.append(self._sampled(prompts, step, len(rounds)))
             for _, group in groupby(rounds[-1].samples, key=lambda sample: sample.prompt.index):
-                rewards = [sample.reward for sample in group]
-                places = range(n_samples, n_samples + len(rewards))
-                (with_signal if min(rewards) < max(rewards) else without).append(places.start)
-                n_samples = places.stop
+                samples = list(group)
+                (with_signal if has_signal(samples, one_by_one=is_gdpo) else without).append(n_samples)
+                n_samples += len(samples)
         size = self.recipe.gconfig.n_samples
         starts = [*with_signal, *without][:wanted]
         indices = [index for start in sorted(starts) for index in range(start, start + size)]

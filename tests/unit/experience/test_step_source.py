@@ -18,7 +18,7 @@ from fivefold.data.sampler import EpochSampler, Outcome
 from fivefold.experience.step import StepSource
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
-from fivefold.rewards.reward_set import RewardSet
+from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Generated, Group
 from fivefold.roles.rollout import Finished, Rollout, ignore
@@ -99,6 +99,17 @@ def test_prompts_without_signal_fill_a_step_after_the_last_round() -> None:
     assert len(rollout.asked) == 2
     assert sorted(set(taken.groups)) == [0, 1, 2, 5]
     assert len(taken.samples) == BATCH * SAMPLES
+
+
+def test_rewards_that_differ_one_by_one_are_a_signal_for_gdpo_though_their_sums_are_equal() -> None:
+    def mirrored(response: str, ground_truth: Any, **_: Any) -> float:
+        return -judge(response, ground_truth)
+
+    both = RewardSet(tuple(WeightedReward(NamedReward(each.__name__, each, None)) for each in (judge, mirrored)))
+    for algorithm, found in {"grpo": [0, 1, 2, 3], "gdpo": [1, 4, 6, 9]}.items():
+        steps, _ = source({1, 4, 6, 9}, 40, "actor.dynamic_sampling=true", f"algorithm={algorithm}")
+        taken = replace(steps, rewards=both).take(1)
+        assert list(dict.fromkeys(taken.groups)) == found
 
 
 def test_a_step_has_no_prompt_twice_though_it_reads_on_into_the_next_epoch() -> None:
