@@ -17,7 +17,7 @@ SAMPLE_WEIGHT = "sample_weight"
 
 @dataclass(frozen=True)
 class SampleWeights:
-    """Computes the weights of the N samples of a step, whose mean is 1. In proportion to it, a weight is the product of
+    """Computes the weights of the N samples of a step, whose mean is 1. Each is in proportion to the product of
 
         f(R)                                     by the shaped reward R (`policy_filtration.py`)
         0.5 + 1.5 d                              by the prompt's difficulty d from 0 to 1: difficult ones count more

@@ -18,6 +18,6 @@ def opmd(scores: Scores, tau: Annotated[float, Field(gt=0)] = 1.0) -> torch.Tens
     """
     group = scores.of_group
     # The largest reward is subtracted first, so that no exponential overflows.
-    largest_N = torch.stack([scores.rewards_N[scores.groups_N == g].max() for g in scores.groups_N])
-    mean_N = group.sum(((scores.rewards_N - largest_N) / tau).exp()) / group.count_N
-    return group.zero_if_constant(scores.rewards_N - largest_N - tau * mean_N.log())
+    below_N = scores.rewards_N - group.most_N
+    mean_N = group.sum((below_N / tau).exp()) / group.count_N
+    return group.zero_if_constant(below_N - tau * mean_N.log())

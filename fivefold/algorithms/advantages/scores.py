@@ -76,6 +76,8 @@ class Sets:
         """Standard deviation of a sample (divided by n - 1)."""
         least_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amin", include_self=False)
         most_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amax", include_self=False)
+        self.most_N = most_S[sets_N]
+        """Largest value of the set."""
         self.is_constant_S = least_S == most_S
         """Whether all values of each set are equal."""
         self.is_constant_N = self.is_constant_S[sets_N]
