@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from fivefold.config.schema.roles import ActorConfig
 
@@ -42,7 +43,11 @@ class AlgorithmState:
         return self.entropy_coeff if self.entropy_is_low else 0.0
 
     def after(self, config: ActorConfig, metrics: Mapping[str, float], n_samples: int) -> AlgorithmState:
-        """Return the state after a step with these metrics on `n_samples` samples."""
+        """Return the state after a step with these metrics on `n_samples` samples.
+
+        A metric that is not finite, as after an update that was skipped, changes nothing.
+        """
+        metrics = {name: value for name, value in metrics.items() if isfinite(value)}
         mismatch = metrics.get("rollout_mismatch_kl")
         correction = config.rollout_correction
         exceeds = mismatch is not None and mismatch > correction.auto_threshold

@@ -266,6 +266,13 @@ def test_a_weight_that_is_not_adapted_is_the_recipes_when_a_run_goes_on() -> Non
     assert AlgorithmState(0.3).after(fixed, {"kl_ref": 9.0}, 8) == AlgorithmState(0.3)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_metrics_of_a_skipped_update_that_are_not_finite_change_no_weight(value: float) -> None:
+    actor = ActorConfig(path="m", kl_ctl=0.1, kl_target=1.0, entropy_target=0.5, entropy_coeff=0.1)
+    state = AlgorithmState.of(actor)
+    assert state.after(actor, {"kl_ref": value, "entropy": value, "rollout_mismatch_kl": value}, 8) == state
+
+
 def test_the_weight_of_the_entropy_rises_until_the_target_is_reached_and_rests_above_it() -> None:
     actor = ActorConfig(path="m", entropy_target=0.5, entropy_step=0.1, entropy_coeff=0.1)
     state = AlgorithmState.of(actor)
