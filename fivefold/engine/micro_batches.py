@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fivefold.engine.flash import FlashKernels
 from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
 from fivefold.engine.sharing import Share
 from fivefold.layout.parallel import ParallelLayout
@@ -35,8 +36,8 @@ class MicroBatchBuilder:
     """Index of this process in its context-parallel group."""
     same_length: bool
     """Whether every micro-batch of every rank must be padded to the longest one."""
-    flash: bool
-    """Whether attention runs on flash attention's kernel, which has a plan of its own."""
+    flash: FlashKernels | None
+    """Kernels of flash attention, which has a plan of its own; None: attention runs on others."""
     device: torch.device
 
     def build(self, share: Share) -> list[MicroBatch]:

@@ -1,33 +1,22 @@
-"""Causal attention over entries of uneven length, on PyTorch's own kernels.
+"""Causal attention over entries of uneven length.
 
 An entry is a run of queries that are the *last* tokens of its keys: query i of n sees keys 0 .. n_keys - n + i. A whole
 sequence is an entry with as many keys as queries; a chunk of a context-parallel sequence has more keys.
 
-On CUDA in half precision one `varlen_attn` call (flash attention) does it. Elsewhere entries of similar length are
+On CUDA in half precision one call of flash attention does it (`flash.py`). Elsewhere entries of similar length are
 padded to rectangles for `scaled_dot_product_attention`; a rectangle wastes at most half of its rows.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-
-@dataclass(frozen=True)
-class FlashPlan:
-    """Plan for `varlen_attn`: cumulative lengths, int32 [entries + 1], on the device; and the largest lengths."""
-
-    cu_queries: torch.Tensor
-    cu_keys: torch.Tensor
-    max_queries: int
-    max_keys: int
+from fivefold.engine.flash import FlashKernels, FlashPlan, flash_attention
 
 
 @dataclass(frozen=True)
@@ -56,15 +45,18 @@ class PaddedPlan:
 AttentionPlan = FlashPlan | PaddedPlan
 
 
-def plan_attention(entries: Sequence[tuple[int, int]], *, flash: bool, device: torch.device) -> AttentionPlan:
+def plan_attention(
+    entries: Sequence[tuple[int, int]], *, flash: FlashKernels | None, device: torch.device
+) -> AttentionPlan:
     """Plan the attention of `entries`, (number of queries, number of keys) each, which are laid end to end.
 
-    With `flash`, the plan is for CUDA in half precision.
+    Without `flash`, the plan is for `scaled_dot_product_attention`.
     """
     queries, keys = torch.tensor(entries, dtype=torch.int64).T
-    if flash:
+    if flash is not None:
         start = torch.zeros(1, dtype=torch.int64)
         return FlashPlan(
+            kernels=flash,
             cu_queries=torch.cat([start, queries.cumsum(0)]).to(device, torch.int32, non_blocking=True),
             cu_keys=torch.cat([start, keys.cumsum(0)]).to(device, torch.int32, non_blocking=True),
             max_queries=int(queries.max()),
@@ -120,44 +112,9 @@ def varlen_attention(
         [T, heads, v].
     """
     if isinstance(plan, FlashPlan):
-        return _flash_attention(query, key, value, plan, scale)
+        return flash_attention(query, key, value, plan, scale)
     outputs = [_rectangle_attention(query, key, value, rectangle, scale) for rectangle in plan.rectangles]
     return torch.cat(outputs).index_select(0, plan.restore_T)
-
-
-def _flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float | None
-) -> torch.Tensor:
-    """Attend with flash attention, which wants heads of one width: zeros behind them change no score."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    output: torch.Tensor = _flash()(
-        *(_widened(heads, width) for heads in (query, key, value)),
-        plan.cu_queries,
-        plan.cu_keys,
-        plan.max_queries,
-        plan.max_keys,
-        scale=scale,
-        window_size=(-1, 0),
-    )
-    return output[..., :value_width]
-
-
-def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:
-    # Padding copies even where nothing is added.
-    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] < width else heads
-
-
-@cache
-def _flash() -> Callable[..., Any]:
-    """Return `varlen_attn`, with key heads shared among query heads."""
-    # Imported here, because it imports torch.compile's packages, which take a second that only CUDA processes need.
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 lacks this argument and always shares key heads among query heads; later versions require it.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return partial(varlen_attn, enable_gqa=True)
-    return varlen_attn
 
 
 def _rectangle_attention(

@@ -20,6 +20,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.expert_load import load_metrics
+from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
 from fivefold.engine.metrics import reduce_metrics
@@ -95,6 +96,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        flash = flash_kernels(config.attn_impl, config.dtype, self._device)
         self.head: Head = (
             ValueHead(self.groups.tp)
             if value_head
@@ -125,7 +127,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             layout=layout,
             cp_rank=self.groups.cp.rank(),
             same_length=False,
-            flash=is_cuda and self._dtype == torch.bfloat16,
+            flash=flash,
             device=self._device,
         )
 

@@ -63,6 +63,7 @@ PLAN_OFFLOADS = "the plan offloads no more than generation needs"
 EACH_STATE = "each kind of the optimizer's state has a precision of its own"
 ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
 KERNELS = "Fivefold chooses its kernels itself"
+ATTENTION = "attention is PyTorch's FlashAttention 2 unless actor.attn_impl=flash_attention_4"
 OWN_BRIDGE = "Fivefold's own bridge loads the same weights; bridge_type=mbridge would load them with mbridge"
 WEIGHTS_IN_BUCKETS = "rollout.weight_transport decides how weights go from actor to rollout"
 

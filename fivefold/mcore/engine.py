@@ -26,6 +26,7 @@ from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
+from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
@@ -115,6 +116,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._device = torch.device(torch.cuda.current_device())
+        flash = flash_kernels(config.attn_impl, config.dtype, self._device)
         self._megatron_config = settings.transformer_config(config, layout, self.shape)
         self._bridge = build_bridge(config, self.shape, self._folder, self._megatron_config)
         self._decoders = build_chunks(self._megatron_config, layout, self.shape)
@@ -172,7 +174,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             layout=layout,
             cp_rank=self.groups.cp.rank(),
             same_length=config.megatron.token_dispatcher == "allgather" or layout.gathers_replicas,
-            flash=self._device.type == "cuda" and config.dtype == "bfloat16",
+            flash=flash,
             device=self._device,
         )
 

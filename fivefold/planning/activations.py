@@ -87,7 +87,7 @@ def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is
 def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
     """Return the bytes between the norm and the residual sum: (saved, needed by the backward pass)."""
     element, tp = work.element_bytes, layout.tp
-    keys, padding = shape.key_width + shape.value_width, _padding(shape)
+    keys, padding = shape.key_width + shape.value_width, _padding(shape, work)
     joint = shape.query_width + keys
     key_tokens = tokens * layout.seen_tokens
     saved = element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
@@ -114,9 +114,9 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     return saved, backward
 
 
-def _padding(shape: ModelShape) -> int:
-    """Return the channels of zeros that flash attention needs behind all value heads, to be as wide as query heads."""
-    return max(0, shape.query_width - shape.output_width)
+def _padding(shape: ModelShape, work: Workload) -> int:
+    """Return the channels of zeros that FlashAttention 2 needs behind all value heads, to be as wide as query heads."""
+    return 0 if work.attn_impl == "flash_attention_4" else max(0, shape.query_width - shape.output_width)
 
 
 def _latents(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:

@@ -345,6 +345,7 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
         recompute_layers=config.megatron.transformer.recompute_num_layers or 1,
         recompute_block=config.megatron.transformer.recompute_method == "block",
         micro_batch_group=config.megatron.transformer.microbatch_group_size_per_vp_stage,
+        attn_impl=config.attn_impl,
         fused_activation=config.megatron.transformer.bias_activation_fusion,
         element_bytes=element,
         logprob_chunk=config.megatron.logprob_chunk_size,

@@ -29,10 +29,12 @@ DENSE_EFFICIENCY = 0.70
 """Share of the peak that dense matmuls reach."""
 GROUPED_EFFICIENCY = 0.54
 """Share of the peak that the experts' grouped matmuls reach."""
-ATTENTION_FORWARD_EFFICIENCY = 0.31
-"""Share of the peak that flash attention's forward pass reaches."""
-ATTENTION_BACKWARD_EFFICIENCY = 0.21
-"""Share of the peak, counting twice the forward FLOPs; flash attention also computes the scores again."""
+ATTENTION_EFFICIENCY: Mapping[str, tuple[float, float]] = {
+    "flash_attention_2": (0.31, 0.21),
+    "flash_attention_4": (0.43, 0.41),
+}
+"""Shares of the peak that the forward and the backward pass of attention reach, the latter counting twice the forward
+FLOPs; flash attention also computes the scores again."""
 BANDWIDTH_EFFICIENCY = 0.65
 """Share of the memory's bandwidth that element-wise kernels reach."""
 PASSES_OVER_SAVED = 8
@@ -228,12 +230,13 @@ def _layer_seconds(
     projections = forward.projections * share * (1 + keys_of_others(shape, layout))
     matmuls = (projections + forward.router * moe_share) / DENSE_EFFICIENCY + mlps
     attention = forward.attention * share
-    scores = attention / ATTENTION_FORWARD_EFFICIENCY
+    forward_efficiency, backward_efficiency = ATTENTION_EFFICIENCY[work.attn_impl]
+    scores = attention / forward_efficiency
     saved, mlp_saved = _saved(layout, shape, work, stage)
     moved = PASSES_OVER_SAVED * saved * fill
     moved += ACCUMULATION_BYTES * rank_parameters(layout, shape, stage).experts
     element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
-    computing = 3 * matmuls + scores + 2 * attention / ATTENTION_BACKWARD_EFFICIENCY
+    computing = 3 * matmuls + scores + 2 * attention / backward_efficiency
     again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
     attention_again, mlp_again = repeated_halves(stage, work)
     if work.recompute == "full":

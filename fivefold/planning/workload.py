@@ -53,6 +53,8 @@ class Workload:
     """Whether `full` recomputes some layers of each virtual stage, instead of all."""
     micro_batch_group: int | None = None
     """Micro-batches that a virtual stage computes before the next one's turn; None: as many as stages."""
+    attn_impl: Literal["flash_attention_2", "flash_attention_4"] = "flash_attention_2"
+    """Flash attention of the layers."""
     fused_activation: bool = False
     """Whether dense MLPs and shared experts compute their activation in one kernel."""
     element_bytes: int = 2

@@ -15,7 +15,8 @@ from megatron_cases import Case
 from worker_pool import Workers
 
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
-from fivefold.engine import varlen
+from fivefold.engine import flash as flash_attention
+from fivefold.engine.flash import FlashKernels
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import localize
 from fivefold.engine.varlen import plan_attention, varlen_attention
@@ -86,13 +87,16 @@ def test_heads_of_unlike_widths_attend_as_a_softmax_says(width: int, value_width
     scores_HTT = torch.einsum("qhd,khd->hqk", query, key) * (scale or 1 / math.sqrt(width))
     weights_HTT = scores_HTT.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     wanted = torch.einsum("hqk,khd->qhd", weights_HTT, value)
-    with patch.object(varlen, "_flash", lambda: flash):
-        for uses_flash in (True, False):
-            plan = plan_attention([(9, 9)], flash=uses_flash, device=CPU)
+    kernels: tuple[FlashKernels | None, ...] = ("flash_attention_2", None)
+    with patch.object(flash_attention, "_pytorch", lambda: flash):
+        for one in kernels:
+            plan = plan_attention([(9, 9)], flash=one, device=CPU)
             torch.testing.assert_close(varlen_attention(query, key, value, plan, scale), wanted)
 
 
-def attention_of(engine: MegatronEngine, *, flash: bool) -> tuple[LatentSelfAttention, torch.Tensor, PackedSequences]:
+def attention_of(
+    engine: MegatronEngine, *, flash: FlashKernels | None
+) -> tuple[LatentSelfAttention, torch.Tensor, PackedSequences]:
     """Return a layer's attention, and what it gets of one sequence on this rank."""
     cp = engine.groups.cp
     batch = Batch((LENGTH,), torch.zeros(LENGTH, dtype=torch.int64), torch.ones(LENGTH))
@@ -107,7 +111,7 @@ def attention_of(engine: MegatronEngine, *, flash: bool) -> tuple[LatentSelfAtte
 
 def saved_bytes(case: Case, folder: Path) -> int:
     """In a worker: return the bytes that a layer's attention keeps for its backward pass, weights apart."""
-    module, hidden, packed = attention_of(case.engine(folder), flash=True)
+    module, hidden, packed = attention_of(case.engine(folder), flash="flash_attention_2")
     places = packed.attention.first_keys_K, packed.attention.second_keys_K
     known = [hidden, packed.cos_T1D, packed.sin_T1D, *module.parameters(), *places]
     ignored = {tensor.untyped_storage().data_ptr() for tensor in known if tensor is not None}
@@ -117,7 +121,10 @@ def saved_bytes(case: Case, folder: Path) -> int:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    kernels = patch.object(varlen, "_flash", lambda: flash), patch.object(torch.nn.functional, "rms_norm", norm)
+    kernels = (
+        patch.object(flash_attention, "_pytorch", lambda: flash),
+        patch.object(torch.nn.functional, "rms_norm", norm),
+    )
     with kernels[0], kernels[1], torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         module(hidden, packed_seq_params=packed)
     return sum(storage.nbytes() for place, storage in storages.items() if place not in ignored)
@@ -146,7 +153,7 @@ def test_attention_keeps_what_is_planned(
 def exchanged_bytes(case: Case, folder: Path) -> float:
     """In a worker: return the bytes that a layer's attention sends to context-parallel ranks, forward and backward."""
     engine = case.engine(folder)
-    module, hidden, packed = attention_of(engine, flash=False)
+    module, hidden, packed = attention_of(engine, flash=None)
     cp, wholes = engine.groups.cp, []
     for parameter in module.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from ragged import LENGTHS, uneven_batch
 from worker_pool import Workers
 
+from fivefold.engine.flash import FlashKernels, FlashPlan
 from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
-from fivefold.engine.varlen import FlashPlan, plan_attention, varlen_attention
+from fivefold.engine.varlen import plan_attention, varlen_attention
 from fivefold.mcore.attention import PackedCoreAttention
 from fivefold.types import Batch
 
@@ -61,7 +62,7 @@ def random_qkv(n_queries: int, n_keys: int, n_kv_heads: int) -> list[torch.Tenso
 def test_packed_attention_is_a_masked_softmax(name: str, n_kv_heads: int) -> None:
     entries = ENTRIES[name]
     qkv = random_qkv(sum(q for q, _ in entries), sum(k for _, k in entries), n_kv_heads)
-    output = varlen_attention(*qkv, plan_attention(entries, flash=False, device=CPU))
+    output = varlen_attention(*qkv, plan_attention(entries, flash=None, device=CPU))
     wanted = by_hand(*qkv, allowed_pairs(entries))
     torch.testing.assert_close(output, wanted)
     upstream = torch.randn_like(wanted)
@@ -86,7 +87,7 @@ def flash_pairs(plan: FlashPlan) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_the_flash_plan_masks_the_same_pairs(name: str) -> None:
-    plan = plan_attention(ENTRIES[name], flash=True, device=CPU)
+    plan = plan_attention(ENTRIES[name], flash="flash_attention_2", device=CPU)
     assert isinstance(plan, FlashPlan)
     assert plan.cu_queries.dtype == plan.cu_keys.dtype == torch.int32
     assert plan.max_queries == max(q for q, _ in ENTRIES[name])
@@ -94,7 +95,7 @@ def test_the_flash_plan_masks_the_same_pairs(name: str) -> None:
     assert flash_pairs(plan).equal(allowed_pairs(ENTRIES[name]))
 
 
-def shares(cp_size: int, *, flash: bool = False) -> list[LocalSequences]:
+def shares(cp_size: int, *, flash: FlashKernels | None = None) -> list[LocalSequences]:
     batch = uneven_batch()
     total = padded_tokens(batch.lengths, cp_size=cp_size, tp_size=2)
     return [
@@ -132,7 +133,7 @@ def test_the_shares_predict_every_trained_token_once_from_the_token_before_it(cp
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_causal_attention_costs_every_rank_the_same(cp_size: int) -> None:
     costs = set()
-    for share in shares(cp_size, flash=True):
+    for share in shares(cp_size, flash="flash_attention_2"):
         assert isinstance(share.attention.plan, FlashPlan)
         costs.add(int(flash_pairs(share.attention.plan).sum()))
     assert len(costs) == 1
@@ -167,7 +168,7 @@ def attend_in_shares(lengths: tuple[int, ...], n_kv_heads: int) -> LocalAttentio
     numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     batch = Batch(lengths, numbers, torch.ones(numbers.numel()))
     total = padded_tokens(lengths, cp_size=group.size(), tp_size=1)
-    share = localize(batch, cp_rank=group.rank(), cp_size=group.size(), total=total, flash=False, device=CPU)
+    share = localize(batch, cp_rank=group.rank(), cp_size=group.size(), total=total, flash=None, device=CPU)
     tensors = whole_qkv(lengths, n_kv_heads)
     upstream = whole_upstream(lengths)
     start_of = torch.tensor([0, *lengths]).cumsum(0)

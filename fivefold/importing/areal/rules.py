@@ -98,7 +98,7 @@ def _optimizer(draft: Draft, key: str) -> None:
 
 
 ENGINE: Mapping[str, Rule] = {
-    "attn_impl": implied(reasons.KERNELS),
+    "attn_impl": implied(reasons.ATTENTION),
     "use_kernels": implied(reasons.KERNELS),
     "disable_dropout": only(True, holds="models are trained without dropout"),
     "offload": off(reasons.NO_OFFLOAD),

@@ -1,0 +1,125 @@
+"""Flash attention on CUDA: the kernels that PyTorch brings, or those of the package flash-attn-4."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+FlashKernels = Literal["flash_attention_2", "flash_attention_4"]
+
+_GPUS_OF_4 = {9: "Hopper", 10: "Blackwell"}
+"""Major compute capabilities that FlashAttention 4 has forward and backward kernels for."""
+
+
+@dataclass(frozen=True)
+class FlashPlan:
+    """Plan for flash attention: cumulative lengths, int32 [entries + 1], on the device; and the largest lengths."""
+
+    kernels: FlashKernels
+    cu_queries: torch.Tensor
+    cu_keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+def flash_kernels(attn_impl: FlashKernels, dtype: str, device: torch.device) -> FlashKernels | None:
+    """Return the flash attention that a model of `dtype` has on `device`; None: there is none for it.
+
+    Raises:
+        ValueError: `flash_attention_4` is asked for where it cannot run.
+    """
+    has_flash = device.type == "cuda" and dtype == "bfloat16"
+    if attn_impl == "flash_attention_4":
+        _check_4(dtype, device, has_flash)
+    return attn_impl if has_flash else None
+
+
+def _check_4(dtype: str, device: torch.device, has_flash: bool) -> None:
+    advice = "or set attn_impl to flash_attention_2"
+    if not has_flash:
+        raise ValueError(
+            f"attn_impl=flash_attention_4 is for bfloat16 models on GPUs, got {dtype} on {device.type}: set dtype to "
+            f"bfloat16 on GPUs, {advice}"
+        )
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        raise ValueError(
+            "attn_impl=flash_attention_4 needs the package flash-attn-4, which is not installed here: pip install "
+            f'"fivefold[flash-attention-4]", {advice}'
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in _GPUS_OF_4:
+        raise ValueError(
+            f"attn_impl=flash_attention_4 has kernels for {' and '.join(_GPUS_OF_4.values())} GPUs, got compute "
+            f"capability {major}.{minor}: use such GPUs, {advice}"
+        )
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float | None
+) -> torch.Tensor:
+    """Attend from query [T, heads, d] to key [K, kv_heads, d] and value [K, kv_heads, v]; see `varlen_attention`."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attend = _attend_4 if plan.kernels == "flash_attention_4" else _attend_2
+    return attend(query, key, value, plan, scale)
+
+
+def _attend_2(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float
+) -> torch.Tensor:
+    """Attend with FlashAttention 2, which wants heads of one width: zeros behind them change no score."""
+    width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    output: torch.Tensor = _pytorch()(
+        *(_widened(heads, width) for heads in (query, key, value)),
+        plan.cu_queries,
+        plan.cu_keys,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+    )
+    return output[..., :value_width]
+
+
+def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:
+    # Padding copies even where nothing is added.
+    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] < width else heads
+
+
+@cache
+def _pytorch() -> Callable[..., Any]:
+    """Return `varlen_attn`, with key heads shared among query heads."""
+    # Imported here, because it imports torch.compile's packages, which take a second that only CUDA processes need.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 lacks this argument and always shares key heads among query heads; later versions require it.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
+
+
+def _attend_4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float
+) -> torch.Tensor:
+    """Attend with FlashAttention 4; its first call for each width of heads compiles kernels for some ten seconds."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    output: torch.Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=plan.cu_queries,
+        cu_seqlens_k=plan.cu_keys,
+        max_seqlen_q=plan.max_queries,
+        max_seqlen_k=plan.max_keys,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )[0]
+    return output

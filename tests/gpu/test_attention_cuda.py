@@ -1,0 +1,69 @@
+"""Flash attention of both versions against a softmax in double precision, forward and backward."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from fivefold.engine.flash import FlashKernels
+from fivefold.engine.varlen import plan_attention, varlen_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+HAS_4 = find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+KERNELS = [
+    "flash_attention_2",
+    pytest.param("flash_attention_4", marks=pytest.mark.skipif(not HAS_4, reason="needs the package flash-attn-4")),
+]
+ENTRIES = {
+    "sequences of odd lengths": [(1, 1), (129, 129), (77, 77), (640, 640), (704, 704), (5, 5)],
+    "more keys than queries": [(100, 300), (333, 1000), (64, 64), (1, 700)],
+}
+
+
+def inputs(
+    entries: list[tuple[int, int]], heads: int, key_heads: int, width: int, value_width: int
+) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    n_queries, n_keys = (sum(counts) for counts in zip(*entries, strict=True))
+    shapes = [(n_queries, heads, width), (n_keys, key_heads, width), (n_keys, key_heads, value_width)]
+    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    return [torch.randn(shape, **options).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "value_width"), [(8, 2, 128, 128), (4, 4, 192, 128), (4, 2, 64, 64), (2, 1, 80, 80)]
+)
+def test_attention_is_a_masked_softmax(
+    kernels: FlashKernels, name: str, heads: int, key_heads: int, width: int, value_width: int
+) -> None:
+    entries = ENTRIES[name]
+    qkv = inputs(entries, heads, key_heads, width, value_width)
+    device = torch.device("cuda")
+    output = varlen_attention(*qkv, plan_attention(entries, flash=kernels, device=device))
+    exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
+    wanted = varlen_attention(*exact, plan_attention(entries, flash=None, device=device))
+    upstream = torch.randn_like(output)
+    grads = torch.autograd.grad(output, qkv, upstream)
+    wanted_grads = torch.autograd.grad(wanted, exact, upstream.double())
+    for got, correct in zip([output, *grads], [wanted, *wanted_grads], strict=True):
+        assert float((got.double() - correct).abs().max() / correct.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_deterministic_attention_gives_the_same_bits(kernels: FlashKernels) -> None:
+    entries = [(4096, 4096), (700, 700)]
+    qkv = inputs(entries, 32, 4, 128, 128)
+    plan = plan_attention(entries, flash=kernels, device=torch.device("cuda"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(2):
+            output = varlen_attention(*qkv, plan)
+            results.append([output, *torch.autograd.grad(output, qkv, torch.ones_like(output))])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
