@@ -75,7 +75,8 @@ class FollowerHost:
     def close(self) -> None:
         """Listen no longer, once the part that runs has ended."""
         self._is_closed = True
-        _connect(self._address).close()
+        with suppress(EOFError, OSError):  # it has seen that by itself
+            _connect(self._address).close()
         self._thread.join()
 
     def _serve(self) -> None:
