@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
@@ -125,8 +126,8 @@ class Checkpointer:
         """
         with self._timers.phase("checkpoint"):
             self.finish()
-            if self._history is not None and self._history.name in metrics:
-                self._history = self._history.with_value(state.step, metrics[self._history.name])
+            if self._history is not None and (value := self._kept_value(metrics)) is not None:
+                self._history = self._history.with_value(state.step, value)
             saved = datetime.now(UTC).isoformat(timespec="seconds")
             began = time.monotonic()
             folder = self._attempted(state.step, lambda: self._snapshot(state.step))
@@ -167,10 +168,15 @@ class Checkpointer:
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether `metrics` have a larger value of `recover.keep_best` than every checkpoint that is kept."""
-        if self._history is None or (value := metrics.get(self._history.name)) is None:
+        if self._history is None or (value := self._kept_value(metrics)) is None:
             return False
         kept = {checkpoint.step for checkpoint in self._store.all()}
         return all(value > other for step, other in self._history.values.items() if step in kept)
+
+    def _kept_value(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the value of `recover.keep_best`; None if there is none, or one that is not finite."""
+        value = None if self._history is None else metrics.get(self._history.name)
+        return value if value is not None and isfinite(value) else None
 
     def _snapshot(self, step: int) -> Path:
         folder = self._store.begin(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -80,22 +81,37 @@ def steps(folder: Path) -> list[int]:
     return [each.step for each in checkpoints]
 
 
+def saved_if_due(saving: Checkpointer, step: int, value: float) -> bool:
+    """Write the checkpoint of a step with this value of the metric, if it is due; return whether it was."""
+    if not saving.is_due(step, {METRIC: value}):
+        return False
+    saving.begin(run_state(step, kept_metric=None), {METRIC: value})
+    saving.commit()
+    saving.finish()
+    return True
+
+
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     rewards = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.2, 5: 0.4}
     with checkpointer(tmp_path, Weights(), freq_steps=2, max_to_keep=1, keep_best=METRIC) as saving:
-        due = []
-        for step, reward in rewards.items():
-            if saving.is_due(step, {METRIC: reward}):
-                due.append(step)
-                saving.begin(run_state(step, kept_metric=None), {METRIC: reward})
-                saving.commit()
-                saving.finish()
+        due = [step for step, reward in rewards.items() if saved_if_due(saving, step, reward)]
     # Steps 1 and 2 have the largest value so far, and 2 and 4 are multiples of freq_steps.
     assert due == [1, 2, 4]
     assert steps(tmp_path) == [2, 4]
     saved = RunState.read(CheckpointStore(tmp_path).path(4)).kept_metric
     assert saved is not None
     assert saved.values == {1: 0.1, 2: 0.5, 4: 0.2}
+
+
+def test_a_step_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    values = {1: nan, 2: nan, 3: 0.1, 4: inf, 5: 0.05, 6: 0.2}
+    with checkpointer(tmp_path, Weights(), freq_steps=2, max_to_keep=1, keep_best=METRIC) as saving:
+        due = [step for step, value in values.items() if saved_if_due(saving, step, value)]
+    assert due == [2, 3, 4, 6]
+    assert steps(tmp_path) == [6]
+    saved = RunState.read(CheckpointStore(tmp_path).path(6)).kept_metric
+    assert saved is not None
+    assert saved.values == {3: 0.1, 6: 0.2}
 
 
 def test_a_process_that_has_lost_the_folder_commits_nothing(tmp_path: Path) -> None:
