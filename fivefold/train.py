@@ -148,7 +148,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     rewards.check_prompts(data.prompts)
     evaluator = Evaluator.of(recipe, ground.tokenizer, rewards)
-    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    sampling = SamplingParams.for_training(recipe)
     prompts = [*data.prompts, *(evaluator.data.prompts if evaluator else ())]
     rewards.check_sources(prompts)
     check_requests(ground.shape, prompts, sampling)
@@ -208,7 +208,7 @@ def _loop(
     speed = _speed(setup, roles, run)
     owners, schedule = state_owners(roles, recipe, timers), setup.schedule(recipe.recover)
     with (
-        _source(setup, roles, timers, state.step, saved) as source,
+        _source(setup, roles, update, timers, state.step, saved) as source,
         keep(run, recipe, owners | dict(source.owners), state, schedule, began) as keeper,
     ):
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
@@ -347,11 +347,13 @@ def _saved(start: Anew | Resume) -> Saved | None:
 
 
 @contextmanager
-def _source(setup: TrainSetup, roles: Roles, timers: PhaseTimers, step: int, saved: Saved | None) -> Iterator[Source]:
+def _source(
+    setup: TrainSetup, roles: Roles, update: PolicyUpdate, timers: PhaseTimers, step: int, saved: Saved | None
+) -> Iterator[Source]:
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
     common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
     if setup.recipe.rollout.max_head_offpolicyness == 0:
-        yield StepSource(*common, setup.reward_model(roles))
+        yield StepSource(*common, lambda: update.corrects, setup.reward_model(roles))
         return
     with StreamSource(
         *common,

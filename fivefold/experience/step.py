@@ -39,6 +39,8 @@ class StepSource:
     sampling: SamplingParams
     rewards: RewardSet
     timers: PhaseTimers
+    corrects: Callable[[], bool]
+    """Whether the next loss is corrected by the rollout's log-probs, of which it then needs all."""
     reward_model: RewardModel | None = None
     """The model of which one of the rewards is the score."""
 
@@ -73,7 +75,8 @@ class StepSource:
     def _sampled(self, prompts: Sequence[Prompt], step: int, round_: int = 0) -> Experience:
         # A further round of a step has random choices of its own.
         key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
-        generated, samples = self._answered(prompts, self.recipe.gconfig.n_samples, self.sampling, key)
+        sampling = replace(self.sampling, logprob_share=1.0) if self.corrects() else self.sampling
+        generated, samples = self._answered(prompts, self.recipe.gconfig.n_samples, sampling, key)
         self.sampler.told(outcomes(samples))
         return Experience(samples, generated.batch, generated.metrics)
 

@@ -68,7 +68,7 @@ class PolicyUpdate:
         self._change: BatchChange | None = None
         self._may_correct = (
             config.rollout_correction.method == "auto"
-            and recipe.rollout.logprob_share == 1
+            and not recipe.rollout.omits_logprobs
             and not recipe.gconfig.truncates_distribution
             and config.recompute_logprob is not False
         )
@@ -179,6 +179,11 @@ class PolicyUpdate:
         return f"{found}; to correct it, the log-probs of all tokens are needed: drop rollout.logprob_share"
 
     @property
+    def corrects(self) -> bool:
+        """Whether the next update's loss is corrected because rollout and trainer disagree."""
+        return (self.state.corrects_rollout or self._always_corrects) and self._may_correct
+
+    @property
     def loss(self) -> PolicyLoss:
         """The loss of the next update, with what the algorithm's state says."""
         loss = self._base_loss
@@ -186,7 +191,7 @@ class PolicyUpdate:
             loss = replace(loss, kl_coeff=self.state.kl_ctl)
         if self._config.entropy_target is not None:
             loss = replace(loss, entropy_coeff=self.state.entropy_bonus)
-        if (self.state.corrects_rollout or self._always_corrects) and self._may_correct:
+        if self.corrects:
             loss = replace(loss, correction=RolloutCorrection.automatic())
         if self.experts is not None:
             return replace(loss, imitation=self.experts.imitation)

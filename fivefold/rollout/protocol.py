@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
-from fivefold.config.schema.train import EvaluatorConfig
+from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.types import Completion, FinishReason
+
+MONITORED_SHARE = 1 / 8
+"""Share of the prompts whose log-probs are asked for where they only tell how far rollout and trainer are apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +106,12 @@ class SamplingParams:
         )
 
     @classmethod
-    def for_training(cls, config: GenerationConfig, rollout: RolloutConfig) -> SamplingParams:
+    def for_training(cls, recipe: TrainRecipe) -> SamplingParams:
         """Return the sampling of the prompts that are trained on."""
-        return replace(cls.from_config(config), seeded=rollout.seeded, logprob_share=rollout.logprob_share)
+        share = recipe.rollout.logprob_share
+        if share is None:
+            share = 1.0 if recipe.loss_reads_rollout_logprobs else MONITORED_SHARE
+        return replace(cls.from_config(recipe.gconfig), seeded=recipe.rollout.seeded, logprob_share=share)
 
     @classmethod
     def for_evaluation(cls, config: GenerationConfig, evaluator: EvaluatorConfig) -> SamplingParams:

@@ -92,9 +92,10 @@ class RolloutConfig(Section):
     seeded: bool = False
     """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
-    logprob_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it
-    processor time. `rollout_mismatch` is measured over this share."""
+    logprob_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it up to
+    40% of its speed. `rollout_mismatch` is measured over this share. null: all where the loss reads them, which it does
+    too once `actor.rollout_correction.method=auto` corrects it, otherwise an eighth."""
     weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`."""
@@ -104,3 +105,8 @@ class RolloutConfig(Section):
     `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
+
+    @property
+    def omits_logprobs(self) -> bool:
+        """Whether the recipe itself leaves log-probs out that a server could give."""
+        return self.logprob_share is not None and self.logprob_share < 1

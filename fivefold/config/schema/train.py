@@ -67,6 +67,13 @@ class TrainRecipe(RunConfig):
     reward: RewardConfig = RewardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
 
+    @property
+    def loss_reads_rollout_logprobs(self) -> bool:
+        """Whether the loss reads the rollout's log-prob of every token from the first step on."""
+        actor = self.actor
+        is_asynchronous = self.rollout.max_head_offpolicyness > 0
+        return is_asynchronous or actor.recompute_logprob is False or actor.rollout_correction.is_fixed
+
     @model_validator(mode="after")
     def _check_group(self) -> TrainRecipe:
         norm, advantage = self.actor.reward_norm, self.actor.advantage
@@ -172,7 +179,7 @@ class TrainRecipe(RunConfig):
                 "gconfig.greedy=true gives the same completion every time, from which nothing is learnt: set it to "
                 "false (evaluator.greedy is for the held-out prompts)"
             )
-        if self.actor.recompute_logprob is False and self.rollout.logprob_share < 1:
+        if self.actor.recompute_logprob is False and self.rollout.omits_logprobs:
             raise ValueError(
                 "actor.recompute_logprob=false takes the old log-probs of every token from the rollout, but "
                 f"rollout.logprob_share={self.rollout.logprob_share} asks for those of a part: set "
@@ -203,7 +210,7 @@ class TrainRecipe(RunConfig):
                     f"{key} compares the rollout's log-probs with the trainer's old ones before an update, but with "
                     "actor.recompute_logprob=false they are the same: set that to null, or the method to none"
                 )
-        if self.rollout.logprob_share < 1:
+        if self.rollout.omits_logprobs:
             raise ValueError(
                 f"{key} needs the rollout's log-probs of every token, but rollout.logprob_share="
                 f"{self.rollout.logprob_share} asks for those of a part: drop it, or set the method to none"
@@ -235,7 +242,7 @@ class TrainRecipe(RunConfig):
                 f"actor.rollout_correction.mask=second_moment needs old log-probs before the update, which {key} does "
                 "not give"
             )
-        if self.rollout.logprob_share < 1 or self.gconfig.truncates_distribution:
+        if self.rollout.omits_logprobs or self.gconfig.truncates_distribution:
             raise ValueError(
                 f"{key} needs the rollout's log-probs of all tokens under the whole distribution: drop "
                 "rollout.logprob_share, top_p, top_k and min_new_tokens"
@@ -263,8 +270,8 @@ class TrainRecipe(RunConfig):
                 "next steps are sampled ahead: set one of them to its default"
             )
         corrects = actor.rollout_correction.method == "auto" and actor.recompute_logprob is not False
-        part = "rollout.logprob_share" if rollout.logprob_share < 1 else "top_p, top_k or min_new_tokens"
-        if corrects and (rollout.logprob_share < 1 or self.gconfig.truncates_distribution):
+        part = "rollout.logprob_share" if rollout.omits_logprobs else "top_p, top_k or min_new_tokens"
+        if corrects and (rollout.omits_logprobs or self.gconfig.truncates_distribution):
             raise ValueError(
                 f"{key} corrects losses for the age of the samples, which needs the log-probs of all tokens under the "
                 f"whole distribution, and {part} leaves them unknown: drop it, or set "

@@ -53,7 +53,7 @@ def common(
     if replays:
         choice = Replay(prompts, batch_size=BATCH, shuffle=True, seed=1, share=0.5, at_most=0.5)
         sampler = ChosenSampler(prompts, choice, "replay", batch_size=BATCH, shuffle=True, seed=1, fingerprint="")
-    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    sampling = SamplingParams.for_training(recipe)
     return recipe, sampler, LocalRollout(group), sampling, RewardSet.of(NamedReward("f", reward, None)), PhaseTimers()
 
 

@@ -77,7 +77,7 @@ def test_every_prompt_is_trained_once_in_order_by_young_tokens_whatever_happens(
     )  # fmt: skip
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(N_PROMPTS)]
     sampler, expected = (EpochSampler(prompts, batch_size=batch, shuffle=True, seed=seed) for _ in range(2))
-    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    sampling = SamplingParams.for_training(recipe)
     rewards = RewardSet.of(NamedReward("f", full_marks, None))
     with StreamSource(
         recipe, sampler, LocalRollout(group), sampling, rewards, PhaseTimers(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class NumberedRollout(Rollout):
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, bool, tuple[Any, ...]]] = []
+        self.shares: list[float] = []
 
     def generate(
         self,
@@ -43,6 +44,7 @@ class NumberedRollout(Rollout):
         key: tuple[int | str, ...],
         finished: Finished = ignore,
     ) -> Generated:
+        self.shares.append(sampling.logprob_share)
         self.asked.append(([prompt.index for prompt in prompts], n_samples, sampling.greedy, key))
         pairs = [(prompt, number) for prompt in prompts for number in range(n_samples)]
         samples = [Sample(p, str(number), "stop", 10 * p.index + number, 1, (0, 0)) for p, number in pairs]
@@ -60,15 +62,17 @@ def judge(response: str, ground_truth: Any, **_: Any) -> float:
     return float(response == "1" and ground_truth)
 
 
-def source(with_signal: set[int], n_prompts: int, *overrides: str) -> tuple[StepSource, NumberedRollout]:
+def source(
+    with_signal: set[int], n_prompts: int, *overrides: str, corrects: Callable[[], bool] = lambda: False
+) -> tuple[StepSource, NumberedRollout]:
     words = ["actor.ppo_n_minibatches=1", f"train_dataset.batch_size={BATCH}", f"gconfig.n_samples={SAMPLES}"]
     recipe = load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
     prompts = [Prompt(i, "?", (1,), i in with_signal) for i in range(n_prompts)]
     sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=False, seed=1)
     rollout = NumberedRollout()
-    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    sampling = SamplingParams.for_training(recipe)
     rewards = RewardSet.of(NamedReward("judge", judge, None))
-    return StepSource(recipe, sampler, rollout, sampling, rewards, PhaseTimers()), rollout
+    return StepSource(recipe, sampler, rollout, sampling, rewards, PhaseTimers(), corrects), rollout
 
 
 def test_prompts_without_signal_are_replaced_by_further_ones() -> None:
@@ -91,6 +95,14 @@ def test_prompts_without_signal_are_replaced_by_further_ones() -> None:
     again.take(2)
     assert later.asked == rollout.asked[3:]
     assert later.asked[0][0] == [12, 13, 14, 15]
+
+
+def test_all_log_probs_are_asked_for_once_the_loss_is_corrected() -> None:
+    answers = iter([False, True])
+    steps, rollout = source(set(), 40, corrects=lambda: next(answers))
+    steps.take(1)
+    steps.take(2)
+    assert rollout.shares == [1 / 8, 1.0]
 
 
 def test_prompts_without_signal_fill_a_step_after_the_last_round() -> None:

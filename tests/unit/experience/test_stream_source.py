@@ -60,7 +60,7 @@ def test_a_replica_reports_groups_as_they_end_with_the_bits_of_a_whole_batch(wor
     """The job has the last of three samples of a prompt, and whole groups of two others."""
     recipe, prompts, [worker, _] = recipe_of(), arithmetic(3), workers
     worker.set_version(0)
-    sampling = SamplingParams.for_training(recipe.gconfig, recipe.rollout)
+    sampling = SamplingParams.for_training(recipe)
     requests = group_requests([prompt.token_ids for prompt in prompts], 3, ("key",))[2:]
     job = Job(range(2, 9), [prompts[index // 3] for index in range(2, 9)], requests)
     reports = [(report.indices_N.tolist(), columns) for report, columns in worker.generate(iter([job]), sampling, 3)]
@@ -84,7 +84,7 @@ def test_steps_have_the_samples_of_synchronous_training_if_the_weights_are_the_s
 ) -> None:
     group, prompts = LocalGroup(workers), arithmetic(11)
     group.each("set_version", 0)
-    synchronous = StepSource(*common(recipe_of(), group, full_marks, prompts))
+    synchronous = StepSource(*common(recipe_of(), group, full_marks, prompts), lambda: False)
     expected = [synchronous.take(step) for step in range(1, STEPS + 1)]
     recipe = recipe_of().model_copy(
         update={"rollout": recipe_of().rollout.model_copy(update={"max_head_offpolicyness": age})}
@@ -119,7 +119,7 @@ def test_a_stream_of_age_0_has_the_bits_of_synchronous_training() -> None:
             ]
         return taken
 
-    synchronous = columns(StepSource(*common(recipe, group, full_marks, prompts)))
+    synchronous = columns(StepSource(*common(recipe, group, full_marks, prompts), lambda: False))
     with StreamSource(
         *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
     ) as source:

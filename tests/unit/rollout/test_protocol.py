@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.config import paths
-from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.families.check import server_problems
 from fivefold.rollout.protocol import SamplingParams, group_requests
@@ -77,11 +77,22 @@ def test_log_probs_are_asked_of_whole_groups_spread_over_the_prompts(share: floa
 
 
 def test_training_is_seeded_and_asks_for_log_probs_as_the_recipe_says() -> None:
-    config = GenerationConfig()
-    plain = SamplingParams.for_training(config, RolloutConfig())
-    assert (plain.seeded, plain.logprob_share) == (False, 1.0)
-    chosen = SamplingParams.for_training(config, RolloutConfig(seeded=True, logprob_share=0.25))
+    plain = SamplingParams.for_training(recipe_of("vllm:d1", {}))
+    assert (plain.seeded, plain.logprob_share) == (False, 1 / 8)
+    chosen = SamplingParams.for_training(recipe_of("vllm:d1", {"seeded": True, "logprob_share": 0.25}))
     assert (chosen.seeded, chosen.logprob_share) == (True, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "actor"),
+    [
+        ({"max_head_offpolicyness": 1}, {}),
+        ({}, {"recompute_logprob": False}),
+        ({}, {"rollout_correction": {"method": "tis"}}),
+    ],
+)
+def test_all_log_probs_are_asked_for_where_the_loss_reads_them(rollout: dict[str, Any], actor: dict[str, Any]) -> None:
+    assert SamplingParams.for_training(recipe_of("vllm:d1", rollout, **actor)).logprob_share == 1
 
 
 def recipe_of(backend: str, rollout: dict[str, Any], **actor: Any) -> TrainRecipe:
