@@ -16,7 +16,7 @@ from fivefold.config.schema.run import PeriodicConfig, RunConfig
 
 COMPARING = (
     "gdpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd",
-    "optimal_token_baseline",
+    "optimal_token_baseline", "asymre",
 )  # fmt: skip
 """Advantages that compare the completions of a group."""
 

@@ -120,6 +120,7 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["actor.kl_target=0.1"], "actor.kl_ctl, which is 0 and stays 0"),
         (["actor.overlong_reward_penalty=true", "actor.overlong_tokens=2000"], "above gconfig.max_new_tokens=1024"),
         (["algorithm=rloo", "gconfig.n_samples=1"], "compares the completions of a group"),
+        (["actor.advantage=asymre", "gconfig.n_samples=1"], "advantage=asymre compares the completions of a group"),
         (["algorithm=dapo", "gconfig.n_samples=1"], "gconfig.n_samples is 1"),
         (["algorithm=remax", "gconfig.n_samples=1", "actor.dynamic_sampling=true"], "looks for groups with different"),
     ],
