@@ -87,11 +87,16 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
 
 
 def engine_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each key of a role's section that is for another engine than the one that the role runs on."""
+    """Yield a line for each key of a role's section that is for another engine, or another device, than its own."""
     for role in recipe_allocation(recipe).roles:
         section = role_section(recipe, role.role)
         if not isinstance(section, EngineConfig):
             continue
+        if section.attn_impl == "flash_attention_4" and recipe.cluster.n_gpus_per_node == 0:
+            yield (
+                f"{ROLE_SECTIONS[role.role]}.attn_impl=flash_attention_4 runs on GPUs, and cluster.n_gpus_per_node is "
+                "0: set attn_impl to flash_attention_2, or name the GPUs"
+            )
         for name in _ENGINE_SECTIONS:
             if name != role.backend:
                 for key, value in _changed(getattr(section, name)):

@@ -104,6 +104,11 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check_precision(self) -> EngineConfig:
+        if self.dtype == "float32" and self.attn_impl == "flash_attention_4":
+            raise ValueError(
+                "attn_impl=flash_attention_4 is for bfloat16 models on GPUs, got dtype=float32: set dtype to bfloat16, "
+                "or attn_impl to flash_attention_2"
+            )
         if self.dtype == "float32" and self.megatron.optimizer.store_param_remainders:
             raise ValueError(
                 "megatron.optimizer.store_param_remainders=true stores what bfloat16 weights lack, and dtype=float32 "

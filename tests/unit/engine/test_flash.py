@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine import flash
 from fivefold.engine.flash import FlashKernels, flash_kernels
 from fivefold.engine.varlen import plan_attention, varlen_attention
+from fivefold.families.read import load_shape
+from fivefold.preflight import check_recipe
 
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -94,3 +101,19 @@ def test_flash_attention_4_attends_as_the_other_kernels(
         varlen_attention(query, key, value, plan_attention(entries, flash=one, device=CPU), scale) for one in kernels
     )
     torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.dtype=float32"], "is for bfloat16 models on GPUs, got dtype=float32"),
+        (
+            ["actor.dtype=bfloat16"],
+            r"actor\.attn_impl=flash_attention_4 runs on GPUs, and cluster\.n_gpus_per_node is 0",
+        ),
+    ],
+)
+def test_a_recipe_without_gpus_is_refused_before_anything_starts(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe = load_recipe(QUICKSTART, [*overrides, "actor.attn_impl=flash_attention_4"], TrainRecipe)
+        check_recipe(recipe, load_shape(resolve_model_folder(recipe.actor.path)))
