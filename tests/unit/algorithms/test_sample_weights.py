@@ -66,5 +66,5 @@ def test_filtration_has_the_mean_gradient_of_drawing_with_replacement() -> None:
 
 @pytest.mark.parametrize("value", [None, "0.5", 1.5])
 def test_a_prompt_without_a_difficulty_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"difficulty_key=hard: row 1 of the data has .*, which is no number from 0"):
+    with pytest.raises(ValueError, match=r"difficulty_key=hard: prompt 2 \('\?'\) has .*, which is no number from 0"):
         SampleWeights(difficulty_key="hard").difficulties(prompts_of([0.5, value]))
