@@ -73,8 +73,8 @@ class SampleWeights:
             value = prompt.extra_info.get(key)
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(
-                    f"actor.sample_weights.difficulty_key={key}: prompt {prompt.index + 1} ({prompt.text[-200:]!r}) has "
-                    f"{value!r}, which is no number from 0 to 1: write one as {key} into the column extra_info of "
+                    f"actor.sample_weights.difficulty_key={key}: prompt {prompt.index + 1} ({prompt.text[-200:]!r}) "
+                    f"has {value!r}, which is no number from 0 to 1: write one as {key} into the column extra_info of "
                     "every row"
                 )
             found.append(float(value))
