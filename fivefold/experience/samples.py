@@ -62,9 +62,12 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
 
 
 def has_signal(samples: Sequence[Sample], *, one_by_one: bool) -> bool:
-    """Return whether the completions of a prompt have different rewards: their sums, or some reward `one_by_one`."""
+    """Return whether the completions of a prompt have different rewards: in their sum, or `one_by_one` in any of them."""
     if one_by_one:
-        return len({tuple(sorted(sample.rewards.items())) for sample in samples}) > 1
+        return any(
+            len({sample.weights.get(name, 1.0) * sample.rewards[name] for sample in samples}) > 1
+            for name in samples[0].rewards
+        )
     return len({sample.reward for sample in samples}) > 1
 
 

@@ -84,7 +84,7 @@ def sequence_numbers(seed: str, n: int) -> npt.NDArray[np.float32]:
         seed: differs from step to step, so that the same places in a batch are not drawn again and again.
         n: number of sequences.
     """
-    first = random.Random(seed).randrange(MOST_NUMBERS - n)
+    first = random.Random(seed).randrange(max(1, MOST_NUMBERS - n))
     return np.arange(first, first + n, dtype=np.float32)
 
 

@@ -122,6 +122,10 @@ def test_rewards_that_differ_one_by_one_are_a_signal_for_gdpo_though_their_sums_
         steps, _ = source({1, 4, 6, 9}, 40, "actor.dynamic_sampling=true", f"algorithm={algorithm}")
         taken = replace(steps, rewards=both).take(1)
         assert list(dict.fromkeys(taken.groups)) == found
+    # A reward of weight 0 is measured, and teaches nothing.
+    measured = RewardSet(tuple(replace(each, weight=0.0) for each in both.rewards))
+    steps, _ = source({1, 4, 6, 9}, 40, "actor.dynamic_sampling=true", "algorithm=gdpo")
+    assert list(dict.fromkeys(replace(steps, rewards=measured).take(1).groups)) == [0, 1, 2, 3]
 
 
 def test_a_step_has_no_prompt_twice_though_it_reads_on_into_the_next_epoch() -> None:
