@@ -62,7 +62,7 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
 
 
 def has_signal(samples: Sequence[Sample], *, one_by_one: bool) -> bool:
-    """Return whether the completions of a prompt have different rewards: in their sum, or `one_by_one` in any of them."""
+    """Return whether the completions of a prompt differ in their rewards: in the sum, or in one of them."""
     if one_by_one:
         return any(
             len({sample.weights.get(name, 1.0) * sample.rewards[name] for sample in samples}) > 1
