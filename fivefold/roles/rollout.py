@@ -106,11 +106,12 @@ class Rollout:
         return {index: job for jobs in self._group.call(RolloutWorker.unfinished) for index, job in jobs.items()}
 
     def meet(self, actor: Actor) -> None:
-        """Enter an NCCL group with the actor, if weights come over one and a server is in none.
+        """Enter an NCCL group with the actor, if weights are about to come over one and a server is in none.
 
-        That is so at the beginning, and when a server was started again; the others then leave theirs.
+        That is so at the beginning, and when a server was started again, because it had died or shows here that it
+        hangs; the others then leave theirs. Servers with requests stand still from here until they have the weights.
         """
-        if not actor.sends_by_nccl or all(self._group.call(RolloutWorker.is_linked)):
+        if not actor.sends_by_nccl or all(self._group.call(RolloutWorker.expect_transfer)):
             return
         [meeting, *_] = self._group.call(RolloutWorker.meeting)
         invitation = actor.open_link(meeting)

@@ -185,9 +185,12 @@ class RolloutWorker:
         """Replace all weights by those of the last `stage_weights`."""
         self._engine.swap_weights()
 
-    def is_linked(self) -> bool:
-        """Return whether the server is in an NCCL group with the trainer."""
-        return self._server().is_linked()
+    def expect_transfer(self) -> bool:
+        """Prepare for weights that come by NCCL; return whether the server is in a group with the trainer.
+
+        One that has died or hangs is started again, and is in none.
+        """
+        return self._server().expect_transfer()
 
     def meeting(self) -> Meeting:
         """Return how the server enters an NCCL group."""

@@ -83,8 +83,9 @@ class SendsWeights:
         if self._link is not None:
             self._link.leave()
             self._left.append(self._link)
-            self._copy = None
         self._link = NcclLink(meeting, os.environ["MASTER_ADDR"], 1 + n_receivers, self._timeout_s)
+        if self._copy is not None:
+            self._copy.link = self._link
         return self._link.invite()
 
     def enter_link(self) -> None:

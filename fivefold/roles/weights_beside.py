@@ -21,8 +21,10 @@ def copy_weights(actor: Actor, rollout: Rollout, version: int, timers: PhaseTime
     The rollout is ready to take it. A frozen model on the actor's devices does not work meanwhile.
     """
     with actor.in_turn, timers.phase("weight sync"):
+        copy = actor.copy_weights(version)
+        # Last, because servers then stand still until the weights come.
         rollout.meet(actor)
-        return actor.copy_weights(version)
+        return copy
 
 
 def give_weights(rollout: Rollout, copy: WeightOffer, timers: PhaseTimers, transport: Transport) -> None:

@@ -33,7 +33,8 @@ class CopiedWeights:
             link: the connection to the engines.
             max_bytes: bytes of a bucket, unless a tensor is larger.
         """
-        self._link = link
+        self.link = link
+        """The connection over which the next bucket goes; another may take its place between two transfers."""
         self._max_bytes = max_bytes
         self._memory: list[Tensor] = []
         """uint8 each, in host memory: the bytes of one bucket."""
@@ -72,7 +73,7 @@ class CopiedWeights:
         """
         with self._own_stream():
             if self._announced is not None:
-                self._link.broadcast(self._announced)
+                self.link.broadcast(self._announced)
                 self._announced = None
             if not self._waiting:
                 return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.room import answered, asks_of
 from fivefold.rollout.servers.running import RunningServer
 from fivefold.rollout.servers.stream import ServerStream
+from fivefold.rollout.servers.weights import StagedWeights
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
@@ -32,22 +33,9 @@ from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Completion
 
 PAUSE_S = 60.0
-"""Seconds that a server has to abort its requests; one that does not is ended as if it had died."""
+"""Seconds that a server has to abort its requests, or to sample one token; else it is ended as if it had died."""
 STALL_S = 300.0
 """Seconds without an answer of a stream after which its server is asked what it has."""
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """Weights that a server can load."""
-
-    version: int
-    folder: Path
-    """The server's model folder with the weights."""
-    sent: Checksum
-    """Their checksum, if the route has one."""
-    files: ExitStack
-    """Removes the folder when it is closed."""
 
 
 class ServerEngine:
@@ -88,7 +76,7 @@ class ServerEngine:
         self._state = EngineState(0 if spec.load_weights else None)
         self._stream: ServerStream | None = None
         self._is_interrupted = False
-        self._staged: _Staged | None = None
+        self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with their server, and that `take_lost` has not told."""
@@ -166,6 +154,10 @@ class ServerEngine:
             RuntimeError: the engine is asleep or has no weights, or the server failed.
         """
         if self._stream is None:
+            return []
+        if self._is_interrupted:
+            # It stands still until the trainer sends its weights.
+            time.sleep(seconds)
             return []
         try:
             done = self._stream.collect(self._state.require_weights(), seconds)
@@ -269,10 +261,12 @@ class ServerEngine:
             ValueError: as `update_weights`; the engine then goes on with the weights that it has.
         """
         assert self._weights is not None, "the weights of this replica do not come as files"
-        sent = Checksum(self._cast(audited(self._tensors, weights)), self._spec.route.checksum)
+        dtype = getattr(torch, self._spec.dtype)
+        cast = ((name, tensor.to(dtype)) for name, tensor in audited(self._tensors, weights))
+        sent = Checksum(cast, self._spec.route.checksum)
         with ExitStack() as files:
             folder = files.enter_context(self._weights.holding(sent, version))
-            self._staged = _Staged(version, folder, sent, files.pop_all())
+            self._staged = StagedWeights(version, folder, sent, files.pop_all())
 
     def swap_weights(self) -> None:
         """Let the server load the staged weights, between two tokens of its requests (`RolloutEngine`)."""
@@ -331,10 +325,18 @@ class ServerEngine:
         """How the server enters an NCCL group."""
         return self._server.loader.meeting
 
-    def is_linked(self) -> bool:
-        """Return whether the server is in an NCCL group. One that has died is started again, and is in none."""
+    def expect_transfer(self) -> bool:
+        """Prepare for weights that the trainer is about to send by NCCL; return whether the server is in a group.
+
+        One that has died or hangs is started again, and is in none. To show that it does not hang, a server with
+        requests aborts them, and goes on with the weights that come; one without requests samples a token.
+        """
         try:
             self._server.check()
+            if self._state.has_weights and self.n_running:
+                self._interrupt()
+            elif self._state.has_weights:
+                self._server.sample_token(PAUSE_S)
         except ServerDied as death:
             self._restart(death)
         return self._server.is_linked
@@ -387,10 +389,6 @@ class ServerEngine:
     def close(self) -> None:
         """End the server, and wait until it is gone."""
         self._server.close()
-
-    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        dtype = getattr(torch, self._spec.dtype)
-        return ((name, tensor.to(dtype)) for name, tensor in weights)
 
     @contextmanager
     def _checked(self, sent: Callable[[], int]) -> Iterator[None]:

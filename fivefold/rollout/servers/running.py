@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.observe.progress import counting
+from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
 from fivefold.rollout.servers.command import server_command
-from fivefold.rollout.servers.dialect import Dialect
+from fivefold.rollout.servers.dialect import Ask, Dialect
 from fivefold.rollout.servers.follower import Follower
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.port import claim_port
@@ -113,6 +115,18 @@ class RunningServer:
             except ServerDied as death:
                 raise death from None
             raise gone from None
+
+    def sample_token(self, limit_s: float) -> None:
+        """Let a server that has weights and no requests sample one token.
+
+        Raises:
+            ServerDied: it has died, or did not within `limit_s` seconds and was ended.
+        """
+        ask = Ask((0,), n=1, seed=0, wants_logprobs=False)
+        sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=1, greedy=True))
+        with self.served():
+            body = self._dialect.request(ask, sampling, ())
+            self.http.send("POST", self._dialect.generate_path, body, limit_s)
 
     def close(self) -> None:
         """End the server, and wait until it is gone."""

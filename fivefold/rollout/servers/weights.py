@@ -1,12 +1,28 @@
-"""The protocol by which a server takes weights from GPU to GPU."""
+"""Weights on their way to a server: in files, or from GPU to GPU by a protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from fivefold.sync.device_buckets import DeviceBucket
+from fivefold.sync.device_buckets import Checksum, DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights in files, which a server can load."""
+
+    version: int
+    folder: Path
+    """The server's model folder with the weights."""
+    sent: Checksum
+    """Their checksum, if the route has one."""
+    files: ExitStack
+    """Removes the folder when it is closed."""
 
 
 class WeightLoader(Protocol):

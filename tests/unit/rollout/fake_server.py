@@ -45,6 +45,8 @@ FORGETS_VERSION = "FAKE_SERVER_FORGETS_VERSION"
 """Variable: if set, the server says that its weights have no version."""
 CHECKSUM = "checksum"
 """File in the folder: the checksum of what arrived."""
+HANGS = "hangs"
+"""File in the folder: the id of the process that answers nothing but GET requests any more."""
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
@@ -177,6 +179,10 @@ class Log:
         whole, _, _ = self._file.read_text().rpartition("\n")
         rows = [json.loads(line) for line in whole.splitlines()]
         return [row for row in rows if row["kind"] == kind]
+
+    def hang(self) -> None:
+        """Let the server that was started last hang."""
+        (self._file.parent / HANGS).write_text(str(self.rows("start")[-1]["pid"]))
 
     def posts(self) -> list[str]:
         """Return the paths of all POST requests, in order."""
@@ -557,6 +563,8 @@ class Handler(BaseHTTPRequestHandler):
             fake.log.write(kind="request", method="POST", path=self.path, body=body)
         if os.environ.get(DIES_IN) == self.path:
             os._exit(STATUS_IN_REQUEST)
+        if (fake.folder / HANGS).exists() and (fake.folder / HANGS).read_text() == str(os.getpid()):
+            threading.Event().wait()
         endpoint = fake.endpoints(n_pauses).get(self.path)
         status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})
         fake.log.write(kind="reply", path=self.path, body=body, status=status, most_here=fake.most_here)

@@ -354,7 +354,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     engine = served.engine
     engine.submit(4, [long_request(2)], sampling())
     assert engine.collect(0.1) == []
-    os.kill(served.log.rows("start")[-1]["pid"], signal.SIGSTOP)
+    served.log.hang()
     if found == "no answers":
         monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
         assert engine.collect(0.3) == []

@@ -26,6 +26,7 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.servers import engine as engine_of_servers
 from fivefold.rollout.servers import sglang_dialect, vllm_dialect
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.engine import ServerEngine
@@ -262,16 +263,16 @@ def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
     engine = start(kind, route("nccl"), max_restarts=2)
     buckets = buckets_of(weights, "nccl")
     entered = {"vllm": "/init_weight_transfer_engine", "sglang": "/init_weights_update_group"}[kind["backend"]]
-    assert not engine.is_linked()
+    assert not engine.expect_transfer()
     engine.enter(INVITATION, 1)
     engine.load_buckets(iter(buckets), 1)
-    assert engine.is_linked()
+    assert engine.expect_transfer()
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=4))
     engine.submit(0, [GenerationRequest((fake_server.DEADLY, 6), 7)], sampling)
     while engine.has_weights:
         engine.collect(0.1)
     assert list(engine.take_lost()) == [0]
-    assert not engine.is_linked()
+    assert not engine.expect_transfer()
     # Its processes enter the next group, which all servers do then, and get the weights of now.
     engine.enter(replace(INVITATION, group="weights_1"), 1)
     engine.load_buckets(iter(buckets), 2)
@@ -284,12 +285,53 @@ def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
         assert names == ["weights_0"] * len(buckets) + ["weights_1"] * len(buckets)
     # One that dies without having been asked anything is started again when weights are about to be sent.
     os.kill(Log(tmp_path).rows("start")[-1]["pid"], signal.SIGKILL)
-    while engine.is_linked():
+    while engine.expect_transfer():
         time.sleep(0.01)
     # The trainer and other servers would wait for it in the transfer, so that its death ends the run at once.
     with pytest.raises(ServerDied, match="died when its weights were about to come by NCCL"):
         engine.load_buckets(iter(buckets), 3)
     assert len(Log(tmp_path).rows("start")) == 3
+
+
+@pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_another_group(
+    is_busy: bool,
+    kind: dict[str, str],
+    start: Callable[..., ServerEngine],
+    weights: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, log = start(kind, route("nccl"), max_restarts=1), Log(tmp_path)
+    engine.enter(INVITATION, 1)
+    assert engine.expect_transfer(), "a server without weights cannot show that it goes on"
+    engine.load_buckets(iter(buckets_of(weights, "nccl")), 1)
+    if is_busy:
+        long = GenerationRequest((fake_server.LONG, 3, 9, 9), 7)
+        engine.submit(0, [long], SamplingParams.from_config(GenerationConfig(max_new_tokens=20)))
+        while "/fivefold/generate" not in log.posts() and "/generate" not in log.posts():
+            assert engine.collect(0.01) == []
+    before = len(log.posts())
+    assert engine.expect_transfer()
+    signs = {"vllm": ("/fivefold/generate", "/pause?mode=abort"), "sglang": ("/generate", "/pause_generation")}
+    assert signs[kind["backend"]][is_busy] in log.posts()[before:]
+    before = len(log.posts())
+    with monkeypatch.context() as stalled:
+        stalled.setattr(engine_of_servers, "STALL_S", 0.0)
+        assert engine.collect(0.01) == []
+    assert log.posts()[before:] == [], "it stands still until the weights come, however long the trainer takes"
+    engine.load_buckets(iter(buckets_of(weights, "nccl")), 2)
+    assert engine.collect(0.01) == []
+
+    monkeypatch.setattr(engine_of_servers, "PAUSE_S", 0.5)
+    log.hang()
+    assert not engine.expect_transfer()
+    engine.enter(replace(INVITATION, group="weights_1"), 1)
+    engine.load_buckets(iter(buckets_of(weights, "nccl")), 3)
+    assert len(log.rows("start")) == 2
+    assert list(engine.take_lost()) == [0] * is_busy
+    assert set(generate(engine)) == {3}
 
 
 @ALL
