@@ -105,9 +105,14 @@ class _Loop:
 
     def judge_here(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """Run the loop until the responses are judged. The main thread is interrupted if one of them blocks it."""
-        turns = math.ceil(len(responses) / N_AT_ONCE)
+        limit_s = None if reward.timeout_s is None else reward.timeout_s + CLEAN_UP_S
+
+        def left_s() -> float:
+            oldest = self._oldest()
+            return CLEAN_UP_S if oldest is None else oldest.left_s()
+
         try:
-            with time_limit(None if reward.timeout_s is None else turns * reward.timeout_s + CLEAN_UP_S):
+            with time_limit(limit_s, left_s):
                 return self._runner.run(self._judge(reward, prompts, responses))
         except BaseException as error:
             self._replace()
@@ -125,12 +130,16 @@ class _Loop:
         """Wait until the loop, which runs in its thread, has judged the responses, or a response blocks it."""
         call = asyncio.run_coroutine_threadsafe(self._judge(reward, prompts, responses), self._loop)
         while not call.done():
-            oldest = min(list(self._in_work), key=_InWork.left_s, default=None)
-            left_s = reward.timeout_s if oldest is None else oldest.left_s()
-            if oldest is not None and oldest.left_s() <= 0:
+            oldest = self._oldest()
+            left_s = CLEAN_UP_S if oldest is None else oldest.left_s()
+            if oldest is not None and left_s <= 0:
                 raise oldest.too_slow()
             wait([call], None if left_s == math.inf else left_s)
         return call.result()
+
+    def _oldest(self) -> _InWork | None:
+        """Return the response in work that has the least time left, if there is one; any thread may ask."""
+        return min(list(self._in_work), key=_InWork.left_s, default=None)
 
     def start(self) -> None:
         """Run the loop in a thread of its own."""

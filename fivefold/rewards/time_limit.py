@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,8 +17,10 @@ class OutOfTime(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
+def time_limit(seconds: float | None, more_s: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
     """Interrupt the main thread with `OutOfTime` after `seconds` inside this context; None: never.
+
+    When they have passed, `more_s` is asked for how many seconds to wait further; 0 or less: for none.
 
     A signal interrupts Python code and waiting (sleep, network, locks), but no call into C that neither releases the
     interpreter nor checks for signals. Only the main thread gets signals, so on other threads there is no limit.
@@ -29,11 +31,14 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    main, lock, is_over = threading.get_ident(), threading.Lock(), False
+    main, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()
 
     def interrupt() -> None:
+        while (further_s := more_s()) > 0:
+            if ended.wait(further_s):
+                return
         with lock:
-            if not is_over:
+            if not ended.is_set():
                 signal.pthread_kill(main, _SIGNAL)
 
     before = signal.signal(_SIGNAL, _raise)
@@ -46,7 +51,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         timer.cancel()
         try:
             with lock:
-                is_over = True
+                ended.set()
         finally:
             # A signal that arrives just now raises here, while its handler is still set.
             signal.signal(_SIGNAL, before)

@@ -52,7 +52,8 @@ def test_the_host_name_the_addresses_and_the_ports_are_judged() -> None:
     assert check_addresses(("10.0.0.7",), (), (60000, 60100)).status == "warning"
 
 
-def test_every_line_about_this_machine_says_what_to_do() -> None:
+def test_every_line_about_this_machine_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the folder of runs is below the working folder
     findings = check_machine(0) + check_network({})
     assert len(findings) > 8
     assert all(finding.found and finding.advice for finding in findings)
