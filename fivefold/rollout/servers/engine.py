@@ -333,10 +333,8 @@ class ServerEngine:
         """
         try:
             self._server.check()
-            if self._state.has_weights and self.n_running:
-                self._interrupt()
-            elif self._state.has_weights:
-                self._server.sample_token(PAUSE_S)
+            if self._state.has_weights:
+                self._interrupt() if self.n_running else self._server.sample_token(PAUSE_S)
         except ServerDied as death:
             self._restart(death)
         return self._server.is_linked

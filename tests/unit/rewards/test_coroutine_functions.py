@@ -195,5 +195,7 @@ def test_a_coroutine_that_takes_too_long_ends_with_an_error_that_says_where(
     assert f"{late}(data_source 'sums', ground truth 'truth')" in str(caught.value)
     if is_beside and fn == "blocking":
         sys.modules["my_judges"].may_end.set()
+        while event_loop._loop()._in_work:
+            time.sleep(0.01)
     # Another step can begin after it.
     assert judge(resolve_reward(RewardConfig(fn="my_judges:judge")), "a", "a") == 0.25

@@ -139,7 +139,7 @@ def test_sglang_gets_the_handles_of_both_nodes_devices_in_the_order_of_its_ranks
 
 def go_on_until_it_dies(engine: ServerEngine) -> None:
     while True:
-        engine.is_linked()
+        engine.expect_transfer()
 
 
 @BOTH
