@@ -36,7 +36,7 @@ class Follower:
     def wait_for_end(self) -> str:
         """Return why the part has ended, once it has."""
         try:
-            return f"on node {self._host}, {self._connection.recv()}"
+            return f"the server's part on node {self._host} says: {self._connection.recv()}"
         except (EOFError, OSError):
             return f"the connection to its processes on node {self._host} broke"
 
@@ -58,12 +58,11 @@ class FollowerHost:
     def __init__(self, dialect: Dialect, spec: ReplicaSpec, host: str) -> None:
         """Listen for node 0 at `host`, this node's address for the others."""
         self._dialect = dialect
-        self._devices = tuple(dialect.devices(spec))
         key = secrets.token_bytes(KEY_BYTES)
         # Whoever has the key can run commands here.
         self._listener = Listener((host, 0), authkey=key)
         _, port = self._listener.address
-        self._address = FollowerAddress(host, port, key, self._devices)
+        self._address = FollowerAddress(host, port, key, tuple(dialect.devices(spec)))
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()

@@ -44,13 +44,12 @@ class RunningServer:
         # For a stream, for other requests beside it, and for what controls the server.
         self.http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
         places: list[Place] = [listening]
+        specs = [self._spec]
         if self._spec.followers:
             places.append(meeting := claim_port())
-            own, *others = self._spec.by_node(meeting.number)
-        else:
-            own, others = self._spec, []
-        addresses = self._spec.followers
-        followers = [Follower(address, spec) for address, spec in zip(addresses, others, strict=True)]
+            specs = self._spec.by_node(meeting.number)
+        own, *others = specs
+        followers = [Follower(address, spec) for address, spec in zip(self._spec.followers, others, strict=True)]
         command = server_command(self._dialect, own, listening.address)
         self._process = ServerProcess(command, self._dialect.environment(own), places, followers)
         self._loader: WeightLoader | None = None

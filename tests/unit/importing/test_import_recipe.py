@@ -38,6 +38,7 @@ def test_what_a_plan_would_refuse_is_a_problem(tmp_path: Path) -> None:
         ("backend: 'megatron:d1p4t2v32'", "rollout: {backend: 'sglang:d1t8'}\n", "94 layers are too few"),
         ("backend: 'megatron:d8'", "rollout: {backend: 'sglang:d9'}\n", "sizes differ"),
         ("backend: 'megatron:d7e7'", "rollout: {backend: 'sglang:d7'}\n", "128 experts"),
+        ("backend: 'megatron:d16'", "rollout: {backend: 'vllm:d1t8p2'}\n", ""),
         ("backend: 'megatron:d8'", "rollout: {backend: 'sglang:d8'}\nreward: {fn: x}\n", ""),
     ]
     output = tmp_path / "recipe.yaml"

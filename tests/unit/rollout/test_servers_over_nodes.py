@@ -178,7 +178,9 @@ def test_a_node_whose_processes_die_takes_those_of_the_other_along(
     after = starts(tmp_path)
     os.kill(after[node]["pid"], signal.SIGKILL)
     why = "the server ended with status 137"
-    with pytest.raises(ServerDied, match=f"^{why}" if node == 0 else f"^on node {SECOND}, {why}"):
+    with pytest.raises(
+        ServerDied, match=f"^{why}" if node == 0 else f"^the server's part on node {SECOND} says: {why}"
+    ):
         go_on_until_it_dies(engine)
     assert_gone([after[0]["pid"], after[0]["parent"]])
 
