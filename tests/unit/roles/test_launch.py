@@ -20,10 +20,13 @@ from fivefold.sync.transport import choose_route
 
 
 class Group:
-    """The processes of a role, which are only named."""
+    """The processes of a role, which are only named. Each answers every call with the node that it is on."""
 
-    def call(self, *_: Any) -> list[None]:
-        return [None]
+    def __init__(self, role: Role) -> None:
+        self._role = role
+
+    def call(self, *_: Any) -> list[int]:
+        return [devices[0].node for devices in self._role.processes()]
 
 
 class Session:
@@ -36,7 +39,7 @@ class Session:
 
     def launch(self, *roles: Role) -> dict[str, Group]:
         self.roles |= {role.name: role for role in roles}
-        return {role.name: Group() for role in roles}
+        return {role.name: Group(role) for role in roles}
 
 
 def launched(folder: Path, session: Session, **values: Any) -> tuple[Roles, TrainRecipe]:
@@ -94,3 +97,16 @@ def test_on_cpus_the_actor_offloads_what_the_recipe_says(tmp_path: Path) -> None
     roles, _ = launched(tmp_path, session, **on_cpus)
     assert roles.offloaded == ("grads",)
     assert session.roles["rollout"].args[0].reserved == 0
+
+
+def test_each_node_of_a_replica_has_a_process_and_the_first_one_knows_the_others(tmp_path: Path) -> None:
+    session = Session(140 * 10**9)
+    cluster = {"n_nodes": 6, "n_gpus_per_node": 4}
+    launched(tmp_path, session, cluster=cluster, allocation_mode="vllm:d2t4p3|megatron:d24")
+    first, others = (session.roles[name].processes() for name in ("rollout", "rollout-follower"))
+    assert [{device.node for device in devices} for devices in first] == [{0}, {3}]
+    assert [{device.node for device in devices} for devices in others] == [{1}, {2}, {4}, {5}]
+    assert {len(devices) for devices in (*first, *others)} == {4}
+    assert session.roles["rollout"].args[1] == [(1, 2), (4, 5)]
+    launched(tmp_path, session)
+    assert session.roles["rollout"].args[1] == []
