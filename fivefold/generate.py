@@ -16,7 +16,7 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
 from fivefold.rollout.protocol import SamplingParams, group_requests
-from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 
 
@@ -61,9 +61,7 @@ def generate(
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
     completions = engine.generate(requests, SamplingParams.from_config(config))
-    texts = [
-        str(tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)) for completion in completions
-    ]
+    texts = decoded(tokenizer, [completion.token_ids.tolist() for completion in completions])
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from fivefold.rewards.ground_truth import accepted_answers
+from fivefold.rewards.ground_truth import accepted_answers, as_text
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ExactMatch:
         if answer is None:
             return 0.0
         accepted = accepted_answers(ground_truth)
-        return float(any(self._normal_form(answer) == self._normal_form(str(truth)) for truth in accepted))
+        return float(any(self._normal_form(answer) == self._normal_form(as_text(truth)) for truth in accepted))
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth with which no answer can be compared.

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fivefold.rewards.ground_truth import accepted_answers
+from fivefold.rewards.ground_truth import accepted_answers, as_text
 
 MOST_PROCESSES = 8
 """Most processes: each takes some 100 MB, and much more while it works on a hard answer."""
@@ -66,7 +66,7 @@ class MathReward:
         Raises:
             ValueError: the ground truth holds no answer to compare with.
         """
-        golds = [str(truth) for truth in accepted_answers(ground_truth)]
+        golds = [as_text(truth) for truth in accepted_answers(ground_truth)]
         return float(_verifiers().is_equal(response, golds, self.timeout_s) or False)
 
     def check_ground_truth(self, ground_truth: Any) -> None:
@@ -83,7 +83,7 @@ class MathReward:
                 f"the ground truth holds {strays[0]!r}, a {type(strays[0]).__name__}: give a text, a number, or a "
                 "list of them"
             )
-        golds = [str(truth) for truth in accepted]
+        golds = [as_text(truth) for truth in accepted]
         if _verifiers().is_equal("", golds, self.timeout_s) is None:
             raise ValueError(
                 f"the ground truth {golds!r} cannot be read within {self.timeout_s} s, so no answer would earn "

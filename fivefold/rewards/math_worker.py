@@ -29,6 +29,8 @@ _WARM_UP = r"$x^2$ is \boxed{\frac{1}{2}}"
 """An answer that is compared before the first fork, so that all forks have the parser's tables filled."""
 
 _BOX = "\\boxed{"
+_MATH_DELIMITER = re.compile(r"(?<!\\)\$")
+"""A dollar sign that begins or ends mathematics; `\\$` is an amount of money."""
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -105,8 +107,8 @@ def last_box(text: str) -> str | None:
 
 
 def _as_answer(gold: str) -> str:
-    """Put bare LaTeX in a box, because math-verify recognises LaTeX only inside a box or dollar signs."""
-    return gold if "\\boxed" in gold or "$" in gold else f"\\boxed{{{gold}}}"
+    """Put bare LaTeX in a box, because math-verify recognises LaTeX only inside a box or between dollar signs."""
+    return gold if "\\boxed" in gold or _MATH_DELIMITER.search(gold) else f"\\boxed{{{gold}}}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fivefold.roles.responses import Responses
 from fivefold.rollout.engines import build_engine, weights_device
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
-from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.sync.buckets import Bucket, unpack
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import Invitation, Meeting
@@ -162,7 +162,7 @@ class RolloutWorker:
             pairs = zip(job.prompts, completions, strict=True)
             trajectories += [Trajectory.single_turn(prompt, completion) for prompt, completion in pairs]
             token_ids = [completion.token_ids.tolist() for completion in completions]
-            texts += self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+            texts += decoded(self._tokenizer, token_ids)
         report = Responses.of(indices, trajectories, texts, time.perf_counter() - began)
         return report, Columns.of(trajectories) if trajectories else None
 

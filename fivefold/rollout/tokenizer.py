@@ -28,3 +28,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
     return tokenizer
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[list[int]]) -> list[str]:
+    """Return completions as texts, as rewards get them: without special tokens, and else as they were written."""
+    # Some tokenizers ask to take the spaces before punctuation away, which a program or a format may need.
+    return tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -6,6 +6,7 @@ tells the runner goes to a pipe of its own: "ready", and then what the test asks
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
@@ -64,6 +65,8 @@ def _run(job: dict[str, Any], report: int) -> None:
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["program.py"]
+    # Programs end with these too; the module that would define them is left out with the installed packages.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     run(compiled(job["program"], "program.py", "exec"), module.__dict__)
     if asks == "value":
         value = _function(module, job["fn_name"])(*argument)

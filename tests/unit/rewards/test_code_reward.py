@@ -34,6 +34,8 @@ def earned(response: str, truth: Any, **kwargs: Any) -> float:
     ("response", "truth", "expected"),
     [
         ("Read two numbers:\n```python\nprint(sum(map(int, input().split())))\n```\nDone.", SUMS, 1.0),
+        ("print(sum(map(int, input().split())))\nexit()", SUMS, 1.0),
+        ("print(sum(map(int, input().split())))\nquit(1)", SUMS, 0.0),
         ("print(sum(map(int, input().split())))", json.dumps(SUMS), 1.0),
         ("a, b = map(int, input().split())\nprint(f'{a + b}.0  \\n')", SUMS, 1.0),
         ("print(sum(map(int, input().split())))\nraise ValueError", SUMS, 0.0),
