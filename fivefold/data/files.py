@@ -114,7 +114,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         table = pyarrow.parquet.ParquetFile(file)
         for record_batch in table.iter_batches():
             yield from record_batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: pages that are cut off or damaged
         raise ValueError(f"{file} is not a readable parquet file ({error}): write it again") from error
 
 

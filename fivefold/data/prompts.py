@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fivefold.config.schema.data import DatasetConfig, RowsConfig
 from fivefold.data.files import Row
@@ -30,6 +30,8 @@ from fivefold.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Value = TypeVar("Value", str, dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
                     text=text,
                     token_ids=token_ids,
                     ground_truth=_ground_truth(row, config, where),
-                    data_source=row.get("data_source") or "",
-                    extra_info=row.get("extra_info") or {},
+                    data_source=_typed(row, "data_source", "", where),
+                    extra_info=_typed(row, "extra_info", {}, where),
                 )
             )
     if not prompts:
@@ -160,7 +162,9 @@ def render(
         token_ids = tokenize(text, tokenizer, add_special_tokens=False, at_most=at_most, where=where)
     else:
         text = prompt
-        token_ids = tokenize(text, tokenizer, add_special_tokens=True, at_most=at_most, where=where)
+        # A text that was rendered before has its special tokens; the tokenizer would put a second one in front.
+        is_rendered = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
+        token_ids = tokenize(text, tokenizer, add_special_tokens=not is_rendered, at_most=at_most, where=where)
         # Some tokenizers end every text with the end token, after which no completion must start.
         if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
             token_ids = token_ids[:-1]
@@ -199,6 +203,24 @@ def render_chat(
             f"{where}: the chat template of {tokenizer.name_or_path!r} refuses the messages ({error}): change them, or "
             "drop the row"
         ) from error
+
+
+def _typed(row: Row, column: str, otherwise: Value, where: str) -> Value:
+    """Return the value of a column that has the type of `otherwise`, which stands for a value that is missing or null.
+
+    Raises:
+        ValueError: it has another type.
+    """
+    value = row.get(column)
+    if value is None:
+        return otherwise
+    if not isinstance(value, type(otherwise)):
+        wanted = "a text" if isinstance(otherwise, str) else "an object of keys and values"
+        raise ValueError(
+            f"{where}: the column {column!r} must hold {wanted}, not {value!r:.200}, a {type(value).__name__}: convert "
+            "it, or drop the column"
+        )
+    return value
 
 
 def _ground_truth(row: Row, config: RowsConfig, where: str) -> Any:

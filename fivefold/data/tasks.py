@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ from fivefold.data.rows import load_rows, require_column
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."
 HASHES = 'Let\'s think step by step and output the final answer after "####".'
 
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BARE = re.compile(r"[^\s${}]+")
+"""The content of a box without braces."""
+
 
 def after_hashes(solution: str) -> str:
     """Return what stands behind the last `####` of a solution, without commas between digits."""
@@ -26,18 +31,23 @@ def after_hashes(solution: str) -> str:
 
 
 def last_boxed(solution: str) -> str:
-    """Return the content of the last `\\boxed{...}` of a solution, whose braces may be nested.
+    """Return what stands in the last box of a solution: `\\boxed{...}` or `\\fbox{...}`, braces nested, or `\\boxed 5`.
 
     Raises:
-        ValueError: there is none, or its brace is not closed.
+        ValueError: there is no box, or its brace is not closed.
     """
-    start = solution.rfind("\\boxed{")
+    boxes = list(_BOX.finditer(solution))
+    start = boxes[-1].end() if boxes else len(solution)
+    if not solution.startswith("{", start):
+        if bare := _BARE.match(solution, start):
+            return bare[0].rstrip(".,")
+        raise ValueError(f"no \\boxed{{...}} in {solution[-80:]!r}")
     depth = 0
-    for place in range(start + len("\\boxed"), len(solution)) if start >= 0 else ():
+    for place in range(start, len(solution)):
         depth += {"{": 1, "}": -1}.get(solution[place], 0)
         if depth == 0:
-            return solution[start + len("\\boxed{") : place]
-    raise ValueError(f"no \\boxed{{...}} in {solution[-80:]!r}")
+            return solution[start + 1 : place]
+    raise ValueError(f"the brace of the last box is not closed in {solution[-80:]!r}")
 
 
 def as_written(answer: str) -> str:

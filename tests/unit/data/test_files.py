@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from fivefold.config.schema.data import DatasetConfig
@@ -74,6 +76,14 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_place(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path, name, content)
+
+
+def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": [f"row {i}" for i in range(100)]}), tmp_path / "a.parquet")
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[4:20] = b"\xff" * 16  # the header of the first page
+    with pytest.raises(ValueError, match=r"a\.parquet is not a readable parquet file"):
+        rows_of(tmp_path, "a.parquet", bytes(content))
 
 
 def test_a_home_folder_that_does_not_exist_is_told() -> None:

@@ -52,6 +52,12 @@ def test_a_text_gets_no_end_token_from_the_tokenizer(write_jsonl: Write) -> None
     assert dataset.prompts[0].token_ids == (VOCAB["<s>"], *ids("0+1="))
 
 
+def test_a_text_that_was_rendered_before_begins_once(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    dataset = load_prompts(plain(write_jsonl([{"question": "<s><|user|>1+1?<|assistant|>", "answer": "2"}])), tokenizer)
+    rendered = (VOCAB["<s>"], VOCAB["<|user|>"], *ids("1+1?"), VOCAB["<|assistant|>"])
+    assert dataset.prompts[0].token_ids == rendered
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_chat_messages_are_rendered_from_both_formats(
     tokenizer: PreTrainedTokenizerFast, write_jsonl: Write, tmp_path: Path, suffix: str
@@ -188,6 +194,15 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             [{"question": [{"role": "user", "content": "\ud800"}], "answer": "b"}],
             {},
             r"row 1 of .*character \d+ of a text is '\\ud800'",
+        ),
+        *(
+            ([PLAIN[0], {**PLAIN[1], column: value}], {}, f"row 2 of .* the column '{column}' must hold {wanted}, not")
+            for column, value, wanted in [
+                ("extra_info", '{"index": 1}', "an object of keys and values"),
+                ("extra_info", [], "an object of keys and values"),
+                ("data_source", 3, "a text"),
+                ("data_source", ["sums"], "a text"),
+            ]
         ),
         ([{"question": [], "answer": "b"}], {}, r"must be a text or a list of chat messages, not \[\]"),
         ([{"question": [{"role": "user", "content": "a"}], "answer": "b"}], {"apply_chat_template": False}, "is false"),

@@ -40,6 +40,8 @@ def test_a_single_file_becomes_one_parquet_file(tmp_path: Path) -> None:
 
 def test_answers_are_taken_from_solutions() -> None:
     assert after_hashes("6*12=72\n#### 1,072") == "1072"
+    assert last_boxed(r"so \fbox{\text{(C)}} it is") == r"\text{(C)}"
+    assert last_boxed(r"first \boxed{1}, which gives $\boxed 25$.") == "25"
     assert last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     with pytest.raises(ValueError, match=r"no .boxed"):
         last_boxed("The answer is 3.")
