@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge import folder_swap
-from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.decoder import expected_tensors, float32_tensors
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
@@ -40,6 +40,19 @@ def classified(shape: ModelShape) -> Classified | None:
     if not shape.value_head:
         return None
     return "Token" if shape.value_bias else "Sequence"
+
+
+def tensor_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Return dtype and shape of each tensor of a model in `dtype`, of which routers' offsets are float32 all the same.
+
+    Raises:
+        ValueError: a family that is not known.
+    """
+    precise = float32_tensors(shape)
+    return {
+        name: TensorSpec(torch.float32 if name in precise else dtype, full)
+        for name, full in expected_tensors(shape).items()
+    }
 
 
 def save_hf(

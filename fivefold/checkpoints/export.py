@@ -11,10 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.bridge.hf_writer import save_hf
-from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.hf_writer import save_hf, tensor_specs
 from fivefold.checkpoints.fingerprints import config_fingerprint
 from fivefold.checkpoints.store import RECIPE, TRAINER, Checkpoint
 from fivefold.config.load import kind_of
@@ -53,24 +51,22 @@ def export_model(
     source = _source(checkpoint, recipe["actor"]["path"], model)
     is_reward_model = kind_of(recipe) is RMRecipe
     shape = load_shape(source).as_reward_model() if is_reward_model else load_shape(source)
-    expected = expected_tensors(shape)
+    tensors = tensor_specs(shape, getattr(torch, dtype or recipe["actor"]["dtype"]))
     state = StoredState(checkpoint.path / TRAINER)
-    state.check(expected)
-    to = getattr(torch, dtype or recipe["actor"]["dtype"])
+    state.check({name: spec.shape for name, spec in tensors.items()})
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         done = 0
-        for name in expected:
-            tensor = state.read(name)
-            yield name, tensor.to(to)
-            done += tensor.numel()
+        for name, spec in tensors.items():
+            yield name, state.read(name).to(spec.dtype)
+            done += spec.n_elements
             on_elements(done, shape.n_parameters)
 
     save_hf(
         out,
         weights(),
         source,
-        tensors={name: TensorSpec(to, sizes) for name, sizes in expected.items()},
+        tensors=tensors,
         tokenizer_source=recipe["tokenizer_path"] if model is None else None,
         scores="Sequence" if is_reward_model else None,
     )

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.bridge import checked_source
-from fivefold.bridge.decoder import expected_tensors, float32_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_writer import save_hf
-from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.hf_writer import save_hf, tensor_specs
 from fivefold.convert.megatron import Converted
 from fivefold.convert.target import Progress, free_target, streamed
 from fivefold.families.read import load_shape
@@ -53,11 +51,7 @@ def convert_fp8(
     with HFWeights(folder) as stored:
         weights = _Dequantized(stored, _block_size(folder))
         checked_source(shape, weights)
-        exact = float32_tensors(shape)
-        tensors = {
-            name: TensorSpec(torch.float32 if name in exact else dtype, full)
-            for name, full in expected_tensors(shape).items()
-        }
+        tensors = tensor_specs(shape, dtype)
         save_hf(target, streamed(weights, tensors, progress), folder, tensors=tensors)
     return Converted(shape, len(tensors))
 

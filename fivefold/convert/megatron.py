@@ -24,7 +24,7 @@ from fivefold.bridge.bridge import check_tied_output
 from fivefold.bridge.decoder import expected_tensors, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf
+from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
 from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Shape, TensorReader, WeightMapping
 from fivefold.bridge.megatron_names import Spec, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
@@ -123,9 +123,11 @@ def convert_from_torch_dist(
     with MegatronWeights(checkpoint, shape) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
             check_tied_output(weights)
-        tensors = {
-            name: TensorSpec(dtype or weights.dtype(name), full) for name, full in expected_tensors(shape).items()
-        }
+        tensors = (
+            {name: TensorSpec(weights.dtype(name), full) for name, full in expected_tensors(shape).items()}
+            if dtype is None
+            else tensor_specs(shape, dtype)
+        )
         save_hf(partial, streamed(weights, tensors, progress), described, tensors=tensors)
         with HFWeights(partial) as written:
             n_tensors = _compare(shape, weights, written, progress)
@@ -201,7 +203,10 @@ class _Writer:
         """Return the dtype of each tensor: one that holds all that goes into it."""
         dtypes: dict[str, set[torch.dtype]] = {}
         for mapping, parts in self._parts.items():
-            found = {dtype} if dtype else {self._weights.read(name, slice(0, 1)).dtype for name in mapping.sources()}
+            if dtype is not None:
+                found = {torch.float32 if mapping.keeps_float32 else dtype}
+            else:
+                found = {self._weights.read(name, slice(0, 1)).dtype for name in mapping.sources()}
             for part in parts:
                 dtypes.setdefault(part.key, set()).update(found)
         return {key: reduce(torch.promote_types, found) for key, found in dtypes.items()}

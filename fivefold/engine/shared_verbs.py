@@ -13,10 +13,9 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from fivefold.bridge.decoder import expected_tensors, float32_tensors
 from fivefold.bridge.hf_saver import Block, save_blocks
-from fivefold.bridge.hf_writer import HFFolder, classified
-from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, TensorSpec, plan_shards
+from fivefold.bridge.hf_writer import HFFolder, classified, tensor_specs
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, plan_shards
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, SquaresScoring, TopKScoring, ValueHead
@@ -131,13 +130,7 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
             OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
         """
         self._require("params")
-        dtype = getattr(torch, self.config.dtype)
-        precise = float32_tensors(self.shape)
-        tensors = {
-            name: TensorSpec(torch.float32 if name in precise else dtype, shape)
-            for name, shape in expected_tensors(self.shape).items()
-        }
-        plan = plan_shards(tensors, max_shard_bytes)
+        plan = plan_shards(tensor_specs(self.shape, getattr(torch, self.config.dtype)), max_shard_bytes)
         new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
         save_blocks(new, self._blocks())
 

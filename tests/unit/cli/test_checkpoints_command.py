@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Glm4MoeConfig
 from typer.testing import CliRunner, Result
 
+from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.pieces import Piece
 from fivefold.checkpoints.fingerprints import config_fingerprint
 from fivefold.checkpoints.manifest import FileEntry, Manifest
@@ -20,6 +22,7 @@ from fivefold.cli.main import app
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state_store import StateWriter, StoredRange, finish
+from fivefold.families.read import load_shape
 from tests.e2e.documents import DOCS, indented_commands
 from tests.unit.checkpoints.examples import manifest_of, run_state, save
 
@@ -102,8 +105,10 @@ def test_wrong_arguments_are_exit_code_2_and_one_message(run: Path, arguments: l
     assert "Traceback" not in result.stderr
 
 
-def save_model(store: CheckpointStore, recipe: TrainRecipe, weights: dict[str, torch.Tensor]) -> None:
-    """Commit a checkpoint of step 10 with `weights`, written in two pieces each."""
+def save_model(
+    store: CheckpointStore, recipe: TrainRecipe, weights: dict[str, torch.Tensor], model: Path = MODEL
+) -> None:
+    """Commit a checkpoint of step 10 with `weights` of `model`, written in two pieces each."""
     folder = store.begin(10)
     (folder / "trainer").mkdir()
     parts = []
@@ -121,7 +126,7 @@ def save_model(store: CheckpointStore, recipe: TrainRecipe, weights: dict[str, t
     (folder / "recipe.yaml").write_text(resolved_yaml(recipe))
     run_state(10, kept_metric=MetricHistory("eval/accuracy", {10: 0.5})).write(folder)
     files = manifest_of(folder, 10).files
-    store.commit(folder, Manifest(10, "2026-05-04T10:00:00+00:00", config_fingerprint(MODEL), files))
+    store.commit(folder, Manifest(10, "2026-05-04T10:00:00+00:00", config_fingerprint(model), files))
 
 
 @pytest.fixture
@@ -131,15 +136,19 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: weight.float() * 1.001 for name, weight in original.items()}
 
 
+def run_of(model: Path, weights: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Return the folder of a run of `model` with a checkpoint of `weights`."""
+    file = folder / "recipe.yaml"
+    file.write_text(f"experiment_name: e\nactor: {{path: {model}}}\ntrain_dataset: {{path: d}}\n")
+    save_model(CheckpointStore(folder / "run/checkpoints"), load_recipe(file, [], TrainRecipe), weights, model)
+    return folder / "run"
+
+
 @pytest.fixture
 def trained(tmp_path: Path, weights: dict[str, torch.Tensor]) -> Path:
     """A run of the model that ships."""
-    model = tmp_path / "model"
-    shutil.copytree(MODEL, model)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(f"experiment_name: e\nactor: {{path: {model}}}\ntrain_dataset: {{path: d}}\n")
-    save_model(CheckpointStore(tmp_path / "run/checkpoints"), load_recipe(file, [], TrainRecipe), weights)
-    return tmp_path / "run"
+    shutil.copytree(MODEL, tmp_path / "model")
+    return run_of(tmp_path / "model", weights, tmp_path)
 
 
 def test_an_exported_model_is_that_of_the_checkpoint(
@@ -158,6 +167,20 @@ def test_an_exported_model_is_that_of_the_checkpoint(
         assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen3_moe"
         assert (tmp_path / "out/tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
     assert "exists: pass --overwrite" in invoke(trained, "--export", "10", "-o", tmp_path / "out").stderr
+
+
+def test_offsets_of_routers_are_exported_in_float32(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
+    Glm4MoeConfig(vocab_size=32, **sizes, **heads, **layers).save_pretrained(model)
+    weights = {name: torch.randn(shape) for name, shape in expected_tensors(load_shape(model)).items()}
+    assert invoke(run_of(model, weights, tmp_path), "--export", "10", "-o", tmp_path / "out").exit_code == 0
+    written = load_file(tmp_path / "out/model.safetensors")
+    offsets = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(written.pop(offsets), weights[offsets])
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
 
 
 def test_the_commands_of_the_documents_work(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_gguf import TinyModel, save_tiny_model, tiny_config
+from transformers import Glm4MoeConfig
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.dcp_folder import DCPFolder
@@ -51,6 +52,25 @@ def test_there_and_back_is_bit_for_bit_the_same(family: str, tiny_model: MakeMod
     assert converted.keys() == model.weights.keys()
     assert all(torch.equal(converted[name], weight.bfloat16()) for name, weight in model.weights.items())
     assert load_shape(tmp_path / "hf") == replace(load_shape(model.folder), name="hf")
+
+
+def test_offsets_of_routers_stay_float32_in_a_model_of_bfloat16(tmp_path: Path) -> None:
+    config = Glm4MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = save_tiny_model(tmp_path / "glm", config)
+    offsets = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights = model.weights | {offsets: torch.rand(4) + 1 / 3}
+    save_file(weights, model.folder / "model.safetensors", {"format": "pt"})
+    convert_to_torch_dist(model.folder, tmp_path / "rounded", dtype=torch.bfloat16)
+    convert_from_torch_dist(tmp_path / "rounded", tmp_path / "there")
+    convert_to_torch_dist(model.folder, tmp_path / "exact")
+    convert_from_torch_dist(tmp_path / "exact", tmp_path / "back", dtype=torch.bfloat16)
+    for folder in ("there", "back"):
+        converted = load_file(tmp_path / folder / "model.safetensors")
+        assert torch.equal(converted.pop(offsets), weights[offsets]), folder
+        assert {tensor.dtype for tensor in converted.values()} == {torch.bfloat16}
 
 
 def test_keys_are_megatron_cores(checkpoint: Path) -> None:
