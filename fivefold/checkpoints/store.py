@@ -75,7 +75,9 @@ class CheckpointStore:
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in self._folders():
             if not _is_committed(folder):
-                shutil.rmtree(folder)
+                # Only this step's folder is in the way. What cannot be deleted of others yet, such as a file on NFS
+                # that a reader has open, does not count and is left to a later save.
+                shutil.rmtree(folder, ignore_errors=folder != path)
         path.mkdir()
         return path
 

@@ -180,8 +180,11 @@ class Checkpointer:
 
     def _snapshot(self, step: int) -> Path:
         folder = self._store.begin(step)
-        for name, owner in self._owners.items():
+        # All folders come first: an owner that has copied its state makes no second copy before the first is written,
+        # so nothing behind a copy may fail and be attempted again.
+        for name in self._owners:
             (folder / name).mkdir()
+        for name, owner in self._owners.items():
             owner.snapshot(folder / name)
         return folder
 
@@ -191,9 +194,16 @@ class Checkpointer:
             files = self._attempted(begun.state.step, lambda: self._files(begun))
             content = Manifest(begun.state.step, begun.saved, begun.state.fingerprints.config, files)
             self._attempted(begun.state.step, lambda: self._commit(begun.folder, content))
-            best = None if self._history is None else self._history.best([each.step for each in self._store.all()])
-            self._store.prune(self._config.max_to_keep, () if best is None else (best,))
+            self._prune()
         self.longest_write = max(self.longest_write, begun.seconds + time.monotonic() - began)
+
+    def _prune(self) -> None:
+        """Delete old checkpoints. One that cannot be deleted ends no run, because the newest one is on the disk."""
+        best = None if self._history is None else self._history.best([each.step for each in self._store.all()])
+        try:
+            self._store.prune(self._config.max_to_keep, () if best is None else (best,))
+        except OSError as error:
+            self._note(f"an old checkpoint could not be deleted, which the next save attempts again: {error}")
 
     def _commit(self, folder: Path, content: Manifest) -> None:
         """Make the checkpoint count.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +151,49 @@ def test_a_write_that_fails_is_repeated(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
     assert len(notes) == 2
     assert all("Input/output error" in note for note in notes)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+
+    def held_by_a_reader(path: Path, ignore_errors: bool = False) -> None:
+        if path.name != "step-000001":
+            remove(path, ignore_errors=ignore_errors)
+        elif not ignore_errors:
+            raise OSError(16, "Device or resource busy", f"{path}/trainer/.nfs01")
+
+    monkeypatch.setattr(shutil, "rmtree", held_by_a_reader)
+    notes: list[str] = []
+    with checkpointer(tmp_path, Weights(), notes=notes, freq_steps=1, max_to_keep=1) as saving:
+        assert all(saved_if_due(saving, step, 0.0) for step in (1, 2, 3))
+        assert steps(tmp_path) == [3]
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000001", "step-000003"]
+        monkeypatch.undo()
+        assert saved_if_due(saving, 4, 0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+    [note] = notes
+    assert "could not be deleted" in note
+    assert ".nfs01" in note
+
+
+def test_a_disk_that_is_full_between_two_copies_is_attempted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, failures = Path.mkdir, [OSError(28, "No space left on device")]
+
+    def full_once(path: Path, **options: Any) -> None:
+        if path.name == CRITIC and failures:
+            raise failures.pop()
+        make(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full_once)
+    with checkpointer(tmp_path, Weights(), Weights()) as saving:
+        saving.begin(run_state(1, kept_metric=None), {})
+        saving.commit()
+        saving.finish()
+    assert steps(tmp_path) == [1]
 
 
 def test_a_write_that_always_fails_ends_the_run_in_one_of_the_next_steps(tmp_path: Path) -> None:
