@@ -76,7 +76,7 @@ def save_hf(
         weights: names and full tensors.
         config_source: folder or hub name of the model whose config is written.
         tensors: dtypes and shapes of all weights, in the order in which they lie in the files; None for those of the
-            model that the config describes, in the dtype of the first tensor.
+            model that the config describes, in the dtype of the first tensor (`tensor_specs`).
         tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
         max_shard_bytes: most bytes of a file, unless a single tensor is larger.
         scores: what a model with a value head gives a number; None: it is a language model.
@@ -171,13 +171,12 @@ class HFFolder:
 def _described(
     source: Path, weights: Iterable[tuple[str, Tensor]]
 ) -> tuple[dict[str, TensorSpec], Iterable[tuple[str, Tensor]]]:
-    """Return the tensors of the model that a config describes, in the dtype of the first weight, and the weights."""
+    """Return the tensors of the model that a config describes, with the dtype of the first weight, and the weights."""
     weights = iter(weights)
     first = next(weights, None)
     if first is None:
         raise ValueError("save_hf got no weights: the iterator was empty, perhaps because it had been consumed before")
-    tensors = {name: TensorSpec(first[1].dtype, shape) for name, shape in expected_tensors(load_shape(source)).items()}
-    return tensors, chain([first], weights)
+    return tensor_specs(load_shape(source), first[1].dtype), chain([first], weights)
 
 
 def _fitting(weights: Iterable[tuple[str, Tensor]], tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:

@@ -27,8 +27,17 @@ DEFAULTS: Mapping[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_OFFSETS = ".e_score_correction_bias"
 _WRITTEN_OUT = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Keys that some files have and transformers does not read, with the only value that it computes."""
+
+
+def is_router_offset(name: str) -> bool:
+    """Return whether a tensor holds the offsets of a router's scores, in files or in memory.
+
+    They are float32 whatever the dtype of the model: rounded ones would choose other experts.
+    """
+    return name.endswith(_OFFSETS)
 
 
 def add_sigmoid_experts(dense: ModelShape, config: HFConfig, moe_layers: Sequence[bool]) -> ModelShape:

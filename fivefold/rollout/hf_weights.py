@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 from fivefold.algorithms.finite import is_finite
 from fivefold.families.family import MLPNames
 from fivefold.families.registry import FAMILIES
+from fivefold.families.sigmoid_experts import is_router_offset
 
 _EXPERTS = ".mlp.experts."
 """What stands between a layer and the name of its fused experts, in memory."""
 _ROUTER = ".mlp.gate.weight"
 """How the name of a router's weight ends, in memory."""
-_OFFSETS = ".mlp.gate.e_score_correction_bias"
-"""How the name of the offsets of a router's scores ends, which transformers keeps as a buffer."""
 _N_NAMED = 8
 """Names spelled out in an error before it counts the rest."""
 
@@ -88,9 +87,9 @@ def not_finite(model: PreTrainedModel) -> list[str]:
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, and the offsets of the routers' scores, by name in memory."""
+    """Yield the parameters, and the offsets of the routers' scores, which are buffers, by name in memory."""
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_OFFSETS))
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if is_router_offset(name))
 
 
 def _split_experts(parameter: Tensor, layer: str, matrix: str, names: MLPNames) -> Iterator[tuple[str, FileTensor]]:

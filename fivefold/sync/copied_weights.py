@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.weight_buckets import DEVICE_BYTES
-from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum
+from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
 from fivefold.sync.sender import Link
 from fivefold.sync.transport import Route
 
@@ -53,7 +53,7 @@ class CopiedWeights:
             bucket = DeviceBucket(
                 names=tuple(name for name, _ in tensors),
                 shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-                dtype=route.dtype,
+                dtype=dtype_of(tensors),
                 handles={},
                 checksum=checksum(tensors) if route.checksum else None,
             )

@@ -6,7 +6,8 @@
     engine         opens the handle of its own device, or receives the buffer by NCCL
 
 Unlike the buckets of `fivefold.sync.buckets`, these hold whole tensors, because the servers' loaders take no parts: a
-tensor larger than a bucket gets a buffer of its own size. Tensors that a loader fuses are in one bucket.
+tensor larger than a bucket gets a buffer of its own size. Tensors that a loader fuses are in one bucket. The offsets of
+routers come last, in a bucket of their own, because they stay float32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from fivefold.config.weight_buckets import DEVICE_BYTES
 from fivefold.families.latent_attention import loaded_together
+from fivefold.families.sigmoid_experts import is_router_offset
 
 CHECKSUMS = 2**61
 """Checksums are compared modulo this."""
@@ -104,7 +106,7 @@ class BufferFiller:
 
         Args:
             weights: tensors on one device; each is copied before the next is asked for.
-            dtype: what they are cast to.
+            dtype: what they are cast to, apart from the offsets of routers.
             n_buffers: buffers that are filled in turn.
             max_bytes: bytes of a buffer, unless a tensor, or tensors that are loaded together, are larger.
         """
@@ -115,6 +117,8 @@ class BufferFiller:
         self._turn = 0
         self._ahead: deque[tuple[str, Tensor]] = deque()
         """Tensors that were read and are in no bucket: the next one, behind those that the last bucket held back."""
+        self._offsets: deque[tuple[str, Tensor]] = deque()
+        """Copies of the routers' offsets that were read."""
         self._read()
 
     def fill(self) -> tuple[list[tuple[str, Tensor]], Tensor] | None:
@@ -124,6 +128,8 @@ class BufferFiller:
             The tensors, as views of the buffer, and the buffer (uint8, flat); None if there are no more tensors.
         """
         tensors: list[tuple[str, Tensor]] = []
+        if not self._ahead and self._offsets:
+            self._ahead, self._offsets, self._dtype = self._offsets, deque(), torch.float32
         while self._ahead and not tensors:
             most = max(self._max_bytes, sum(self._n_bytes(tensor) for _, tensor in self._ahead))
             buffer = self._buffer(most)
@@ -160,9 +166,11 @@ class BufferFiller:
         del tensors[first:]
 
     def _read(self) -> None:
-        item = next(self._weights, None)
-        if item is not None:
-            self._ahead.append((item[0], item[1].detach()))
+        for name, tensor in self._weights:
+            if not is_router_offset(name):
+                self._ahead.append((name, tensor.detach()))
+                return
+            self._offsets.append((name, tensor.detach().clone()))
 
     def _n_bytes(self, tensor: Tensor) -> int:
         return tensor.numel() * self._dtype.itemsize
@@ -219,6 +227,11 @@ def check_arrived(arrived: Sequence[int], sent: int) -> None:
             f"the weights that arrived are not those that were sent: in process {', '.join(map(str, wrong))} of "
             f"{len(arrived)} their checksum is another than {wanted}"
         )
+
+
+def dtype_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """Return the name of the dtype of a bucket's tensors, which all have one."""
+    return str(tensors[0][1].dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

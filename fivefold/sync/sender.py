@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.config.weight_buckets import DEVICE_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.sync import cuda_ipc
-from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum
+from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
 from fivefold.sync.transport import Route
 
 
@@ -72,7 +72,7 @@ class WeightSender:
         bucket = DeviceBucket(
             names=tuple(name for name, _ in tensors),
             shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-            dtype=self._route.dtype,
+            dtype=dtype_of(tensors),
             # A handle that nobody opens would keep its buffer's memory forever.
             handles={cuda_ipc.device_uuid(buffer.device): cuda_ipc.exported(buffer)} if self._exports else {},
             checksum=checksum(tensors) if self._route.checksum and self._reads else None,

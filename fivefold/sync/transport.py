@@ -23,7 +23,7 @@ class Route:
 
     transport: Transport
     dtype: str
-    """Dtype in which they travel, as in `torch.<dtype>`."""
+    """Dtype in which they travel, as in `torch.<dtype>`; the offsets of routers are float32."""
     checksum: bool
     """Whether what arrives is compared with what was sent."""
     exporters: frozenset[int] = frozenset()

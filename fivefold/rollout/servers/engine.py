@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.paths import resolve_model_path
+from fivefold.families.sigmoid_experts import is_router_offset
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
@@ -262,7 +263,10 @@ class ServerEngine:
         """
         assert self._weights is not None, "the weights of this replica do not come as files"
         dtype = getattr(torch, self._spec.dtype)
-        cast = ((name, tensor.to(dtype)) for name, tensor in audited(self._tensors, weights))
+        cast = (
+            (name, tensor.to(torch.float32 if is_router_offset(name) else dtype))
+            for name, tensor in audited(self._tensors, weights)
+        )
         sent = Checksum(cast, self._spec.route.checksum)
         with ExitStack() as files:
             folder = files.enter_context(self._weights.holding(sent, version))

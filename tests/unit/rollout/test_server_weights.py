@@ -293,6 +293,17 @@ def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
     assert len(Log(tmp_path).rows("start")) == 3
 
 
+def test_files_of_weights_have_the_offsets_of_routers_in_float32(
+    start: Callable[..., ServerEngine], model_folder: Folder, tmp_path: Path
+) -> None:
+    engine = start({**SGLANG, "model": "glm4_moe"}, route("folder"))
+    engine.update_weights(load_file(model_folder("glm4_moe") / "model.safetensors").items(), 1)
+    dtypes = {tensor["name"]: tensor["dtype"] for tensor in Log(tmp_path).rows("load")[-1]["tensors"]}
+    precise = {name for name, dtype in dtypes.items() if dtype != "BF16"}
+    assert precise == {name for name in dtypes if name.endswith("e_score_correction_bias")} != set()
+    assert {dtypes[name] for name in precise} == {"F32"}
+
+
 @pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_another_group(

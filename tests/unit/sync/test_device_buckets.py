@@ -196,6 +196,29 @@ def test_a_copy_is_sent_as_it_was_when_the_weights_have_changed() -> None:
     assert copy.next() is None
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_offsets_of_routers_come_last_and_stay_float32(reads: bool) -> None:
+    sources = tensors()
+    names = list(sources)
+    offsets = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": torch.rand(5) + n for n in range(2)}
+    mixed = dict([*list(sources.items())[:4], *offsets.items(), *list(sources.items())[4:]])
+    route, link = Route("nccl", "bfloat16", checksum=False), RecordingLink()
+    if reads:
+        copy = CopiedWeights(link, max_bytes=256)
+        copy.fill(mixed.items(), route)
+        following = copy.next
+    else:
+        outlines = {name: tensor.to("meta") for name, tensor in mixed.items()}
+        following = WeightSender(outlines.items(), route, 1, None, max_bytes=256).next
+    announced = list(iter(following, None))
+    assert [name for bucket in announced for name in bucket.names] == [*names, *offsets]
+    assert [bucket.dtype for bucket in announced] == [*["bfloat16"] * (len(announced) - 1), "float32"]
+    assert announced[-1].names == tuple(offsets)
+    if reads:
+        arrived = dict(announced[-1].tensors(link.sent[-1]))
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in offsets.items())
+
+
 def test_a_failure_of_the_weights_is_the_senders() -> None:
     def weights() -> Iterator[tuple[str, Tensor]]:
         yield "a", torch.zeros(3)
