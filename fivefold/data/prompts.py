@@ -134,9 +134,9 @@ def render(
     """Return a prompt as the model sees it, and its tokens.
 
     Args:
-        prompt: a text, or a list of chat messages.
+        prompt: a text, or a list of chat messages, which may be written as a text of JSON.
         config: `apply_chat_template` None renders messages and leaves texts as they are; True renders a text too, as a
-            single message of a user; False allows texts only.
+            single message of a user; False allows texts only, and takes messages in JSON for one.
         tokenizer: the model's tokenizer.
         where: the row, for error messages.
         at_most: number of tokens beyond which the prompt is too long. Of a prompt with far more, only the beginning is
@@ -146,6 +146,7 @@ def render(
         ValueError: a prompt that is neither text nor messages, that has no tokens, that is no Unicode text, or that
             needs a chat template where the tokenizer has none.
     """
+    prompt = prompt if config.apply_chat_template is False else read_messages(prompt)
     is_chat = not isinstance(prompt, str)
     if is_chat and not (isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)):
         raise ValueError(
@@ -171,6 +172,18 @@ def render(
     if not token_ids:
         raise ValueError(f"{where}: {config.prompt_key!r} has no tokens; a prompt needs at least one")
     return text, tuple(token_ids)
+
+
+def read_messages(prompt: Any) -> Any:
+    """Return the chat messages that a text of JSON holds, as CSV files and some data sets have them; else `prompt`."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
+        return prompt
+    try:
+        messages = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return prompt
+    is_chat = bool(messages) and all(isinstance(m, dict) and m.keys() >= {"role", "content"} for m in messages)
+    return messages if is_chat else prompt
 
 
 def render_chat(

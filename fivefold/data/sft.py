@@ -16,7 +16,7 @@ import numpy as np
 from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
-from fivefold.data.prompts import render, render_chat
+from fivefold.data.prompts import read_messages, render, render_chat
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
 from fivefold.types import Columns
@@ -124,6 +124,7 @@ class Answers:
         as_chat: bool,
     ) -> None:
         """Tokenize the prompt; a text that chat messages answer is the message of a user."""
+        prompt = read_messages(prompt) if as_chat else prompt
         self._messages = [{"role": "user", "content": prompt}] if as_chat and isinstance(prompt, str) else prompt
         self._config, self._tokenizer, self._where = config, tokenizer, where
         self._end = end_token(tokenizer)

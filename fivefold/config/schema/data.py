@@ -22,7 +22,7 @@ class RowsConfig(Section):
     limit: Positive | None = None
     """Use only this many of the first rows; null: all."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a text, or a list of chat messages."""
+    """Column of the prompt: a text, or a list of chat messages, also as a text of JSON."""
     answer_key: str | None = None
     """Column of the ground truth; null: the field `ground_truth` of the column `reward_model`."""
     apply_chat_template: bool | None = None

@@ -114,16 +114,32 @@ def _sections(draft: Draft) -> None:
 
 
 def _lengths(draft: Draft) -> None:
-    """Convert the response's length, or that of prompt and response together."""
+    """Convert the length of prompt and response together, which comes first in ROLL, or the response's."""
     prompt, response, sequence = draft.get("prompt_length"), "response_length", "sequence_length"
-    if isinstance(draft.get(response), int):
-        draft.mapped(response, "gconfig.max_new_tokens", draft.read(response, whole))
-        draft.implied(sequence, f"{response} overrides it")
-    elif isinstance(draft.get(sequence), int) and isinstance(prompt, int):
-        longest = draft.read(sequence, whole) - prompt
+    if isinstance(draft.get(sequence), int) and isinstance(prompt, int):
+        longest, stronger = draft.read(sequence, whole) - prompt, sequence
         draft.mapped(sequence, "gconfig.max_new_tokens", longest, f"less prompt_length={prompt}")
-    draft.implied(INFER + "generating_args.max_new_tokens", "response_length overrides it")
-    draft.implied("validation.generating_args.max_new_tokens", "response_length overrides it")
+        draft.implied(response, f"{sequence} overrides it")
+    elif isinstance(draft.get(response), int):
+        stronger = response
+        draft.mapped(response, "gconfig.max_new_tokens", draft.read(response, whole))
+    else:
+        return
+    for section in (INFER, "validation."):
+        draft.implied(section + "generating_args.max_new_tokens", f"{stronger} overrides it")
+    _held_out_length(draft, draft.recipe["gconfig.max_new_tokens"])
+
+
+def _held_out_length(draft: Draft, of_training: int) -> None:
+    """Convert the length of held-out prompts and responses together; the responses are as long as in training."""
+    key = "val_sequence_length"
+    if not draft.writes(key):
+        return
+    longest = draft.read(key, whole) - draft.get("val_prompt_length", draft.get("prompt_length"))
+    if longest == of_training:
+        draft.implied(key, f"held-out responses have gconfig.max_new_tokens={of_training} too")
+    else:
+        draft.unsupported(key, f"held-out responses have gconfig.max_new_tokens={of_training} and not {longest}")
 
 
 def _sequence_length(draft: Draft) -> int | None:
@@ -234,8 +250,7 @@ def _critics_batches(draft: Draft) -> None:
     if draft.writes(own + "per_device_train_batch_size"):
         per_device = draft.get(own + "per_device_train_batch_size")
         token_budget(critic, own + "per_device_train_batch_size", per_device, _sequence_length(draft))
-    if draft.writes(own + "warmup_steps"):
-        warmup(critic, own + "warmup_steps", None, counts_updates=True)
+    warmup(critic, own + "warmup_steps", None, counts_updates=True)
     draft.unsupported(
         own + "gradient_accumulation_steps",
         "the critic makes as many updates as the actor: set critic.ppo_n_minibatches",

@@ -191,7 +191,7 @@ TOP: Mapping[str, Rule] = {
     "val_n_sample": to("evaluator.n_samples", whole),
     "val_greedy": to("evaluator.greedy", flag),
     "val_prompt_length": to("valid_dataset.max_length", whole),
-    "val_sequence_length": implied("the length follows from gconfig.max_new_tokens"),
+    "val_sequence_length": unsupported("held-out responses have gconfig.max_new_tokens, as those of training"),
     "prompt_length": to("train_dataset.max_length", whole),
     "num_return_sequences_in_group": to("gconfig.n_samples", whole),
     "ppo_epochs": to("actor.ppo_epochs", whole),

@@ -306,6 +306,10 @@ def _tasks(draft: Draft) -> None:
         note = f"{longest} less {response} for the response"
         draft.mapped("model.max_model_len", "train_dataset.max_length", longest - response, note)
     path_of_data(draft, TASKS, "train_dataset")
+    if "train_dataset.path" in draft.recipe:
+        draft.recipe["train_dataset.apply_chat_template"] = True
+        draft.notes.append(given.ASKED_BY_A_USER)
+        _system_prompt(draft)
     evaluations = sorted({key.split(".")[3] for key in draft.keys("buffer.explorer_input.eval_tasksets.*")})
     for number_ in evaluations:
         held_out = f"buffer.explorer_input.eval_tasksets.{number_}."
@@ -321,6 +325,17 @@ def _tasks(draft: Draft) -> None:
         draft.implied(temperature, reasons.GREEDY)
         for name in ("top_p", "top_k"):
             draft.unsupported(held_out + f"rollout_args.{name}", reasons.sampled_by_gconfig(name))
+
+
+def _system_prompt(draft: Draft) -> None:
+    """Note the system prompt that the workflow `math_workflow` adds, unless the source has one or another reward."""
+    workflow, reward = (draft.get(f"buffer.explorer_input.default_{name}_type") for name in ("workflow", "reward_fn"))
+    is_added = workflow == "math_workflow" and reward in (None, "math_reward")
+    if is_added and not draft.writes(TASKS + "format.system_prompt"):
+        draft.notes.append(
+            "math_workflow asks for <think> and <answer> in a system prompt, which is not carried over: write it into "
+            "the prompts' chat messages"
+        )
 
 
 DIALECT = Dialect(

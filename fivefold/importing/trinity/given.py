@@ -22,6 +22,7 @@ ROWS = "buffer.trainer_input.experience_buffer."
 FORMAT = ROWS + "format."
 LENGTHS = ("model.max_prompt_tokens", "model.max_response_tokens")
 MAX_LENGTH = "train_dataset.max_length"
+ASKED_BY_A_USER = "train_dataset.apply_chat_template=true: Trinity-RFT asks each prompt as a user's message"
 NO_FURTHER_TERM = "DPO's loss holds the distance to the reference, and has no further KL term; its weight is actor.beta"
 
 WITHOUT = ("explorer.", "synchronizer.", "buffer.explorer_input.")
@@ -117,7 +118,7 @@ def _columns(draft: Draft) -> None:
         draft.implied(FORMAT + name, "it is not read")
     if kind == "plaintext":
         draft.recipe["train_dataset.apply_chat_template"] = True
-        draft.notes.append("train_dataset.apply_chat_template=true: Trinity-RFT asks each prompt as a user's message")
+        draft.notes.append(ASKED_BY_A_USER)
     draft.implied(FORMAT + "messages_key", f"prompt_type is {kind}")
 
 

@@ -44,6 +44,19 @@ ROLLOUT = "actor_rollout_ref.rollout."
 REWARD_KWARGS = f"{reasons.OWN_REWARD}; give reward.kwargs"
 RAY = "Ray is started or joined as `scheduler` says"
 
+
+def _length(of: str, to_: str) -> Rule:
+    """Make a length of the rollout implied if it is that of the data, as by default; another one is unsupported."""
+
+    def rule(draft: Draft, source: str) -> None:
+        if draft.get(source) == draft.get(of):
+            draft.implied(source, f"the length follows from {to_}")
+        else:
+            draft.unsupported(source, f"the length follows from {to_}, which {of} sets to {draft.get(of)}")
+
+    return rule
+
+
 ROLLOUT_RULES: Mapping[str, Rule] = {
     "n": to("gconfig.n_samples", whole),
     "temperature": to("gconfig.temperature", number),
@@ -53,8 +66,8 @@ ROLLOUT_RULES: Mapping[str, Rule] = {
     "dtype": to("rollout.dtype", DTYPE),
     "max_num_seqs": to("rollout.max_batch_size", whole),
     "gpu_memory_utilization": to("rollout.memory_fraction", number),
-    "prompt_length": implied("the length follows from train_dataset.max_length"),
-    "response_length": implied("the length follows from gconfig.max_new_tokens"),
+    "prompt_length": _length("data.max_prompt_length", "train_dataset.max_length"),
+    "response_length": _length("data.max_response_length", "gconfig.max_new_tokens"),
     "max_model_len": implied(reasons.LENGTHS),
     "ignore_eos": off(reasons.END_TOKEN),
     "seed": implied(reasons.ONE_SEED),

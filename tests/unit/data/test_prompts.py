@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def test_a_text_that_was_rendered_before_begins_once(tokenizer: PreTrainedTokeni
     dataset = load_prompts(plain(write_jsonl([{"question": "<s><|user|>1+1?<|assistant|>", "answer": "2"}])), tokenizer)
     rendered = (VOCAB["<s>"], VOCAB["<|user|>"], *ids("1+1?"), VOCAB["<|assistant|>"])
     assert dataset.prompts[0].token_ids == rendered
+
+
+def test_chat_messages_may_be_written_as_a_text_of_json(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    messages = json.dumps([{"role": "user", "content": "1+1?"}])
+    texts = [messages, "[1, 2] is a list", "[]", "[1, 2]", '[{"a": 1}]', "[" * 10_000]
+    path = write_jsonl([{"question": text, "answer": "2"} for text in texts])
+    prompts = load_prompts(plain(path, max_length=20_000), tokenizer).prompts
+    assert [prompt.text for prompt in prompts] == ["<|user|>1+1?<|assistant|>", *texts[1:]]
+    assert load_prompts(plain(path, apply_chat_template=False), tokenizer).prompts[0].text == messages
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

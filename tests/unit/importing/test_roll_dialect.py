@@ -265,6 +265,22 @@ def test_the_token_budget_of_packing_overrides_the_micro_batch(tmp_path: Path) -
     assert conversion["actor_train.training_args.per_device_train_batch_size"].outcome == "implied"
 
 
+def test_the_length_of_responses_is_the_one_that_roll_would_use(tmp_path: Path) -> None:
+    text = "pretrain: some/model\nprompt_length: 100\nactor_infer: {generating_args: {max_new_tokens: 7}}\n"
+    assert convert_text("roll", tmp_path, text).recipe["gconfig.max_new_tokens"] == 7
+    text += "response_length: 200\n"
+    assert convert_text("roll", tmp_path, text).recipe["gconfig.max_new_tokens"] == 200
+    conversion = convert_text("roll", tmp_path, text + "sequence_length: 400\nval_sequence_length: 900\n")
+    assert conversion.recipe["gconfig.max_new_tokens"] == 300
+    assert conversion["response_length"].note == "sequence_length overrides it"
+    assert conversion["val_sequence_length"].note == "held-out responses have gconfig.max_new_tokens=300 and not 800"
+
+
+def test_defaults_of_a_critic_are_not_unsupported(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, "pretrain: some/model\nadv_estimator: gae\nresponse_length: 200\n")
+    assert conversion.report.unsupported == []
+
+
 def test_rewards_of_several_domains_become_rewards_with_data_sources(tmp_path: Path) -> None:
     text = """
     pretrain: some/model

@@ -46,11 +46,13 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "train_dataset.split": "train",
         "train_dataset.batch_size": 96,
         "train_dataset.max_length": 1280 - 768,
+        "train_dataset.apply_chat_template": True,
         "train_dataset.prompt_key": "question",
         "train_dataset.answer_key": "answer",
         "valid_dataset.path": "openai/gsm8k:main",
         "valid_dataset.split": "test",
         "valid_dataset.max_length": 1280 - 768,
+        "valid_dataset.apply_chat_template": True,
         "valid_dataset.prompt_key": "question",
         "valid_dataset.answer_key": "answer",
         "evaluator.freq_steps": 40,
@@ -94,6 +96,7 @@ def test_ppo_with_a_critic_on_megatron() -> None:
         "train_dataset.path": "./data/train.jsonl",
         "train_dataset.batch_size": 64,
         "train_dataset.max_length": 256,
+        "train_dataset.apply_chat_template": True,
     }
     assert conversion.unsupported() == {"synchronizer.sync_interval"}
     # The reference is laid out as the actor, so the keys of its layout have no effect.
@@ -130,6 +133,14 @@ def test_interpolations_of_the_trainers_file_stay_in_it(tmp_path: Path) -> None:
     recipe = convert_files("trinity", [run, trainer], [], {}).recipe
     assert recipe["actor.optimizer.gradient_clipping"] == 0.1
     assert recipe["actor.ppo_epochs"] == 2
+
+
+def test_a_system_prompt_that_trinity_adds_is_noted(tmp_path: Path) -> None:
+    text = "buffer: {explorer_input: {default_workflow_type: %s, taskset: {path: data/train.jsonl}}}\n"
+    notes = [
+        convert_text("trinity", tmp_path, text % kind).report.notes for kind in ("math_workflow", "simple_workflow")
+    ]
+    assert [any("math_workflow asks for <think>" in note for note in each) for each in notes] == [True, False]
 
 
 def test_keys_of_the_first_releases_are_read_by_their_later_names(tmp_path: Path) -> None:

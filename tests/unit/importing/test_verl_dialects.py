@@ -388,6 +388,11 @@ def test_what_cannot_be_converted_says_why() -> None:
         (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
         (f"{ACTOR}optim.lr_warmup_steps=5", ACTOR + "optim.lr_warmup_steps", "share of all steps"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files", "2 files"),
+        (
+            f"data.max_response_length=9 {ROLLOUT}response_length=8",
+            ROLLOUT + "response_length",
+            "response_length sets to 9",
+        ),
         (f"{MODEL}lora_rank=8", MODEL + "lora_rank", "LoRA"),
         (f"{ACTOR}policy_loss.loss_mode=dppo", ACTOR + "policy_loss.loss_mode", "clipped"),
         (f"{ACTOR}clip_ratio=0.3", ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high"),
