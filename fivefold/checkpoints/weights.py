@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from fivefold.config.schema.run import SaverConfig
 
 _NAME = re.compile(r"step-\d{6,}")
+_DELETED = ".deleted-"
+"""How the names of folders begin that are being deleted."""
 
 
 class WeightSaver:
@@ -43,4 +46,8 @@ class WeightSaver:
                 key=lambda path: int(path.name[5:]),
             )
             for old in folders[: -self._keep]:
-                shutil.rmtree(old)
+                # Renamed first, so that no half of a model looks like a whole one.
+                old.rename(old.with_name(f"{_DELETED}{old.name}-{secrets.token_hex(4)}"))
+            for hidden in self._folder.glob(f"{_DELETED}*"):
+                # What cannot be deleted yet, such as a file on NFS that a reader has open, is left to a later save.
+                shutil.rmtree(hidden, ignore_errors=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.schema.run import SaverConfig
@@ -32,6 +35,24 @@ def test_the_newest_folders_stay(tmp_path: Path) -> None:
         # A saver of its own each time: a run that is started again keeps as many.
         saver(tmp_path, 2).save(step)
     assert names(tmp_path) == ["step-000010", "step-1000000"]
+
+
+def test_an_old_folder_with_a_file_in_use_goes_at_once_and_its_files_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_use(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", in_use)
+    for step in (1, 2, 3):
+        saver(tmp_path, 2).save(step)
+    left, *kept = names(tmp_path)
+    assert left.startswith(".deleted-step-000001-")
+    assert kept == ["step-000002", "step-000003"]
+    monkeypatch.undo()
+    saver(tmp_path, 2).save(4)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
 
 
 def test_all_folders_stay_without_a_limit(tmp_path: Path) -> None:
