@@ -54,6 +54,9 @@ def convert(draft: Draft) -> None:
     _engines(draft)
     _evaluation(draft)
     draft.apply(RULES)
+    if "train_dataset.path" in draft.recipe:
+        draft.recipe["train_dataset.apply_chat_template"] = True
+        draft.notes.append("train_dataset.apply_chat_template=true: AReaL asks each prompt as a user's message")
     _note_data(
         draft, "prompt_key and answer_key", "the data have the columns prompt and reward_model", longer="prompts"
     )

@@ -58,6 +58,7 @@ def test_command_lines_for_a_mixture_of_experts_convert_without_anything_unsuppo
             "gconfig.n_samples": 4,
             "gconfig.max_new_tokens": 256,
             "train_dataset.path": "data/train.parquet",
+            "train_dataset.apply_chat_template": True,
             "train_dataset.batch_size": 16,
         }
         assert conversion.report.unsupported == []
@@ -238,10 +239,12 @@ def test_a_whole_configuration_on_fsdp_keeps_its_values() -> None:
         "gconfig.greedy": False,
         "gconfig.temperature": 0.9,
         "train_dataset.path": "openai/gsm8k",
+        "train_dataset.apply_chat_template": True,
         "train_dataset.batch_size": 48,
         "train_dataset.shuffle": True,
         "train_dataset.max_length": 700,
         "valid_dataset.path": "openai/gsm8k",
+        "valid_dataset.apply_chat_template": True,
         "valid_dataset.split": "test",
         "valid_dataset.max_length": 700,
         "saver.freq_epochs": 1,
@@ -282,6 +285,7 @@ def test_ppo_with_a_critic_and_lora() -> None:
         "gconfig.n_samples": 4,
         "gconfig.max_new_tokens": 128,
         "train_dataset.path": "data/train.parquet",
+        "train_dataset.apply_chat_template": True,
         "train_dataset.batch_size": 8,
     }
     assert conversion.unsupported() == {
