@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = 130
@@ -104,8 +104,10 @@ def _handling(first: Callable[[], None]) -> Iterator[_Handler]:
 
 
 def _tell(words: str) -> None:
-    # print is not reentrant, and the signal may come in the middle of one.
-    os.write(sys.stderr.fileno(), f"\n{words}\n".encode())
+    # Ctrl-C may have ended the reader of the output, too, as in `fivefold train ... 2>&1 | tee log`.
+    with suppress(OSError):
+        # print is not reentrant, and the signal may come in the middle of one.
+        os.write(sys.stderr.fileno(), f"\n{words}\n".encode())
 
 
 def _end_at_once() -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -56,7 +56,8 @@ class RunConsole:
             screen.end("finished in 1:23", {"weights": ...})
 
     On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only, and after a
-    minute without one the text of that line. Several threads may write to it.
+    minute without one the text of that line. Several threads may write to it. The run goes on without
+    a screen if the reader of its output ends.
     """
 
     def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
@@ -220,9 +221,25 @@ def _painted(row: str) -> Text:
     return Text.assemble(numbers, (bar + seconds, "dim"))
 
 
+class _Output(Console):
+    """Standard output, whose reader may end before the run, as `tee` does at Ctrl-C."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from here on. Rich itself would end the process, in the middle of a step."""
+        self.quiet = True
+        discard(sys.stdout)
+
+
+def discard(stream: TextIO) -> None:
+    """Let all that is written to a stream go nowhere, because nobody reads it any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def _default_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_width_elsewhere())
+    console = _Output(highlight=False)
+    return console if console.is_terminal else _Output(highlight=False, width=_width_elsewhere())
 
 
 def _width_elsewhere() -> int:

@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from fivefold.observe.console import RunConsole
+from fivefold.observe.console import RunConsole, discard
 from fivefold.observe.jsonl import finite
 from fivefold.observe.status_line import StatusLine
 from fivefold.observe.table import Column
@@ -115,8 +115,11 @@ class JsonScreen(RunConsole):
     def _print(self, **event: Any) -> None:
         self._printed = time.monotonic()
         with self._printing:
-            self._out.write(json.dumps(finite(event)) + "\n")
-            self._out.flush()
+            try:
+                self._out.write(json.dumps(finite(event)) + "\n")
+                self._out.flush()
+            except BrokenPipeError:
+                discard(self._out)
 
 
 def _texts(facts: Mapping[str, object]) -> dict[str, str]:

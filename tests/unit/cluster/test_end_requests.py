@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -60,6 +61,17 @@ def test_the_first_signal_lets_the_step_end(first: str) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["step ends", "saved", "outside of the loop it ends at once"]
     assert "the run saves and ends after this step" in result.stderr
+
+
+def test_the_step_ends_although_nobody_reads_that_it_will() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = PROGRAM.format(first="SIGINT", again=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writer, text=True, timeout=60, check=False
+    )
+    os.close(writer)
+    assert result.stdout.splitlines() == ["step ends", "saved", "outside of the loop it ends at once"]
 
 
 def test_the_second_signal_ends_the_process_at_once() -> None:

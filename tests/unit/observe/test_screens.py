@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -104,3 +106,25 @@ def test_quiet_and_json_exclude_each_other() -> None:
     result = CliRunner().invoke(app, ["train", "recipes/quickstart.yaml", "--quiet", "--json"])
     assert result.exit_code == 2
     assert "--quiet and --json are two kinds of output" in result.output
+
+
+PROGRAM = """
+import sys
+from fivefold.observe.screens import open_screen
+with open_screen(sys.argv[1], []) as screen:
+    screen.note("begun")
+    sys.stdin.readline()
+    screen.note("nobody reads this")
+    screen.note("nor this")
+print("went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["table", "json"])
+def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(kind: str) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, kind], text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert "begun" in process.stdout.readline()
+        process.stdout.close()
+        assert process.communicate("\n", timeout=120)[1] == "went on\n"
+    assert process.returncode == 0
