@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,10 @@ from typing import Any, Literal
 from fivefold.rewards.code_tests import read_tests
 from fivefold.rewards.sandbox.runner import Sandbox, missing, run
 
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^([ \t]*)(`{3,})([^\n`]*)\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE)
+"""A fenced block: its indentation, its fence, what stands behind the fence, and its content."""
+IN_PYTHON = re.compile(r"\s*(python|py)3?\b", re.IGNORECASE)
+"""What stands behind the fence of a block in Python."""
 MOST_AT_ONCE = 1024
 LEAST_MEMORY_MB = 64
 """What the interpreter alone needs, and some more."""
@@ -111,6 +115,11 @@ class CodeReward:
 
 
 def program_of(response: str) -> str:
-    """Return the last fenced block of a response, or all of it if there is none."""
+    """Return the last fenced block of a response that is marked as Python, else the last one, else all of it."""
     blocks = FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    if not blocks:
+        return response
+    marked = [block for block in blocks if IN_PYTHON.match(block[2])]
+    indentation, _, _, program = (marked or blocks)[-1]
+    # Blocks in lists are indented as a whole.
+    return textwrap.dedent(program) if indentation else program

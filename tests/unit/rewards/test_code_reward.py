@@ -104,7 +104,9 @@ def test_all_tests_of_a_response_share_one_limit(monkeypatch: pytest.MonkeyPatch
 
 def test_the_last_fenced_block_is_the_program() -> None:
     assert program_of("```\na\n```\ntext\n```python\nb\nc\n```\n") == "b\nc\n"
-    assert program_of("1. Code:\n   ```py\n   x\n   ```") == "   x\n"
+    assert program_of("```Python3\na\n```\nwhich prints\n```\n1\n```\nin\n```bash\ntime\n```\n") == "a\n"
+    assert program_of("1. Code:\n   ```py\n   if x:\n     y\n   ```") == "if x:\n  y\n"
+    assert program_of('````python\na = """\n```\n"""\n````\n') == 'a = """\n```\n"""\n'
     assert program_of("a = `b`") == "a = `b`"
 
 
