@@ -3,9 +3,9 @@
     python benchmarks/kernel_speed.py
     python benchmarks/kernel_speed.py --attn-impl flash_attention_4
 
-The shapes are those of Qwen3-30B-A3B. Attention runs on two sequences of 4,096 tokens, on 13 of 1,214 and on 12 of 30 to
-3,000; weight gradients on micro-batches of 8,192 and 32,768 tokens, whose experts have uneven shares. Each line of the
-output is JSON: the milliseconds of a call, the mean of several, and its TFLOP/s.
+The shapes are those of Qwen3-30B-A3B. Attention runs on two sequences of 4,096 tokens, on 13 of 1,214 and on 12 of 30
+to 3,000; weight gradients on micro-batches of 8,192 and 32,768 tokens, whose experts have uneven shares. Each line of
+the output is JSON: the milliseconds of a call, the mean of several, and its TFLOP/s.
 """
 
 from __future__ import annotations
