@@ -85,7 +85,7 @@ def _parts(row: Row, config: SFTRowsConfig, where: str) -> tuple[Any, Any]:
     """
     if config.messages_key is None:
         return row[config.prompt_key], row[config.response_key]
-    messages = row[config.messages_key]
+    messages = read_messages(row[config.messages_key])
     last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         raise ValueError(
@@ -131,14 +131,15 @@ class Answers:
         self._text, self._ids = render(self._messages, config, tokenizer, where, config.max_length)
 
     def tokenized(self, answer: Any, key: str) -> SFTExample:
-        """Return the prompt with an answer, which the end-of-sequence token ends."""
+        """Return the prompt with an answer, which one end-of-sequence token ends, also where its text has that."""
         text = self._rendered(answer, key) if is_chat(answer) else answer
         if not isinstance(text, str):
             raise ValueError(f"{self._where}: {key!r} must be a text or a list of chat messages, not {answer!r:.200}")
         learned = tokenize(
             text, self._tokenizer, add_special_tokens=False, at_most=self._config.max_length, where=self._where
         )
-        return SFTExample(self._ids, (*learned, self._end))
+        is_ended = learned[-1:] == [self._end]
+        return SFTExample(self._ids, tuple(learned) if is_ended else (*learned, self._end))
 
     def _rendered(self, answer: list[Any], key: str) -> str:
         """Return the text that an answer's messages add to the prompt's, without the end token behind it."""

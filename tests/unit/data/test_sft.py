@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFa
 
 
 def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
-    rows = [{"talk": [USER, ANSWER]}, {"talk": [USER, ANSWER, USER, ANSWER]}]
+    rows = [{"talk": json.dumps([USER, ANSWER])}, {"talk": [USER, ANSWER, USER, ANSWER]}]
     first, second = load_sft(config(write_jsonl(rows), messages_key="talk"), tokenizer).examples
     assert first.response_ids == second.response_ids == tuple(VOCAB[token] for token in (*"yo", "</s>"))
     assert [VOCAB["<|user|>"] for _ in range(2)] == [id_ for id_ in second.prompt_ids if id_ == VOCAB["<|user|>"]]
@@ -41,6 +42,14 @@ def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedToken
     assert load_sft(config(write_jsonl(pair)), tokenizer).examples == (first,)
     with pytest.raises(ValueError, match="prompt_key=a has no effect with messages_key=talk"):
         config("unused", messages_key="talk", prompt_key="a")
+
+
+def test_a_response_that_has_its_end_token_gets_no_second_one(
+    tokenizer: PreTrainedTokenizerFast, write_jsonl: Write
+) -> None:
+    rows = [{"prompt": "a", "response": text} for text in ("yo", "yo</s>")]
+    first, second = load_sft(config(write_jsonl(rows)), tokenizer).examples
+    assert first == second
 
 
 def test_examples_too_long_with_their_response_are_dropped_and_counted(
