@@ -57,7 +57,7 @@ class Judge:
     """Most tokens of the model's answer."""
     api_key_env: str | None = None
     """Environment variable that holds the API key; None: the service needs none."""
-    pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression that finds the score: the first group of its last match, or all of it without groups."""
     scale: float = 1.0
     """Factor from the score to the reward: 0.1 for scores from 0 to 10."""

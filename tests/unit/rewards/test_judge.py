@@ -107,7 +107,7 @@ def test_the_last_score_of_the_answer_times_the_scale_is_the_reward(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    service = serve(lambda *_: says("Score: 3 would be too low. Score: 7.5"))
+    service = serve(lambda *_: says("Score: 3 would be too low. **Score:** 7.5"))
     template = 'Q {prompt} A {response} T {ground_truth} {"score": 1}'
     reward = resolve_reward(config(service, template=template, scale=0.1, api_key_env="JUDGE_KEY", max_tokens=9))
     assert judge(reward, "{prompt}", ["x"]) == 0.75
