@@ -265,6 +265,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Load the training state; see `SharedVerbs.load`."""
         super().load(folder)
         self._buffers.has_gradients = False
+        self._load_LE = None
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
         """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
@@ -277,6 +278,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             The bytes that were freed on this rank's device.
         """
         freed = self._buffers.park(what)
+        if "grads" in what:
+            self._load_LE = None
         if "optimizer" in what and self.optimizer is not None:
             freed += self.optimizer.state.park()
         self._away |= set(what)

@@ -66,6 +66,11 @@ def train(case: Case, folder: Path, state: Path) -> tuple[Tensors, Tensors, Tens
     after_skip = offsets_of(whole(engine.export_weights()))
     commit(engine.snapshot(state), state)
     follower.follow(engine.held_weights())
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
+    engine.load(state)
+    engine.optim_step()
+    kept = offsets_of(whole(engine.export_weights()))
+    assert all(torch.equal(kept[name], after_skip[name]) for name in kept), "loads go with the gradients that are lost"
     for _ in range(2):
         engine.forward_backward_of(uneven_batch(), SFTLoss())
         engine.optim_step()
