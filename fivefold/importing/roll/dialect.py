@@ -135,7 +135,7 @@ def _held_out_length(draft: Draft, of_training: int) -> None:
     key = "val_sequence_length"
     if not draft.writes(key):
         return
-    longest = draft.read(key, whole) - draft.get("val_prompt_length", draft.get("prompt_length"))
+    longest = draft.read(key, whole) - draft.read("val_prompt_length", whole, draft.get("prompt_length"))
     if longest == of_training:
         draft.implied(key, f"held-out responses have gconfig.max_new_tokens={of_training} too")
     else:
