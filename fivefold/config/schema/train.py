@@ -258,11 +258,6 @@ class TrainRecipe(RunConfig):
                 if getattr(rollout, name) is not None:
                     raise ValueError(f"rollout.{name} has no effect with {key}: raise that, or drop rollout.{name}")
             return self
-        if rollout.new_tokens_per_chunk is not None and self.gconfig.stop:
-            raise ValueError(
-                f"rollout.new_tokens_per_chunk={rollout.new_tokens_per_chunk} asks for completions in pieces, across "
-                "whose ends a server does not notice the texts of gconfig.stop: drop one of the two"
-            )
         if actor.dynamic_sampling or actor.advantage == "remax":
             what = "actor.dynamic_sampling" if actor.dynamic_sampling else "actor.advantage=remax"
             raise ValueError(

@@ -68,7 +68,8 @@ class ServerEngine:
         spec = replace(spec, path=path, tokenizer_path=tokenizer_path, max_length=max_length)
         self._spec = spec = with_share(spec)
         self._tensors = file_tensors(model)
-        self._end_token_ids = sorted(end_tokens(model, generation, load_tokenizer(tokenizer_path)))
+        self._tokenizer = load_tokenizer(tokenizer_path)
+        self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
         self._weights: WeightFolder | None = None
         """Where its weights come as files, if they do: those are on one node."""
         if spec.route.transport == "folder" and not spec.followers:
@@ -144,7 +145,9 @@ class ServerEngine:
         if self._stream is None or self._stream.sampling != sampling:
             assert self._stream is None or not self._stream.n_running
             most, chunk = self._spec.max_batch_size, self._spec.new_tokens_per_chunk
-            self._stream = ServerStream(self._answers, sampling, most=most, most_tokens=chunk)
+            self._stream = ServerStream(
+                self._answers, sampling, most=most, most_tokens=chunk, tokenizer=self._tokenizer
+            )
         self._state.require_weights()
         self._stream.submit(number, requests)
 

@@ -11,6 +11,9 @@ they have, and are asked to go on from there. They read those tokens anew, which
 
 Tokens arrive with an answer, and are lost with a server that dies before it. So a completion may be asked for in chunks
 of at most so many tokens; the server then reads those before the chunk out of its cache of prefixes.
+
+To the server, the tokens so far are a part of the prompt, in which it looks for no stop text. So texts that begin in
+one answer and end in the next are looked for here, and what was sampled behind them is dropped.
 """
 
 from __future__ import annotations
@@ -19,12 +22,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, Ask
+from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""
@@ -54,9 +63,14 @@ class _Part:
     def is_whole(self) -> bool:
         return bool(self.answers) and self.answers[-1].finish_reason is not None
 
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens so far."""
+        return [int(token) for answer in self.answers for token in answer.token_ids]
+
     def ask(self) -> Ask:
         """Return what to ask for, to go on from the tokens so far."""
-        sampled = [int(token) for answer in self.answers for token in answer.token_ids]
+        sampled = self.sampled
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled)
         return Ask((*self.request.token_ids, *sampled), 1, seed, self.request.wants_logprobs)
@@ -79,25 +93,48 @@ class _Sent:
     part: _Part
     version: int
 
-    def note(self, answer: Answer, most_tokens: int) -> None:
-        """Add an answer to the completion, which may have `most_tokens`."""
-        n, logprobs = len(answer.token_ids_T), answer.logprobs_T
-        is_chunk = answer.finish_reason == "length" and self.part.n_tokens + n < most_tokens
+    def note(self, answer: Answer, most_tokens: int, stop: StopRule | None) -> None:
+        """Add an answer to the completion, which may have `most_tokens` and ends across answers as `stop` says."""
+        n, reason = len(answer.token_ids_T), answer.finish_reason
+        if stop is not None and (end := _end_across(self.part.sampled, answer.token_ids_T.tolist(), stop)):
+            n, reason = end, "stop"
+        logprobs_T = answer.logprobs_T
+        is_chunk = reason == "length" and self.part.n_tokens + n < most_tokens
         self.part.answers.append(
             Begun(
-                answer.token_ids_T,
-                np.full(n, np.nan, np.float32) if logprobs is None else logprobs,
+                answer.token_ids_T[:n],
+                np.full(n, np.nan, np.float32) if logprobs_T is None else logprobs_T[:n],
                 np.full(n, self.version, np.int32),
-                None if is_chunk or answer.finish_reason == "abort" else answer.finish_reason,
+                None if is_chunk or reason == "abort" else reason,
             )
         )
+
+
+def _end_across(before: list[int], new: list[int], stop: StopRule) -> int:
+    """Return the number of `new` tokens up to the one that ends a completion by a text that begins `before`; 0: none.
+
+    The server itself has found the texts that lie among the new tokens, the last of which ends them.
+    """
+    # A text that begins before the new tokens ends with one of so many.
+    n_new = min(len(new), stop.window - 1)
+    if not before or not n_new:
+        return 0
+    tail = [*before[-(stop.window - 1) :], *new[:n_new]]
+    length = int(stop.ends(torch.tensor([tail]), n_new, len(before) + n_new))
+    return max(0, length - len(before))
 
 
 class ServerStream:
     """Jobs in progress on one server."""
 
     def __init__(
-        self, complete: Complete, sampling: SamplingParams, *, most: int, most_tokens: int | None = None
+        self,
+        complete: Complete,
+        sampling: SamplingParams,
+        *,
+        most: int,
+        most_tokens: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Begin without a job.
 
@@ -106,8 +143,10 @@ class ServerStream:
             sampling: how tokens are chosen.
             most: most asks that are on their way at one time.
             most_tokens: most tokens that are asked for at one time; None: all of a completion.
+            tokenizer: reads completions; it may be None if the sampling has no stop texts.
         """
         self.sampling = sampling
+        self._stop = StopRule(sampling, frozenset(), tokenizer, torch.device("cpu")) if sampling.stop else None
         self._complete = complete
         self._most = most
         self._most_tokens = most_tokens or sampling.max_new_tokens
@@ -189,7 +228,7 @@ class ServerStream:
         for future, sent in self._sent.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 [answer] = future.result()
-                sent.note(answer, self.sampling.max_new_tokens)
+                sent.note(answer, self.sampling.max_new_tokens, self._stop)
         lost = self.unfinished()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
@@ -217,7 +256,7 @@ class ServerStream:
             sent = self._sent.pop(future)
             [answer] = future.result()
             self.quiet_s = 0.0
-            sent.note(answer, self.sampling.max_new_tokens)
+            sent.note(answer, self.sampling.max_new_tokens, self._stop)
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)
 

@@ -108,7 +108,6 @@ STALE = "rollout.max_head_offpolicyness=1"
         ([STALE, "actor.dynamic_sampling=true"], "samples further completions with the weights of the step itself"),
         ([STALE, "algorithm=remax"], "actor.advantage=remax samples further"),
         (["rollout.new_tokens_per_chunk=64"], "new_tokens_per_chunk has no effect with rollout.max_head_offpolicy"),
-        ([STALE, "rollout.new_tokens_per_chunk=64", "gconfig.stop=[x]"], "does not notice the texts of gconfig.stop"),
         ([STALE, "gconfig.top_p=0.9"], "top_p, top_k or min_new_tokens leaves them unknown"),
         ([STALE, "rollout.logprob_share=0.5"], "rollout.logprob_share leaves them unknown"),
         (["actor.prox_logp_method=loglinear"], "interpolates by the age of samples"),

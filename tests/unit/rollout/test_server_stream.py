@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +21,16 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
 from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.rollout.servers.client import HttpClient
-from fivefold.rollout.servers.dialect import Answer, Ask
+from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
 from tests.unit.rollout.served import Served, requests_of, sampling, start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Folder = Callable[..., Path]
 
@@ -209,6 +213,45 @@ def test_chunks_of_a_completion_arrive_before_its_end() -> None:
         assert completion.logprobs.tolist() == [-float(token) for token in range(1, 10)]
         assert completion.finish_reason == "length", "it has as many tokens as it may have"
     assert done[200][0].versions.tolist()[-1] == 3
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        return ["".join(map(chr, row)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "ends"),
+    [
+        ("one. END. two", 0, "one. END"),  # across two answers
+        ("abcENDtwo", 0, "abcEND"),  # in one answer, where the server finds it
+        ("one.xEND.END two", 9, "one.xEND.END"),  # the first one comes too early
+        ("one.E.N.D", 0, "one.E.N.D"),
+    ],
+)
+@pytest.mark.parametrize("end", ["length", "abort"])
+def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int, ends: str, end: AnswerEnd) -> None:
+    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+        """Go on with the text, up to a stop text in this answer, by three tokens at most."""
+        begun = len(ask.token_ids) - 1
+        tokens = text[begun : begun + 3]
+        is_found = "END" in tokens
+        reason: AnswerEnd = "stop" if is_found or begun + len(tokens) == len(text) else end
+        return [Answer(np.array([*map(ord, tokens)], np.int32), -np.ones(len(tokens), np.float32), reason)]
+
+    params = sampling(max_new_tokens=20, min_new_tokens=least, stop=["END"])
+    tokenizer = cast("PreTrainedTokenizerBase", Letters())
+    stream = ServerStream(complete, params, most=1, most_tokens=3, tokenizer=tokenizer)
+    stream.submit(0, [GenerationRequest((100,), 0)])
+    done: dict[int, list[Completion]] = {}
+    while not done:
+        done = dict(stream.collect(0, LONGEST_S))
+    [completion] = done[0]
+    assert "".join(map(chr, completion.token_ids)) == ends
+    assert len(completion.logprobs) == len(completion.versions) == len(ends)
+    assert completion.finish_reason == "stop"
 
 
 def test_what_a_server_holds_back_is_answered_by_the_weights_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
