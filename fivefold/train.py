@@ -242,8 +242,7 @@ class _Loop:
         """Give the rollout the actor's weights, and evaluate a model that is not trained yet."""
         self._send_weights(state.step)
         if state.step == 0:
-            self.source.settle()
-            evaluation = _evaluate(self.setup, self.roles, self.run, step=0)
+            evaluation = self._evaluate(step=0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         self.run.timers.take()
         self.roles.take_moved()
@@ -279,6 +278,15 @@ class _Loop:
         else:
             self.roles.send_weights(version, timers)
             self.source.weights_sent(version)
+
+    def _evaluate(self, step: int) -> dict[str, float] | None:
+        """Evaluate the model after a step, whose weights are those that were sent last."""
+        self.source.settle()
+        if self.setup.evaluator is not None and not self.roles.rollout.can_generate():
+            # A server that answers a stream may have died since, or while it took them, and was started again.
+            self.roles.send_weights(step, self.run.timers)
+            self.source.weights_sent(step)
+        return _evaluate(self.setup, self.roles, self.run, step)
 
     def _write_samples(self, samples: Sequence[Sample], step: int) -> int:
         """Log the samples of a step, as many as the recipe wants. Returns their number."""
@@ -319,8 +327,7 @@ class _Loop:
                 _save(self.setup, self.roles, self.run, state.step)
                 self.saver.done()
             if self.evaluator.is_due(state.step):
-                self.source.settle()
-                state = replace(state, evaluation_last=_evaluate(self.setup, self.roles, self.run, state.step))
+                state = replace(state, evaluation_last=self._evaluate(state.step))
                 metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
                 self.evaluator.done()
             return self.keeper.after_step(state, metrics)

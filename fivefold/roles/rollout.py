@@ -101,6 +101,10 @@ class Rollout:
         self._expected.learn(result.samples)
         return result
 
+    def can_generate(self) -> bool:
+        """Return whether all replicas have weights; one whose server was started again has none before the next."""
+        return all(self._group.call(RolloutWorker.can_generate))
+
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs of a stream that replicas have begun, by their first index, with their tokens so far."""
         return {index: job for jobs in self._group.call(RolloutWorker.unfinished) for index, job in jobs.items()}

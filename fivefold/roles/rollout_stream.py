@@ -112,14 +112,14 @@ class RolloutStream:
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
         jobs = self._jobs[call.rank]
         self.busy_s[call.rank] += report.busy_s
-        # First in the queue, in their order: their turn comes before that of all others.
-        lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
-        self._queue.extendleft(reversed(lost))
         if not report.has_weights:
             self._without_weights.add(call.rank)
             # What it was to get with its next call goes to others too.
             self._queue.extendleft(jobs.pop(job.indices.start) for job in reversed(self._news[call.rank]))
             self._news[call.rank] = []
+        # First in the queue, in their order: their turn comes before that of all others.
+        lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
+        self._queue.extendleft(reversed(lost))
         self._loads[call.rank] = report.n_running + sum(len(job.requests) for job in self._news[call.rank])
         numbers = sorted(jobs.keys() & set(report.indices_N.tolist()))
         done = [jobs.pop(number) for number in numbers]

@@ -146,6 +146,10 @@ class RolloutWorker:
             del self._jobs[number]
         return lost
 
+    def can_generate(self) -> bool:
+        """Return whether the engine has weights; a server that was started again has none before the next update."""
+        return self._engine.has_weights
+
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs of the stream that are not done, by their first index, with their tokens so far."""
         return self._engine.unfinished()

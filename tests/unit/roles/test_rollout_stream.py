@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.roles.responses import Responses
 from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import Job, RolloutWorker
@@ -49,6 +51,26 @@ class TailedWorker(RolloutWorker):
         return replace(report, n_running=n_running), Columns.of(trajectories) if trajectories else None
 
 
+class OneByOne(WorkerGroup):
+    """Two replicas that report in a given order."""
+
+    def __init__(self, reports: list[tuple[int, Responses]]) -> None:
+        self.reports = reports
+        self.given: list[tuple[int, list[int]]] = []
+        """Replica and new jobs of each call."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def keep_on(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> KeptCall[Any]:
+        self.given.append((rank, [job.indices.start for job in args[0]]))
+        return KeptCall(rank, None, None, "", 0.0)  # type: ignore[arg-type]
+
+    def first_kept(self, calls: Sequence[KeptCall[Any]]) -> tuple[KeptCall[Any], Any]:
+        rank, report = self.reports.pop(0)
+        return next(call for call in calls if call.rank == rank), report
+
+
 def jobs() -> list[Job]:
     prompt, request = Prompt(0, "", (3, 4), ""), GenerationRequest((3, 4), 0)
     return [Job(range(n * SIZE, (n + 1) * SIZE), [prompt] * SIZE, [request] * SIZE) for n in range(N_JOBS)]
@@ -69,3 +91,19 @@ def test_a_slot_whose_request_has_ended_is_filled_before_its_group_is_done() -> 
         assert worker.begun == sorted(worker.begun), "jobs begin in their order"
         handed_out = worker.decoded[: len(worker.decoded) - 30]
         assert min(handed_out) >= SLOTS - 1, handed_out
+
+
+def test_jobs_that_a_server_has_lost_go_on_before_those_that_it_was_to_get() -> None:
+    working = replace(Responses.of([], [], []), n_running=SIZE)
+    died = replace(Responses.of([], [], []), lost={0: jobs()[0].requests}, has_weights=False)
+    group = OneByOne([(1, working), (1, working), (0, died), (1, working), (1, working)])
+    stream = RolloutStream(LocalRollout(group), SAMPLING, 2 * SIZE)  # type: ignore[arg-type]
+    first, second, third, *_ = jobs()
+    stream.submit(first)
+    stream.submit(second)
+    assert stream.advance() == []
+    # The first replica is to get it with its next call, which the present one does not reach.
+    stream.submit(third)
+    while group.reports:
+        assert stream.advance() == []
+    assert group.given == [(0, [0]), (1, [SIZE]), (1, []), (1, []), (1, [0])]

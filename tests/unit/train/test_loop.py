@@ -63,7 +63,28 @@ class FixedRollout(Rollout):
             finished([Group(start, samples[start : start + n_samples], batch.select(own))])
         return Generated(samples, batch, {})
 
+    def can_generate(self) -> bool:
+        return True
+
     def take_weights(self, offer: WeightOffer) -> None: ...
+
+
+class DyingRollout(FixedRollout):
+    """Has a server that dies while it takes the weights of step 1 for the first time."""
+
+    def __init__(self, n_answers: int) -> None:
+        super().__init__(n_answers)
+        self.taken: list[int] = []
+
+    def can_generate(self) -> bool:
+        return self.taken != [0, 1]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Generated:
+        assert self.can_generate(), "a server has no weights"
+        return super().generate(*args, **kwargs)
+
+    def take_weights(self, offer: WeightOffer) -> None:
+        self.taken.append(offer.version)
 
 
 class FixedActor(Actor):
@@ -112,6 +133,13 @@ def test_samples_of_a_step_are_written_even_if_its_update_fails(tmp_path: Path) 
     metrics, samples = loop(tmp_path, FixedActor(math.nan), FixedRollout(9))
     assert metrics == []
     assert {sample["step"] for sample in samples} == {1}
+
+
+def test_a_server_that_was_started_again_gets_its_weights_before_an_evaluation(tmp_path: Path) -> None:
+    rollout = DyingRollout(3)
+    metrics, _ = loop(tmp_path, FixedActor(1.0), rollout)
+    assert rollout.taken == [0, 1, 1]
+    assert [row["step"] for row in metrics if "eval/accuracy" in row] == [1]
 
 
 def test_metrics_of_a_step_are_written_even_if_its_evaluation_fails(tmp_path: Path) -> None:
