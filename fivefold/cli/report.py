@@ -117,13 +117,15 @@ def list_runs(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
     with reporting_errors():
         from fivefold.report.listing import find_runs
 
-        found = find_runs(folder)
+        found, unread = find_runs(folder)
         if as_json:
             _print_json(found)
-        elif not found:
-            typer.echo(f"There are no runs in {folder}.")
-        else:
+        elif found:
             _print_table(found)
+        elif not unread:
+            typer.echo(f"There are no runs in {folder}.")
+        for line in unread:
+            typer.echo(f"left out: {line}", err=True)
 
 
 def _print_json(found: list[Run]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fivefold.config.role_sections import ROLE_SECTIONS
 from fivefold.families.check import layout_problems, replica_problems
+from fivefold.layout.backends import BACKENDS
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement, RolePlacement
 from fivefold.layout.transport import pick_transport
 from fivefold.planning.copied_weights import bucket_beside_training, copied_weights
@@ -121,9 +124,11 @@ def draw_up(question: Question) -> Blueprint:
         for each in alone
         if each.placed.role == "actor"
     }
+    # A reward model works while the actor waits for the rollout.
+    for_reward = {each.placed.role: kept_bytes(each, offloaded) for each in alone if each.placed.role == "actor"}
+    others = {"critic": for_critic, "reward": for_reward}
     trainers = tuple(
-        replace(each, beside=beside(each.placed.role, kept | (for_critic if each.placed.role == "critic" else {})))
-        for each in alone
+        replace(each, beside=beside(each.placed.role, kept | others.get(each.placed.role, {}))) for each in alone
     )
     blueprint = Blueprint(question, placement, trainers, rollouts, offloaded, (), ())
     problems = (*_model_problems(blueprint), *_memory_problems(blueprint))
@@ -241,14 +246,32 @@ def _besides(beside: int) -> str:
 
 def _relief(trainer: TrainerPlan, question: Question) -> str:
     """Return the first thing to try for a stage that is too large."""
+    role, layout = trainer.placed.role, trainer.placed.layout
+    if trainer.binding.resident > question.gpu.memory:
+        is_trained = trainer.time is not None
+        letters = _letters("pte" if question.of(role).shape.is_moe else "pt", layout)
+        # Replicas of a frozen model on Megatron-Core are whole.
+        replicas = ", or add replicas (d)" if is_trained or layout.backend == "fsdp" else ""
+        alone = "weights and optimizer" if is_trained else "weights"
+        return f"its {alone} alone are too large: split the model further ({letters}){replicas}"
     room = question.gpu.memory - trainer.beside
     if trainer.binding.resident > room:
-        return "its weights and optimizer alone are too large: split the model further (p, t, e), or add replicas (d)"
+        return "the other roles leave it too little: split or offload them further, or give roles devices of their own"
     for mode, memory in trainer.modes.items():
         if memory.total <= room:
-            key = f"{trainer.placed.role}.{trainer.placed.layout.backend}.recompute"
-            return f"with {key}={mode} it needs {gb(memory.total)} GB"
-    return "full recomputation is not enough either: lower actor.mb_spec.max_tokens_per_mb, or split further (c, t, p)"
+            return f"with {ROLE_SECTIONS[role]}.{layout.backend}.recompute={mode} it needs {gb(memory.total)} GB"
+    tried = "full recomputation is not enough either: " if trainer.modes else ""
+    return f"{tried}lower {_micro_batches(role)}, or split further ({_letters('ctp', layout)})"
+
+
+def _letters(letters: str, layout: ParallelLayout) -> str:
+    """Return those of `letters` that a layout's engine takes, as a list."""
+    return ", ".join(letter for letter in letters if letter in BACKENDS[layout.backend].letters)
+
+
+def _micro_batches(role: str) -> str:
+    """Return the key of the tokens of a role's micro-batches."""
+    return f"{ROLE_SECTIONS[role]}.mb_spec.max_tokens_per_mb"
 
 
 def _notes(blueprint: Blueprint) -> Iterator[str]:
@@ -293,11 +316,15 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
         apart = {"critic", *question.frozen}
         if sharers := [name for name in blueprint.placement.sharers(rollout.placed.role) if name not in apart]:
             role, others = rollout.placed.role, " and ".join(sharers)
-            offloaded = blueprint.offloaded if "actor" in sharers else ()
-            waiting = [each for each in blueprint.trainers if each.placed.role in sharers]
-            staying = [NAMES[kind] for kind in KINDS if kind not in offloaded and _has(waiting, kind)]
-            moved = [NAMES[kind] for kind in offloaded if _has(waiting, kind)]
-            stay = f"the {' and '.join(staying)} of {others} stay on the devices" if staying else "nothing stays"
+            waiting = {each.placed.role: each for each in blueprint.trainers if each.placed.role in sharers}
+            gone = {name: each.offloaded for name, each in waiting.items()} | {"actor": blueprint.offloaded}
+            kinds = {
+                name: [NAMES[kind] for kind in KINDS if kind not in gone[name] and _has(each, kind)]
+                for name, each in waiting.items()
+            }
+            staying = [f"the {' and '.join(names)} of {name}" for name, names in kinds.items() if names]
+            moved = [NAMES[kind] for kind in blueprint.offloaded if "actor" in waiting and _has(waiting["actor"], kind)]
+            stay = f"{' and '.join(staying)} stay on the devices" if staying else "nothing stays"
             go = f", and the {' and '.join(moved)} of actor are offloaded" if moved else ""
             yield (
                 f"{role} and {others} take turns on the same devices: {role} sleeps while they train or score; while "
@@ -315,10 +342,10 @@ def _turns(blueprint: Blueprint) -> Iterator[str]:
             yield f"{trainer.placed.role} and actor take turns on the same devices; of their weights, {stays}"
 
 
-def _has(trainers: Sequence[TrainerPlan], kind: Kind) -> bool:
+def _has(trainer: TrainerPlan, kind: Kind) -> bool:
     """Return whether a trainer has anything of this kind on its GPUs."""
     sizes = {"params": "weights", "grads": "gradients", "optimizer": "optimizer"}
-    return any(getattr(stage, sizes[kind]) for trainer in trainers for stage in trainer.memory)
+    return any(getattr(stage, sizes[kind]) for stage in trainer.memory)
 
 
 def _time_notes(trainer: TrainerPlan) -> Iterator[str]:
@@ -338,5 +365,5 @@ def _time_notes(trainer: TrainerPlan) -> Iterator[str]:
         busy = "launches kernels and starts the experts' exchanges" if layout.ep > 1 else "launches kernels"
         yield (
             f"{role}: {time.launching / time.total:.0%} of a step the GPU waits for the host, which {busy}; larger "
-            "micro-batches (actor.mb_spec.max_tokens_per_mb) wait less"
+            f"micro-batches ({_micro_batches(role)}) wait less"
         )

@@ -26,6 +26,8 @@ MOST_RANKS = 16
 """Number of ranks whose place is listed, unless all are asked for."""
 MOST_STAGES = 16
 """Number of stages up to which the memory of each is shown; beyond it, only the first, the last and the fullest."""
+_GAP = 2
+"""Spaces between two columns."""
 LEAST_REASONS = 30
 """Columns of a terminal that the reasons need beside the ranking; with fewer, they stand below it."""
 
@@ -228,7 +230,10 @@ def _print_memory(console: Console, blueprint: Blueprint) -> None:
     console.print()
     kinds = [kind for kind in MEMORY_COLOURS if any(parts.get(kind, 0) > 0 for _, parts in rows)]
     width = max(len(name) for name, _ in rows) + sum(len(kind) + 2 for kind in kinds)
-    console.print(_kinds_across(rows, kinds) if width <= console.width else _kinds_down(rows, kinds))
+    if width <= console.width:
+        console.print(_kinds_across(rows, kinds))
+    else:
+        _print_kinds_down(console, rows, kinds)
     _print_modes(console, blueprint)
 
 
@@ -242,16 +247,37 @@ def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
     return table
 
 
+def _print_kinds_down(console: Console, rows: list[Row], kinds: list[str]) -> None:
+    """Print as many tables of `_kinds_down` as a narrow terminal needs to break no word and no amount."""
+    shown: list[Row] = []
+    used = widest_kind = max(map(len, kinds))
+    for row in rows:
+        width = _GAP + _amount_width(row)
+        if shown and used + width > console.width:
+            console.print(_kinds_down(shown, kinds))
+            console.print()
+            shown, used = [], widest_kind
+        shown.append(row)
+        used += width
+    console.print(_kinds_down(shown, kinds))
+
+
 def _kinds_down(rows: list[Row], kinds: list[str]) -> Table:
-    """Return the table of `_kinds_across` with rows and columns exchanged, for a narrow terminal."""
+    """Return the table of `_kinds_across` with rows and columns exchanged; labels take several lines."""
     table = _table()
-    table.add_column("")
-    for name, _ in rows:
-        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_column(row[0], justify="right", width=_amount_width(row))
     for kind in kinds:
         amounts = (_amount(parts.get(kind, 0)) for _, parts in rows)
         table.add_row(Text(kind, style=MEMORY_COLOURS[kind]), *amounts)
     return table
+
+
+def _amount_width(row: Row) -> int:
+    """Return the characters of the longest word of a row's label, or of its longest amount."""
+    name, parts = row
+    return max(len(text) for text in (*name.split(), *map(_amount, parts.values())))
 
 
 def _trainer_rows(blueprint: Blueprint) -> Iterator[Row]:

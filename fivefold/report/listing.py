@@ -13,8 +13,9 @@ MOST_LEVELS = 4
 """Levels of folders below which no runs are looked for."""
 
 
-def find_runs(folder: Path) -> list[Run]:
-    """Return the runs in `folder` and below it, the one that was started last first.
+def find_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs in `folder` and below it, the one that was started last first, and a line for each that is left
+    out because its files cannot be read.
 
     Raises:
         ValueError: there is no such folder.
@@ -23,17 +24,27 @@ def find_runs(folder: Path) -> list[Run]:
         raise ValueError(
             f"{folder} is not a folder: name the folder of runs, which is cluster.fileroot of their recipes"
         )
-    runs = [Run.read(path) for path in _folders(folder, 0)]
-    return sorted(runs, key=lambda run: str(run.status.get("began", "")), reverse=True)
+    runs: list[Run] = []
+    unread: list[str] = []
+    for path in _folders(folder, unread):
+        try:
+            runs.append(Run.read(path))
+        except (OSError, ValueError) as error:
+            unread.append(str(error))
+    return sorted(runs, key=lambda run: str(run.status.get("began", "")), reverse=True), unread
 
 
-def _folders(folder: Path, level: int) -> Iterator[Path]:
-    if (folder / STATUS).is_file():
-        yield folder
-    elif level < MOST_LEVELS:
-        for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                yield from _folders(path, level + 1)
+def _folders(folder: Path, unread: list[str]) -> Iterator[Path]:
+    """Yield the folders of runs; folders that cannot be opened are added to `unread`."""
+    for parent, children, files in os.walk(folder, onerror=lambda error: unread.append(str(error))):
+        path = Path(parent)
+        if STATUS in files:
+            yield path
+            children.clear()
+        elif len(path.relative_to(folder).parts) == MOST_LEVELS:
+            children.clear()
+        else:
+            children[:] = sorted(name for name in children if not name.startswith("."))
 
 
 def n_bytes(folder: Path) -> int:

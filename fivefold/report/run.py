@@ -58,6 +58,10 @@ class Run:
         """
         folder = RunDir(path.resolve())
         status = folder.read_status()
+        if status is None and folder.status.is_file():
+            raise ValueError(
+                f"{path} holds a run, but its {STATUS} is damaged: start the run again, which writes it anew"
+            )
         if status is None:
             raise ValueError(
                 f"{path} is not the folder of a run: it has no {STATUS}; name one such as {_example(path)}"

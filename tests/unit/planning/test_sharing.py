@@ -12,7 +12,9 @@ from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse
 from fivefold.planning.blueprint import draw_up
 from fivefold.planning.memory import CUDA_CONTEXT
-from fivefold.planning.question import Question
+from fivefold.planning.offload_choice import OffloadChoice
+from fivefold.planning.question import FrozenQuestion, Question
+from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.search import Candidate, Cluster, search
 from fivefold.planning.workload import Workload
 
@@ -58,6 +60,37 @@ def test_a_reference_of_its_own_stays_beside_the_actor() -> None:
     assert actor.beside == ref.binding.weights + ref.binding.context
     assert ref.beside == actor.binding.resident + actor.binding.context
     assert any("ref and actor take turns" in note for note in blueprint.notes)
+
+
+def test_the_note_of_a_shared_device_names_what_each_role_keeps_there() -> None:
+    text = "vllm[rollout]:d2t4|megatron[actor]:d8|megatron[ref]:d8"
+    notes = draw_up(question(text, reference=find_shape("Qwen3-8B"), offload=OffloadChoice(True, True, True))).notes
+    [note] = [note for note in notes if note.startswith("rollout and actor and ref take turns")]
+    assert "the weights of ref stay on the devices" in note
+    assert "the weights and gradients and optimizer state of actor are offloaded" in note
+
+
+def test_a_reward_model_works_while_the_actor_waits_for_the_rollout() -> None:
+    shape = find_shape("Qwen3-8B")
+    text = "vllm[rollout]:d2t4|megatron[actor]:d8|megatron[reward]:d8"
+    frozen = {"reward": FrozenQuestion(shape.as_reward_model(), Workload(4096, 256, 8192), offload=None)}
+    blueprint = draw_up(question(text, frozen=frozen, offload=OffloadChoice(True, True, True)))
+    actor, reward = blueprint.trainers
+    assert reward.beside == asleep_bytes(blueprint.rollouts[0].placed.layout) + actor.binding.context
+
+
+def test_the_advice_for_a_role_that_does_not_fit_is_about_that_role() -> None:
+    large, small = find_shape("Llama-3.1-70B"), find_shape("Qwen3-0.6B")
+    frozen = {"teacher": FrozenQuestion(large, Workload(4096, 256, 8192), offload=None)}
+    [alone] = draw_up(question("megatron[actor]:d4+megatron[teacher]:d4", shape=small, frozen=frozen)).problems
+    assert alone.endswith("its weights alone are too large: split the model further (p, t)")
+    text = "megatron[actor]:d8|megatron[ref]:d8t1"
+    crowded = draw_up(question(text, reference=find_shape("Qwen3-14B"), work=Workload(4096, 256, 8192, "full")))
+    ref = next(line for line in crowded.problems if line.startswith("ref:"))
+    assert "the other roles leave it too little" in ref
+    frozen = {"reward": FrozenQuestion(small.as_reward_model(), Workload(4096, 4096, 2**23), offload=None)}
+    [long] = draw_up(question("megatron[actor]:d4+megatron[reward]:d4", shape=small, frozen=frozen)).problems
+    assert "lower reward.model.mb_spec.max_tokens_per_mb, or split further (c, t, p)" in long
 
 
 def test_the_reference_may_be_another_model() -> None:

@@ -60,6 +60,19 @@ def test_the_title_has_the_size_of_the_model(model: str, size: str) -> None:
     assert size in text_of(plan_model(model, 8, actor="megatron:d8"))
 
 
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_the_memory_of_many_stages_is_whole_in_a_narrow_terminal(width: int) -> None:
+    plan = plan_model("Qwen3-235B-A22B", 64, actor="megatron:(attn:d1p16t4|ffn:e4)", rollout="sglang:d8t8")
+    text = text_of(plan, width=width)
+    lines = text[text.index("Memory of a rank") : text.index("by recompute mode")].splitlines()
+    amounts = [word for line in lines if line.startswith("gradients") for word in line.split()[1:]]
+    assert len(amounts) == 16 + 1
+    assert plan.blueprint is not None
+    stages = plan.blueprint.trainers[0].memory
+    assert amounts[:16] == [f"{stage.gradients / 1e9:.1f}" for stage in stages]
+    assert all(len(line) <= width for line in lines)
+
+
 def test_virtual_stages_are_listed() -> None:
     plan = plan_model("Qwen3-30B-A3B", 32, actor="megatron:d8t2p2v8e4")
     lines = [line.split() for line in text_of(plan).splitlines()]

@@ -128,7 +128,7 @@ def test_the_recipe_is_compared_with_the_defaults_of_the_schema(content: str) ->
 def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path) -> None:
     make_run(tmp_path, "trial-1", n_steps=3)
     set_state(make_run(tmp_path, "trial-2", n_steps=5), "interrupted")
-    [second, first] = find_runs(tmp_path)
+    [second, first], _ = find_runs(tmp_path)
     if first.name != "made/trial-1":  # both may have begun in the same second
         first, second = second, first
     assert (first.step, first.state, second.state) == (3, "finished", "interrupted")
@@ -142,6 +142,19 @@ def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path
     assert found["trial-1"]["best"]["value"] == pytest.approx(1.0)
     assert found["trial-2"]["command"].endswith("trial-2")
     assert found["trial-1"]["bytes"] > 1000
+
+
+def test_runs_that_cannot_be_read_hide_no_others(tmp_path: Path) -> None:
+    make_run(tmp_path, n_steps=1)
+    torn, unclear = (make_run(tmp_path, trial, n_steps=1) for trial in ("trial-1", "trial-2"))
+    (torn / "status.json").write_bytes(b"\0" * 64)
+    (unclear / "recipe.yaml").write_text("actor: [")
+    for options in ((), ("--json",)):
+        shown = CliRunner().invoke(app, ["runs", str(tmp_path), *options], env={"COLUMNS": "160"})
+        assert shown.exit_code == 0
+        assert [name in shown.stdout for name in ("trial-0", "trial-1", "trial-2")] == [True, False, False]
+        assert f"left out: {torn} holds a run, but its status.json is damaged" in shown.stderr
+        assert f"left out: {unclear}/recipe.yaml" in shown.stderr
 
 
 def test_the_list_of_runs_tells_the_time_left_of_those_that_go_on(tmp_path: Path) -> None:
