@@ -276,9 +276,10 @@ class StreamSource:
         for later in range(turn, turn + 1 + age):
             for number, prompt in zip(self._turns.prompts_of(later), self._read[later].prompts, strict=True):
                 group, running = groups.get(number), begun.get(number)
-                if group and group.fits(prompt, self._size) and later - group.oldest <= age:
+                requests = self._job(number).requests
+                if group and group.fits(prompt, requests, most_tokens) and later - group.oldest <= age:
                     self._groups[number] = group.restored(prompt, self._size)
-                if running and running.fits(prompt, self._size, most_tokens) and later - running.oldest <= age:
+                if running and running.fits(prompt, requests, most_tokens) and later - running.oldest <= age:
                     self._so_far[number] = running.begun
         self._turns.restore(self._groups)
         self._finished.add(list(self._groups.values()))

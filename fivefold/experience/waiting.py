@@ -46,9 +46,16 @@ class SavedGroup:
     samples: Sequence[Mapping[str, Any]]
     columns: Columns
 
-    def fits(self, prompt: Prompt, size: int) -> bool:
-        """Return whether `prompt` is the one that was answered, with `size` samples."""
-        return (self.prompt_index, self.token_ids, len(self.samples)) == (prompt.index, prompt.token_ids, size)
+    def fits(self, prompt: Prompt, requests: Sequence[GenerationRequest], most_tokens: int) -> bool:
+        """Return whether the samples answer `requests` for `prompt`, of `most_tokens` tokens at most.
+
+        They do not if they lack log-probs that are asked for, as a changed loss may.
+        """
+        if (self.prompt_index, self.token_ids, len(self.samples)) != (prompt.index, prompt.token_ids, len(requests)):
+            return False
+        if any(sample["n_sampled"] > most_tokens for sample in self.samples):
+            return False
+        return _has_wanted([self.columns.values["rollout_logprobs"]], requests)
 
     @property
     def oldest(self) -> int:
@@ -77,13 +84,19 @@ class BegunGroup:
         """Oldest version of the weights that sampled its tokens, of which there is at least one."""
         return min(int(begun.versions.min()) for begun in self.begun if begun and len(begun.versions))
 
-    def fits(self, prompt: Prompt, size: int, most_tokens: int) -> bool:
-        """Return whether `size` completions of `prompt`, of `most_tokens` tokens at most, can go on from it."""
-        if self.token_ids != prompt.token_ids or len(self.begun) != size:
+    def fits(self, prompt: Prompt, requests: Sequence[GenerationRequest], most_tokens: int) -> bool:
+        """Return whether the answers to `requests` for `prompt`, of `most_tokens` tokens at most, can go on from it."""
+        if self.token_ids != prompt.token_ids or len(self.begun) != len(requests):
             return False
-        return all(
-            begun is None or len(begun.token_ids) <= most_tokens - (begun.finish_reason is None) for begun in self.begun
-        )
+        given = [begun for begun in self.begun if begun is not None]
+        if any(len(begun.token_ids) > most_tokens - (begun.finish_reason is None) for begun in given):
+            return False
+        return _has_wanted([begun.logprobs for begun in given], requests)
+
+
+def _has_wanted(logprobs: Sequence[npt.NDArray[Any]], requests: Sequence[GenerationRequest]) -> bool:
+    """Return whether log-probs are known, or the requests of one prompt do not ask for them."""
+    return not requests[0].wants_logprobs or not any(np.isnan(values_T).any() for values_T in logprobs)
 
 
 @dataclass(frozen=True, eq=False)

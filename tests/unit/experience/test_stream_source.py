@@ -8,19 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fivefold.engine.state_store import finish
 from fivefold.experience.source import Experience
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
-from fivefold.experience.waiting import Saved, WaitingGroups, read_waiting
+from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
 from fivefold.roles.rollout_worker import Job
-from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Prompt
+from fivefold.types import Columns, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
@@ -49,6 +50,11 @@ def arithmetic(n: int) -> list[Prompt]:
 
 def told(experience: Experience) -> list[tuple[int, str, int]]:
     return [(sample.prompt.index, sample.response_text, sample.n_sampled) for sample in experience.samples]
+
+
+def without_logprobs(columns: Columns) -> Columns:
+    unknown = np.full_like(columns.values["rollout_logprobs"], np.nan)
+    return replace(columns, values={**columns.values, "rollout_logprobs": unknown})
 
 
 @pytest.fixture(scope="module")
@@ -250,14 +256,29 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
                 assert mine["tokens"].tolist() == theirs["tokens"].tolist()
                 assert mine["mask"].tolist() == theirs["mask"].tolist()
             resumed.weights_sent(step)
-    # Groups of another data set, or of weights that are too old, are answered anew.
+    # Groups are answered anew that are of another data set, of weights that are too old, too long, or without log-probs
+    # that the loss needs.
     others = [Prompt(prompt.index, "?", (3,), "") for prompt in prompts]
     old = [replace(group, samples=[{**each, "versions": [-9, -9]} for each in group.samples]) for group in saved]
-    for given, offered in ((others, saved), (prompts, old)):
+    long = [replace(group, samples=[{**each, "n_sampled": 10**6} for each in group.samples]) for group in saved]
+    unknown = [replace(group, columns=without_logprobs(group.columns)) for group in saved]
+    for given, offered in ((others, saved), (prompts, old), (prompts, long), (prompts, unknown)):
         arguments = common(recipe, group, half_marks, given, replays)
         arguments[1].load_state_dict(position)
         source = StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(offered))
         assert source._groups == {}
+
+
+@pytest.mark.parametrize(
+    ("n", "logprob", "wants_logprobs", "fits"),
+    [(7, -1.0, True, True), (8, -1.0, True, False), (7, np.nan, True, False), (7, np.nan, False, True)],
+)
+def test_completions_that_had_begun_go_on_if_the_recipe_lets_them(
+    n: int, logprob: float, wants_logprobs: bool, fits: bool
+) -> None:
+    begun = Begun(np.full(n, 5, np.int32), np.full(n, logprob, np.float32), np.zeros(n, np.int32), None)
+    requests = [GenerationRequest((3, 4), seed, wants_logprobs) for seed in range(2)]
+    assert BegunGroup(0, (3, 4), [begun, None]).fits(Prompt(0, "", (3, 4), ""), requests, 8) == fits
 
 
 def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:
