@@ -184,6 +184,10 @@ def plan(
                  "--devices": devices or None}
             )  # fmt: skip
             if effective:
+                _refuse_beside_effective(
+                    {"--search": search, "--lengths": lengths, "--ranks": ranks, "--svg": svg, "--html": html,
+                     **{f"--{name.replace('_', '-')}": value for name, value in vars(changes).items()}}
+                )  # fmt: skip
                 _print_effective(recipe, overrides or [], as_json=as_json)
                 return
             answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
@@ -245,6 +249,14 @@ def _refuse_model_options(options: dict[str, object]) -> None:
     for option, value in options.items():
         if value is not None:
             raise ValueError(f"{option} belongs to --model; with a recipe set {KEYS_OF_MODEL_OPTIONS[option]}")
+
+
+def _refuse_beside_effective(options: dict[str, object]) -> None:
+    if given := [option for option, value in options.items() if value]:
+        raise ValueError(
+            f"{given[0]} belongs to the plan, which --effective prints nothing of: give one of the two; keys that the "
+            "configuration depends on are set as KEY=VALUE"
+        )
 
 
 def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:

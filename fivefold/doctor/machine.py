@@ -69,7 +69,7 @@ def check_place(place: Place) -> Finding:
     if place.title == "temporary files":
         return Finding(place.title, "ok", found, f"elsewhere: {place.setting}")
     billions = place.free / BYTES_PER_PARAMETER / 1e9
-    return Finding(place.title, "ok", found, f"{billions:,.0f} B bf16 weights; {place.setting}")
+    return Finding(place.title, "ok", found, f"room for {billions:,.0f} billion bf16 weights; {place.setting}")
 
 
 def available_cores() -> float:

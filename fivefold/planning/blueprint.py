@@ -78,7 +78,7 @@ def draw_up(question: Question) -> Blueprint:
     """
     placement = question.place()
     alone = [
-        _with_sending(_alone(question, placement, placed), question, placement)
+        _with_sending(plan_alone(question, placement, placed), question, placement)
         for placed in placement.roles
         if placed.layout.is_training
     ]
@@ -135,8 +135,8 @@ def draw_up(question: Question) -> Blueprint:
     return replace(blueprint, problems=problems, notes=tuple(_notes(blueprint)))
 
 
-def _alone(question: Question, placement: Placement, placed: RolePlacement) -> TrainerPlan:
-    """Return what a role that trains needs if no role shares its devices."""
+def plan_alone(question: Question, placement: Placement, placed: RolePlacement) -> TrainerPlan:
+    """Return what a role that trains, or a frozen model, needs if no role shares its devices, and what it offloads."""
     trainer = plan_trainer(question, placed)
     if placed.role == "ref":
         return replace(trainer, offloaded=("params",) if question.reference_is_offloaded else ())

@@ -15,6 +15,7 @@ from typing import Any
 from fivefold.config.load import load_any_recipe
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.parser import parse_role
+from fivefold.layout.stages import NEARLY_EQUAL
 from fivefold.planning.blueprint import Blueprint, draw_up
 from fivefold.planning.defaults import DEFAULT_GPU, DEFAULT_GPUS_PER_NODE
 from fivefold.planning.plan_json import found_as_json, plan_as_json
@@ -123,5 +124,13 @@ def _answer(question: Question, *, searching: bool) -> Plan:
     groups = tuple(
         tuple(role if member.role == "actor" else member for member in group) for group in question.allocation.groups
     )
-    chosen = replace(question, allocation=Allocation(groups), work=question.work.recomputing(best.recompute))
+    notes = question.notes
+    if any(member.role == "actor" and member.split != NEARLY_EQUAL for member in question.allocation.roles):
+        notes = (
+            *notes,
+            "the search divides layers as equally as can be: with one of its layouts, drop the keys of "
+            "actor.megatron.transformer that say how many layers a stage has",
+        )
+    work = question.work.recomputing(best.recompute)
+    chosen = replace(question, allocation=Allocation(groups), work=work, notes=notes)
     return Plan(chosen, draw_up(chosen), found)

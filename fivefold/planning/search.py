@@ -13,7 +13,7 @@ from fivefold.layout.gpus import GPUS, Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
 from fivefold.layout.transport import Transport, pick_transport
-from fivefold.planning.blueprint import HEADROOM
+from fivefold.planning.blueprint import HEADROOM, plan_alone
 from fivefold.planning.groups import ranks_together
 from fivefold.planning.memory import Kind, RankMemory
 from fivefold.planning.question import Question
@@ -23,7 +23,6 @@ from fivefold.planning.role_plans import (
     kept_bytes,
     largest,
     plan_rollout,
-    plan_trainer,
     recompute_modes,
     trainer_memory,
 )
@@ -48,7 +47,7 @@ class Engine:
     least: int
     """Fewest bytes that it runs with: a server for one sequence, the embedded engine for a batch."""
     beside: int
-    """Bytes that frozen reference models keep there."""
+    """Bytes that the other roles have there while it generates, the trainer excepted."""
     fraction: float | None = None
     """Share of the GPU's memory that a server takes whatever other roles keep; None where it takes what they leave."""
     weights: int = 0
@@ -88,6 +87,8 @@ class Cluster:
     """How its weights go to them."""
     backend: str = "megatron"
     """The trainer's engine, all layouts of which are tried."""
+    reference_share: float = 1.0
+    """Bytes of a weight of the reference on the trainer's GPUs, over those of a weight of the trainer."""
 
     @staticmethod
     def whole(gpu: Gpu, n_gpus: int, gpus_per_node: int) -> Cluster:
@@ -104,17 +105,22 @@ class Cluster:
         placement = question.place()
         sharers = [placement[role] for role in placement.sharers("actor")]
         rollouts = [placed for placed in sharers if not placed.layout.is_training]
-        trainers = [plan_trainer(question, placed) for placed in sharers if placed.layout.is_training]
+        trainers = [plan_alone(question, placement, placed) for placed in sharers if placed.layout.is_training]
         reserved = sum(asleep_bytes(placed.layout) for placed in rollouts)
-        of_critic = question.critic.offloaded(shares=True) if question.critic is not None else ()
-        frozen = sum(kept_bytes(each, of_critic if each.placed.role == "critic" else ()) for each in trainers)
+        kept = {each.placed.role: kept_bytes(each, each.offloaded) for each in trainers}
+        # A reward model works while the rollout is awake.
+        awake = kept | {each.placed.role: each.binding.total for each in trainers if each.placed.role == "reward"}
         engines = tuple(
-            Engine.of(plan_rollout(question, placed, frozen), question.memory_fraction) for placed in rollouts
+            Engine.of(plan_rollout(question, placed, sum(awake.values())), question.memory_fraction)
+            for placed in rollouts
         )
         actor = placement["actor"]
         offloadable, backend = question.offload.possible, actor.layout.backend
         transport: Transport = pick_transport(question.weight_transport, placement) if engines else "folder"
-        return Cluster(question.gpu, actor.devices, reserved + frozen, engines, offloadable, transport, backend)
+        reserved += sum(kept.values())
+        share = (question.reference_bytes or question.work.element_bytes) / question.work.element_bytes
+        share = 0.0 if question.reference_is_offloaded else share
+        return Cluster(question.gpu, actor.devices, reserved, engines, offloadable, transport, backend, share)
 
     @property
     def n_gpus(self) -> int:
@@ -158,6 +164,7 @@ class Cluster:
     ) -> Sequence[RankMemory]:
         """Return the memory of each pipeline stage of a trainer, the buckets for the engines on its GPUs included."""
         stages = trainer_memory(layout, shape, work, reference)
+        stages = tuple(replace(stage, reference=int(stage.reference * self.reference_share)) for stage in stages)
         if not self.engines:
             return stages
         element_bytes = work.element_bytes

@@ -156,6 +156,8 @@ def test_the_effective_configuration_is_what_differs_from_megatron_cores_default
     values = printed_json(recipe, "--effective")
     assert values["actor"]["TransformerConfig"]["num_layers"] == 36
     assert "bias_activation_fusion" not in values["actor"]["TransformerConfig"]
+    for option in (("--search",), ("--svg", "plan.svg"), ("--lengths", "mean=4,max=8"), ("--micro-tokens", "64")):
+        assert f"{option[0]} belongs to the plan" in run(recipe, "--effective", *option).output
     refused = run("--model", "Qwen3-8B", "--gpus", "8", "--effective")
     assert "--effective needs a recipe" in refused.output
 

@@ -326,6 +326,16 @@ def test_the_ranking_is_of_the_gpus_that_the_rollout_leaves() -> None:
     assert values["roles"][0]["step"]["seconds"] == values["search"]["best"][0]["seconds"]
 
 
+def test_a_search_says_that_it_does_not_keep_the_recipes_layers_of_a_stage(recipe: Path) -> None:
+    def is_noted(*keys: str) -> bool:
+        notes = read_back(plan_recipe(recipe, keys, searching=True))["notes"]
+        return any("the search divides layers as equally as can be" in note for note in notes)
+
+    uneven = ("actor.backend=megatron:d4p2", "actor.megatron.transformer.num_layers_in_first_pipeline_stage=1")
+    assert is_noted(*uneven)
+    assert not is_noted(uneven[0])
+
+
 def test_cpu_processes_are_planned_without_a_limit_and_not_searched(recipe: Path) -> None:
     values = read_back(plan_recipe(recipe, ["cluster.n_gpus_per_node=0", "cluster.n_nodes=1"]))
     assert values["fits"]

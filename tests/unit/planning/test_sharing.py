@@ -118,6 +118,39 @@ def test_the_search_leaves_room_for_the_engine(backend: str) -> None:
     assert draw_up(replace(tight, allocation=chosen, work=work)).problems == ()
 
 
+@pytest.mark.parametrize("offload", [None, False])
+def test_the_search_counts_of_other_roles_what_the_plan_counts(offload: bool | None) -> None:
+    shape = find_shape("Qwen3-8B")
+    frozen = {
+        "teacher": FrozenQuestion(shape, Workload(4096, 256, 8192), offload),
+        "reward": FrozenQuestion(shape.as_reward_model(), Workload(4096, 256, 8192), offload),
+    }
+    text = "vllm[rollout]:d4t2|megatron[actor]:d4t2|megatron[ref]:d8|megatron[teacher]:d8|megatron[reward]:d8"
+    asked = question(
+        text,
+        frozen=frozen,
+        reference=shape,
+        reference_is_offloaded=offload is None,
+        offload=OffloadChoice(True, True, True),
+    )
+    blueprint, cluster = draw_up(asked), Cluster.of(asked)
+    actor = blueprint.trainers[0]
+    assert cluster.reserved == actor.beside
+    assert cluster.engines[0].beside == blueprint.rollouts[0].beside - actor.binding.context
+
+
+@pytest.mark.parametrize(("n_bytes", "is_offloaded"), [(None, False), (4, False), (None, True)])
+def test_the_search_counts_of_a_reference_what_the_plan_counts(n_bytes: int | None, is_offloaded: bool) -> None:
+    shape = find_shape("Qwen3-8B")
+    asked = question(
+        "megatron[actor]:d8", reference=shape, reference_bytes=n_bytes, reference_is_offloaded=is_offloaded
+    )
+    [planned] = draw_up(asked).trainers[0].memory
+    layout = asked.place()["actor"].layout
+    [searched] = Cluster.of(asked).memory(layout, shape, asked.work, shape)
+    assert (searched.reference, searched.total) == (planned.reference, planned.total)
+
+
 def test_a_search_that_finds_nothing_advises_devices_for_the_other_roles() -> None:
     full = question("vllm[rollout]:d8|megatron[actor]:d*", shape=find_shape("Qwen3-32B"))
     found = search(full.shape, Cluster.of(full), full.work)
