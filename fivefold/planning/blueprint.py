@@ -219,12 +219,16 @@ def _trainer_problems(trainer: TrainerPlan, question: Question) -> Iterator[str]
 
 def _rollout_problems(rollout: RolloutPlan, question: Question) -> Iterator[str]:
     memory, room = rollout.memory, question.gpu.memory
-    key = "memory_fraction" if rollout.placed.layout.is_server else "max_batch_size"
+    relief = ["split replicas further (t)", "give roles devices of their own"]
+    if not rollout.placed.layout.is_server:
+        relief.append("lower rollout.max_batch_size")
+    elif question.memory_fraction is not None:
+        relief.append("lower rollout.memory_fraction")
     besides = _besides(rollout.beside)
     if memory.total + rollout.beside > room:
         yield (
             f"{rollout.placed.role}: a rank needs {gb(memory.total)} GB{besides}, of the {gb(room)} GB of a "
-            f"{question.gpu.name}; split replicas further (t), give roles devices of their own, or lower rollout.{key}"
+            f"{question.gpu.name}; {', or '.join(relief)}"
         )
     elif rollout.arriving > room:
         yield (

@@ -84,6 +84,9 @@ def test_the_advice_for_a_role_that_does_not_fit_is_about_that_role() -> None:
     frozen = {"teacher": FrozenQuestion(large, Workload(4096, 256, 8192), offload=None)}
     [alone] = draw_up(question("megatron[actor]:d4+megatron[teacher]:d4", shape=small, frozen=frozen)).problems
     assert alone.endswith("its weights alone are too large: split the model further (p, t)")
+    problems = draw_up(question("vllm[rollout]:d8|megatron[actor]:d1t8", shape=large)).problems
+    rollout = next(line for line in problems if line.startswith("rollout:"))
+    assert rollout.endswith("split replicas further (t), or give roles devices of their own")
     text = "megatron[actor]:d8|megatron[ref]:d8t1"
     crowded = draw_up(question(text, reference=find_shape("Qwen3-14B"), work=Workload(4096, 256, 8192, "full")))
     ref = next(line for line in crowded.problems if line.startswith("ref:"))
