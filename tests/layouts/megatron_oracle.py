@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
@@ -204,4 +205,8 @@ def save(
     state = model.sharded_state_dict(prefix=prefix, metadata=metadata)
     moment = ShardedTensor.from_rank_offsets(f"optimizer.state.exp_avg.{prefix}{EMBEDDING}", torch.ones(3))
     dist_checkpointing.save({**state, "moment": moment}, str(checkpoint), validate_access_integrity=False)
+    # The process of Megatron-Core's queue would outlive this worker, which ends without cleaning up.
+    filesystem_async._results_queue = None
+    for child in multiprocessing.active_children():
+        child.terminate()
     return _logits(model)
