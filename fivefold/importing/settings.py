@@ -39,6 +39,13 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 """Values of `stats.trackers`."""
 SWITCHED_OFF = ("disabled", "disable", "", None)
 
+
+def ask_as_user(draft: Draft, framework: str) -> None:
+    """Put each prompt of the data into the chat template as a message of a user, as a framework does."""
+    draft.recipe["train_dataset.apply_chat_template"] = True
+    draft.notes.append(f"train_dataset.apply_chat_template=true: {framework} asks each prompt as a user's message")
+
+
 # Rules, for the tables
 
 

@@ -22,7 +22,7 @@ from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.draft import Draft
 from fivefold.importing.layouts import engine_of
 from fivefold.importing.rules import under
-from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
+from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user
 from fivefold.importing.source import Document
 from fivefold.importing.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
 from fivefold.importing.values import flag, number, positive, whole
@@ -55,8 +55,7 @@ def convert(draft: Draft) -> None:
     _evaluation(draft)
     draft.apply(RULES)
     if "train_dataset.path" in draft.recipe:
-        draft.recipe["train_dataset.apply_chat_template"] = True
-        draft.notes.append("train_dataset.apply_chat_template=true: AReaL asks each prompt as a user's message")
+        ask_as_user(draft, "AReaL")
     _note_data(
         draft, "prompt_key and answer_key", "the data have the columns prompt and reward_model", longer="prompts"
     )

@@ -23,7 +23,7 @@ from fivefold.importing.roll.rules import (
     rules_of_trainer,
 )
 from fivefold.importing.rules import implied, off, to, under, unsupported
-from fivefold.importing.settings import token_budget, warmup
+from fivefold.importing.settings import ask_as_user, token_budget, warmup
 from fivefold.importing.values import DTYPE, flag, number, positive, text, whole
 
 SFT_TRAIN = "sft_train."
@@ -127,8 +127,7 @@ def _converting(section: str, rules: Mapping[str, Rule], n_answers: int) -> Call
         router(draft, section)
         _micro_batches(draft, section, n_answers)
         draft.awaiting |= {section + ACCUMULATION, section + WARMUP}
-        draft.recipe["train_dataset.apply_chat_template"] = True
-        draft.notes.append("train_dataset.apply_chat_template=true: ROLL asks each prompt as a user's message")
+        ask_as_user(draft, "ROLL")
         if n_answers > 1:
             draft.recipe["train_dataset.prompt_key"] = INSTRUCTION
             draft.notes.append(f"train_dataset.prompt_key={INSTRUCTION}, the column of the prompt in ROLL's rows")

@@ -19,7 +19,7 @@ from fivefold.importing.distillation import COEFF, NO_REWARD, train_on_teacher_a
 from fivefold.importing.draft import Draft, RolePlan
 from fivefold.importing.imitation import convert_mix, is_mixed
 from fivefold.importing.rules import under
-from fivefold.importing.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advantages, rollout_engine
+from fivefold.importing.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advantages, ask_as_user, rollout_engine
 from fivefold.importing.source import INTERPOLATION, Document
 from fivefold.importing.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold.importing.trinity import given
@@ -307,8 +307,7 @@ def _tasks(draft: Draft) -> None:
         draft.mapped("model.max_model_len", "train_dataset.max_length", longest - response, note)
     path_of_data(draft, TASKS, "train_dataset")
     if "train_dataset.path" in draft.recipe:
-        draft.recipe["train_dataset.apply_chat_template"] = True
-        draft.notes.append(given.ASKED_BY_A_USER)
+        ask_as_user(draft, "Trinity-RFT")
         _system_prompt(draft)
     evaluations = sorted({key.split(".")[3] for key in draft.keys("buffer.explorer_input.eval_tasksets.*")})
     for number_ in evaluations:

@@ -11,6 +11,7 @@ from fivefold.importing.defaults import none
 from fivefold.importing.dialect import Conversion
 from fivefold.importing.draft import Draft, Rule
 from fivefold.importing.rules import for_each, implied, off, only, to, under, unknown
+from fivefold.importing.settings import ask_as_user
 from fivefold.importing.trinity.defaults import OWN_OPTIMIZER
 from fivefold.importing.trinity.rules import IN_MEMORY, RULES, TREE
 from fivefold.importing.trinity.trainer import finish, micro_batches, override_layout, path_of_data
@@ -22,7 +23,6 @@ ROWS = "buffer.trainer_input.experience_buffer."
 FORMAT = ROWS + "format."
 LENGTHS = ("model.max_prompt_tokens", "model.max_response_tokens")
 MAX_LENGTH = "train_dataset.max_length"
-ASKED_BY_A_USER = "train_dataset.apply_chat_template=true: Trinity-RFT asks each prompt as a user's message"
 NO_FURTHER_TERM = "DPO's loss holds the distance to the reference, and has no further KL term; its weight is actor.beta"
 
 WITHOUT = ("explorer.", "synchronizer.", "buffer.explorer_input.")
@@ -117,8 +117,7 @@ def _columns(draft: Draft) -> None:
             draft.mapped(FORMAT + name, f"train_dataset.{name}", draft.recipe[f"train_dataset.{name}"])
         draft.implied(FORMAT + name, "it is not read")
     if kind == "plaintext":
-        draft.recipe["train_dataset.apply_chat_template"] = True
-        draft.notes.append(ASKED_BY_A_USER)
+        ask_as_user(draft, "Trinity-RFT")
     draft.implied(FORMAT + "messages_key", f"prompt_type is {kind}")
 
 
