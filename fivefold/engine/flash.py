@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-FlashKernels = Literal["flash_attention_2", "flash_attention_4"]
+from fivefold.config.schema.engine import FlashAttention
 
 _GPUS_OF_4 = {9: "Hopper", 10: "Blackwell"}
 """Major compute capabilities that FlashAttention 4 has forward and backward kernels for."""
@@ -22,14 +22,14 @@ _GPUS_OF_4 = {9: "Hopper", 10: "Blackwell"}
 class FlashPlan:
     """Plan for flash attention: cumulative lengths, int32 [entries + 1], on the device; and the largest lengths."""
 
-    kernels: FlashKernels
+    kernels: FlashAttention
     cu_queries: torch.Tensor
     cu_keys: torch.Tensor
     max_queries: int
     max_keys: int
 
 
-def flash_kernels(attn_impl: FlashKernels, dtype: str, device: torch.device) -> FlashKernels | None:
+def flash_kernels(attn_impl: FlashAttention, dtype: str, device: torch.device) -> FlashAttention | None:
     """Return the flash attention that a model of `dtype` has on `device`; None: there is none for it.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.engine.flash import FlashKernels
+from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
 from fivefold.engine.sharing import Share
 from fivefold.layout.parallel import ParallelLayout
@@ -36,7 +36,7 @@ class MicroBatchBuilder:
     """Index of this process in its context-parallel group."""
     same_length: bool
     """Whether every micro-batch of every rank must be padded to the longest one."""
-    flash: FlashKernels | None
+    flash: FlashAttention | None
     """Kernels of flash attention, which has a plan of its own; None: attention runs on others."""
     device: torch.device
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.engine.flash import FlashKernels
+from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.varlen import AttentionPlan, plan_attention
 from fivefold.types import Batch
 
@@ -73,7 +73,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def localize(
-    batch: Batch, *, cp_rank: int, cp_size: int, total: int, flash: FlashKernels | None, device: torch.device
+    batch: Batch, *, cp_rank: int, cp_size: int, total: int, flash: FlashAttention | None, device: torch.device
 ) -> LocalSequences:
     """Pad `batch` to `total` tokens (see `padded_tokens`) and take the share of context-parallel rank `cp_rank`.
 
@@ -136,7 +136,7 @@ def _zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
 
 
 def _pack(
-    spans: Sequence[int], cp_rank: int, cp_size: int, flash: FlashKernels | None, device: torch.device
+    spans: Sequence[int], cp_rank: int, cp_size: int, flash: FlashAttention | None, device: torch.device
 ) -> PackedAttention:
     if cp_size == 1:
         plan = plan_attention([(span, span) for span in spans], flash=flash, device=device)

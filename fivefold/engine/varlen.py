@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fivefold.engine.flash import FlashKernels, FlashPlan, flash_attention
+from fivefold.config.schema.engine import FlashAttention
+from fivefold.engine.flash import FlashPlan, flash_attention
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ AttentionPlan = FlashPlan | PaddedPlan
 
 
 def plan_attention(
-    entries: Sequence[tuple[int, int]], *, flash: FlashKernels | None, device: torch.device
+    entries: Sequence[tuple[int, int]], *, flash: FlashAttention | None, device: torch.device
 ) -> AttentionPlan:
     """Plan the attention of `entries`, (number of queries, number of keys) each, which are laid end to end.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from fivefold.layout.parallel import ParallelLayout
 
 if TYPE_CHECKING:
+    from fivefold.config.schema.engine import FlashAttention
     from fivefold.config.schema.megatron import RecomputeModule
 
 Recompute = Literal["none", "selective", "full"]
@@ -53,7 +54,7 @@ class Workload:
     """Whether `full` recomputes some layers of each virtual stage, instead of all."""
     micro_batch_group: int | None = None
     """Micro-batches that a virtual stage computes before the next one's turn; None: as many as stages."""
-    attn_impl: Literal["flash_attention_2", "flash_attention_4"] = "flash_attention_2"
+    attn_impl: FlashAttention = "flash_attention_2"
     """Flash attention of the layers."""
     fused_activation: bool = False
     """Whether dense MLPs and shared experts compute their activation in one kernel."""

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from fivefold.engine.flash import FlashKernels
+from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.varlen import plan_attention, varlen_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,7 +38,7 @@ def inputs(
     ("heads", "key_heads", "width", "value_width"), [(8, 2, 128, 128), (4, 4, 192, 128), (4, 2, 64, 64), (2, 1, 80, 80)]
 )
 def test_attention_is_a_masked_softmax(
-    kernels: FlashKernels, name: str, heads: int, key_heads: int, width: int, value_width: int
+    kernels: FlashAttention, name: str, heads: int, key_heads: int, width: int, value_width: int
 ) -> None:
     entries = ENTRIES[name]
     qkv = inputs(entries, heads, key_heads, width, value_width)
@@ -54,7 +54,7 @@ def test_attention_is_a_masked_softmax(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_deterministic_attention_gives_the_same_bits(kernels: FlashKernels) -> None:
+def test_deterministic_attention_gives_the_same_bits(kernels: FlashAttention) -> None:
     entries = [(4096, 4096), (700, 700)]
     qkv = inputs(entries, 32, 4, 128, 128)
     plan = plan_attention(entries, flash=kernels, device=torch.device("cuda"))

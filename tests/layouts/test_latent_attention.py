@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron_cases import Case
 from worker_pool import Workers
 
+from fivefold.config.schema.engine import FlashAttention
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine import flash as flash_attention
-from fivefold.engine.flash import FlashKernels
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import localize
 from fivefold.engine.varlen import plan_attention, varlen_attention
@@ -87,7 +87,7 @@ def test_heads_of_unlike_widths_attend_as_a_softmax_says(width: int, value_width
     scores_HTT = torch.einsum("qhd,khd->hqk", query, key) * (scale or 1 / math.sqrt(width))
     weights_HTT = scores_HTT.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     wanted = torch.einsum("hqk,khd->qhd", weights_HTT, value)
-    kernels: tuple[FlashKernels | None, ...] = ("flash_attention_2", None)
+    kernels: tuple[FlashAttention | None, ...] = ("flash_attention_2", None)
     with patch.object(flash_attention, "_pytorch", lambda: flash):
         for one in kernels:
             plan = plan_attention([(9, 9)], flash=one, device=CPU)
@@ -95,7 +95,7 @@ def test_heads_of_unlike_widths_attend_as_a_softmax_says(width: int, value_width
 
 
 def attention_of(
-    engine: MegatronEngine, *, flash: FlashKernels | None
+    engine: MegatronEngine, *, flash: FlashAttention | None
 ) -> tuple[LatentSelfAttention, torch.Tensor, PackedSequences]:
     """Return a layer's attention, and what it gets of one sequence on this rank."""
     cp = engine.groups.cp

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ragged import LENGTHS, uneven_batch
 from worker_pool import Workers
 
-from fivefold.engine.flash import FlashKernels, FlashPlan
+from fivefold.config.schema.engine import FlashAttention
+from fivefold.engine.flash import FlashPlan
 from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
 from fivefold.engine.varlen import plan_attention, varlen_attention
 from fivefold.mcore.attention import PackedCoreAttention
@@ -95,7 +96,7 @@ def test_the_flash_plan_masks_the_same_pairs(name: str) -> None:
     assert flash_pairs(plan).equal(allowed_pairs(ENTRIES[name]))
 
 
-def shares(cp_size: int, *, flash: FlashKernels | None = None) -> list[LocalSequences]:
+def shares(cp_size: int, *, flash: FlashAttention | None = None) -> list[LocalSequences]:
     batch = uneven_batch()
     total = padded_tokens(batch.lengths, cp_size=cp_size, tp_size=2)
     return [

@@ -19,6 +19,9 @@ from fivefold.config.schema.fields import (
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 
+FlashAttention = Literal["flash_attention_2", "flash_attention_4"]
+"""Versions of flash attention."""
+
 
 class OptimizerConfig(Section):
     """Hyper-parameters of AdamW and of its learning-rate schedule, whichever engine trains.
@@ -92,7 +95,7 @@ class EngineConfig(Section):
     dtype: Dtype = "bfloat16"
     """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32 unless
     `actor.megatron` or `actor.fsdp` says otherwise."""
-    attn_impl: Literal["flash_attention_2", "flash_attention_4"] = "flash_attention_2"
+    attn_impl: FlashAttention = "flash_attention_2"
     """Attention of bfloat16 models on GPUs: FlashAttention 2, which PyTorch brings, or 4, which is faster on Hopper and
     Blackwell GPUs and needs `pip install fivefold[flash-attention-4]`. Elsewhere PyTorch's other kernels attend."""
     init_from_scratch: bool = False

@@ -12,9 +12,10 @@ import torch
 
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.load import load_recipe
+from fivefold.config.schema.engine import FlashAttention
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine import flash
-from fivefold.engine.flash import FlashKernels, flash_kernels
+from fivefold.engine.flash import flash_kernels
 from fivefold.engine.varlen import plan_attention, varlen_attention
 from fivefold.families.read import load_shape
 from fivefold.preflight import check_recipe
@@ -34,7 +35,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     ("dtype", "device", "wanted"),
     [("bfloat16", GPU, "flash_attention_2"), ("bfloat16", CPU, None), ("float32", GPU, None)],
 )
-def test_flash_attention_is_for_bfloat16_on_gpus(dtype: str, device: torch.device, wanted: FlashKernels | None) -> None:
+def test_flash_attention_is_for_bfloat16_on_gpus(
+    dtype: str, device: torch.device, wanted: FlashAttention | None
+) -> None:
     assert flash_kernels("flash_attention_2", dtype, device) == wanted
 
 
@@ -96,7 +99,7 @@ def test_flash_attention_4_attends_as_the_other_kernels(
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(7, 4, 6, generator=generator)
     key, value = (torch.randn(13, 2, width, generator=generator) for width in (6, value_width))
-    kernels: tuple[FlashKernels | None, ...] = ("flash_attention_4", None)
+    kernels: tuple[FlashAttention | None, ...] = ("flash_attention_4", None)
     result, wanted = (
         varlen_attention(query, key, value, plan_attention(entries, flash=one, device=CPU), scale) for one in kernels
     )

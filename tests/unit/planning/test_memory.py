@@ -71,6 +71,19 @@ def test_the_time_of_a_step_is_about_what_was_measured_on_gpus(run: dict[str, An
     assert time.total == pytest.approx(min(run["seconds"][1:]), rel=0.2)
 
 
+def test_flash_attention_4_pads_no_values_and_is_faster() -> None:
+    run = {"model": "DeepSeek-V3", "layers": 4, "backend": "megatron:d1", "micro_tokens": 8192, "recompute": "none"}
+    run["tokens_per_step"] = 65536
+    layout, shape, work = planned(run)
+    *_, faster = planned({**run, "set": ["attn_impl=flash_attention_4"]})
+    plain, other = (training_memory(layout, shape, each)[0].activations for each in (work, faster))
+    # Zeros behind the values of each layer, and behind the outputs: the padded ones are kept too.
+    padding = shape.query_width - shape.output_width
+    assert plain - other >= 4 * 2 * 8192 * padding
+    seconds = [step_time(layout, shape, each, find_gpu("h200"), {}).layers for each in (work, faster)]
+    assert seconds[1] < seconds[0]
+
+
 LAYOUTS = [
     ("Qwen3-30B-A3B", "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"),
     ("Qwen3-30B-A3B", "megatron:(attn:d2p2t4v3|ffn:t2e2)"),
