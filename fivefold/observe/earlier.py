@@ -23,7 +23,8 @@ def build_seconds(run: Path) -> dict[str, float]:
     """Return the seconds that the first process of each role took, at the last start that tells.
 
     That is an earlier start of the run in the folder `run`, or the newest other trial of its experiment with the same
-    models on the same cluster. Without any, nothing is returned.
+    models on the same cluster. Without any, nothing is returned. What is wrong with another trial's files is no matter
+    of this run, which starts without them.
     """
     for logs in _earlier_logs(run):
         found = {file.name.removesuffix(FIRST): _seconds(file) for file in logs.glob(f"*{FIRST}")}
@@ -37,22 +38,34 @@ def _earlier_logs(run: Path) -> Iterator[Path]:
     yield from sorted(RunDir(run).logs.glob("start-*"), key=_changed, reverse=True)
     own = _models(run)
     for other in sorted(run.parent.iterdir(), key=_changed, reverse=True):
-        if other != run and RunDir(other).recipe.is_file() and _models(other) == own:
+        if other != run and _models(other) == own:
             yield RunDir(other).logs
 
 
 def _changed(path: Path) -> float:
-    return path.stat().st_mtime
+    """Return when a path was changed; 0 for a link to nothing, and for one that has just been deleted."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
-def _models(run: Path) -> dict[str, Any]:
-    recipe = read_mapping(RunDir(run).recipe)
+def _models(run: Path) -> dict[str, Any] | None:
+    """Return the models of a run; None if it is none, or its recipe cannot be read."""
+    try:
+        recipe = read_mapping(RunDir(run).recipe)
+    except ValueError:
+        return None
     return {section: recipe.get(section) for section in SAME}
 
 
 def _seconds(events: Path) -> float | None:
-    """Return the seconds of the first build in a file of events; None if there is none."""
-    for line in events.read_bytes().splitlines():
+    """Return the seconds of the first build in a file of events; None if there is none, or it cannot be read."""
+    try:
+        lines = events.read_bytes().splitlines()
+    except OSError:
+        return None
+    for line in lines:
         try:
             event = json.loads(line)
         except ValueError:  # a process that was killed may leave half a line

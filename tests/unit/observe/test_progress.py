@@ -84,6 +84,10 @@ def test_the_last_start_with_the_same_models_tells_how_long_a_server_starts(tmp_
     write_start(other, other.logs, 42.0)
     larger = RunDir.create(recipe("larger", "a/larger"), overwrite=False)
     write_start(larger, larger.logs, 420.0)
+    # What is wrong with other trials is no matter of this one.
+    (tmp_path / "e" / "latest").symlink_to("deleted")
+    broken = RunDir.create(recipe("broken", "package:tiny-moe"), overwrite=False)
+    broken.recipe.write_bytes(bytes(64))
     run = RunDir.create(recipe("this", "package:tiny-moe"), overwrite=False)
     assert build_seconds(run.path) == {"rollout": 42.0}
     assert build_seconds(larger.path) == {}
