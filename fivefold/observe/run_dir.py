@@ -23,10 +23,8 @@ runs/<experiment_name>/<trial_name>/
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
 import sys
 import threading
 import traceback
@@ -37,7 +35,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import psutil
 import yaml
 
 from fivefold.config.load import resolved_yaml
@@ -48,6 +45,7 @@ from fivefold.observe.durable import PART, write_file
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.heartbeat import Heartbeat, beats, was_touched_lately
 from fivefold.observe.jsonl import cut_back, write_json
+from fivefold.observe.owner import is_near, is_this_process, still_runs, this_process
 from fivefold.observe.sample_log import cut_back_parts
 
 State = Literal["setup", "running", "finished", "failed", "interrupted", "killed"]
@@ -155,7 +153,8 @@ class RunDir:
     def check_idle(self) -> None:
         """Refuse a folder that is not a run's, or whose run still goes on.
 
-        A run of another machine counts as ended if its heartbeat stands still for a minute, which is then recorded.
+        A run of another machine or container counts as ended if its heartbeat stands still for a minute, which is then
+        recorded.
 
         Raises:
             ValueError: as it says.
@@ -208,7 +207,7 @@ class RunDir:
             status = json.loads(self.status.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        return status if isinstance(status, dict) and status.keys() >= {"state", "host", "pid", "changed"} else None
+        return status if _is_status(status) else None
 
     def started(self) -> None:
         """Record that the set-up is over and the run has begun; delete what a resumed run will do again."""
@@ -222,7 +221,8 @@ class RunDir:
     def present_state(self) -> State:
         """Return the state of the run in the folder; `killed` if its process has ended without a word.
 
-        The run of another machine goes on if its heartbeat was touched within a minute, by the clock of this machine.
+        The run of another machine or container goes on if its heartbeat was touched within a minute, by the clock of
+        this machine.
 
         Raises:
             ValueError: the folder has no status.
@@ -233,8 +233,8 @@ class RunDir:
         state: State = status["state"]
         if state not in GOING_ON:
             return state
-        if status["host"] == socket.gethostname():
-            return state if _has_process(status) else "killed"
+        if is_near(status):
+            return state if still_runs(status) else "killed"
         return state if was_touched_lately(self._heartbeat.path) else "killed"
 
     def write_about(self, about: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ class RunDir:
     def is_ours(self) -> bool:
         """Return whether this process started the run in the folder."""
         status = self.read_status()
-        return status is not None and status["host"] == socket.gethostname() and status["pid"] == os.getpid()
+        return status is not None and is_this_process(status)
 
     def __enter__(self) -> Self:
         self._heartbeat.start()
@@ -288,7 +288,7 @@ class RunDir:
             self._write_status(
                 "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
             )
-            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
         except OSError as failure:  # such as a full disk; the error to report is the one that ended the run
             error.add_note(f"how the run ended could not be written to {self.path}: {failure}")
         if had_started and isinstance(error, (ValueError, OSError)):
@@ -296,8 +296,8 @@ class RunDir:
 
     def _is_alive(self, status: dict[str, Any]) -> bool:
         """Return whether the run of `status`, which has not recorded its end, still goes on."""
-        if status["host"] == socket.gethostname():
-            return _has_process(status)
+        if is_near(status):
+            return still_runs(status)
         print(
             f"A run on {status['host']} may still go on in {self.path}: watching its heartbeat for up to "
             f"{heartbeat.WATCH_SECONDS:.0f} s.",
@@ -374,8 +374,7 @@ class RunDir:
                     "state": state,
                     "began": self._began,
                     "changed": _now(),
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
+                    **this_process(),
                     "error": error,
                 },
             )
@@ -389,9 +388,12 @@ def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
-def _has_process(status: Mapping[str, Any]) -> bool:
-    """Return whether the process of this machine that wrote `status` still runs, and not another of the same number."""
-    if not psutil.pid_exists(status["pid"]):
+def _is_status(value: Any) -> bool:
+    """Return whether a value is what `status.json` holds, with the times and the number that are computed with."""
+    if not isinstance(value, dict) or not value.keys() >= {"state", "host", "pid", "changed"}:
         return False
-    changed = datetime.fromisoformat(status["changed"]).timestamp()
-    return bool(psutil.Process(status["pid"]).create_time() < changed + 1.0)
+    try:
+        times = [datetime.fromisoformat(value[name]) for name in ("began", "changed") if name in value]
+    except (TypeError, ValueError):
+        return False
+    return bool(times) and isinstance(value["pid"], int)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,16 @@ def test_a_killed_run_keeps_its_folder_only_if_it_has_results(tmp_path: Path) ->
     RunDir.create(recipe(tmp_path), overwrite=False)
 
 
+def test_a_run_has_ended_when_its_process_has_though_its_parent_has_not_asked(tmp_path: Path) -> None:
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        run.status.write_text(json.dumps(status(run) | {"pid": process.pid}))
+        assert run.present_state() == "setup"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert run.present_state() == "killed"
+
+
 def test_a_failure_in_the_setup_stays_a_value_error_and_does_not_keep_the_folder(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="heads"), RunDir.create(recipe(tmp_path), overwrite=False) as run:
@@ -154,17 +165,20 @@ def quick_heart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_heart")
-def test_a_run_of_another_machine_goes_on_while_its_heart_beats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("place", [{"host": "elsewhere"}, {"pid_namespace": "pid:[1]", "pid": 2**22 + 1}])
+def test_a_run_of_another_machine_or_container_goes_on_while_its_heart_beats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: dict[str, object]
 ) -> None:
     with RunDir.create(recipe(tmp_path), overwrite=False) as run:
         run.started()
         run.metrics.write_text("{}\n")
-        run.status.write_text(json.dumps({**status(run), "host": "elsewhere"}))
+        run.status.write_text(json.dumps(status(run) | place))
+        host = status(run)["host"]
+        assert run.present_state() == "running"
         for overwrite in (False, True):
-            with pytest.raises(ValueError, match=r"a run goes on in .*on elsewhere\).*trial_name=trial-1"):
+            with pytest.raises(ValueError, match=rf"a run goes on in .*on {host}\).*trial_name=trial-1"):
                 RunDir.create(recipe(tmp_path), overwrite=overwrite)
-        assert "A run on elsewhere may still go on in" in capsys.readouterr().err
+        assert f"A run on {host} may still go on in" in capsys.readouterr().err
         assert run.metrics.exists()
 
 
@@ -200,6 +214,9 @@ def killed_run(root: Path, last_step: int) -> RunDir:
     return dead(run)
 
 
+NO_TIME = b'{"state": "running", "host": "here", "pid": 1, "changed": "yesterday"}'
+
+
 def steps(file: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
@@ -232,7 +249,7 @@ def test_a_set_up_that_fails_leaves_the_results_of_a_resumed_run(tmp_path: Path)
     assert run.metrics.read_bytes() == before
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"state": "runn', b"\0\0\0\0", b'"text"', b'{"state": "running"}'])
+@pytest.mark.parametrize("torn", [b"", b'{"state": "runn', b"\0\0\0\0", b'"text"', b'{"state": "running"}', NO_TIME])
 def test_a_torn_status_is_that_of_a_killed_run(tmp_path: Path, torn: bytes) -> None:
     run = killed_run(tmp_path, last_step=5)
     run.status.write_bytes(torn)
