@@ -138,12 +138,19 @@ def cut_back_parts(folder: Path, step: int) -> None:
 
 
 def read_part(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a part, with those of `columns` that it has, or with all."""
+    """Return the rows of a part, with those of `columns` that it has, or with all.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     import pyarrow.parquet
 
-    known = pyarrow.parquet.read_schema(path).names
-    chosen = known if columns is None else [name for name in columns if name in known]
-    rows = pyarrow.parquet.read_table(path, columns=chosen).to_pylist()
+    try:
+        known = pyarrow.parquet.read_schema(path).names
+        chosen = known if columns is None else [name for name in columns if name in known]
+        rows = pyarrow.parquet.read_table(path, columns=chosen).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read: {error}; move it away, and its samples are left out") from error
     for row in rows:
         if "rewards" in row:
             row["rewards"] = {reward["name"]: reward["value"] for reward in row["rewards"]}

@@ -9,6 +9,7 @@ No address names a file. Without the token, which is made anew by each start, ev
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import socket
@@ -46,18 +47,32 @@ class Watched:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metrics = MetricsFile(path.resolve() / "metrics.jsonl")
+        self._problem: str | None = None
+        """Why the run's files cannot be read at the moment."""
         self.run = Run.read(path, self._metrics)
         self.samples = samples_of(self.run)
         self.lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Read what has changed."""
-        self.run = Run.read(self._path, self._metrics)
-        self.samples.refresh()
+        """Read what has changed. What was read before stays as long as files cannot be read: the page says why."""
+        try:
+            self.run = Run.read(self._path, self._metrics)
+            self.samples.refresh()
+            self._problem = None
+        except (OSError, ValueError) as error:
+            self._problem = str(error)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the page says about the run when it opens."""
+        return facts(self.run) | self.state()
 
     def state(self) -> dict[str, Any]:
-        """Return what changes while the run goes on."""
-        return state(self.run) | {"samples": sample_facts(self.samples)}
+        """Return what changes while the run goes on, and how often its numbers and samples became others."""
+        now = state(self.run) | {
+            "beginnings": self._metrics.beginnings,
+            "samples": sample_facts(self.samples) | {"changes": self.samples.changes},
+        }
+        return now if self._problem is None else now | {"error": self._problem}
 
     def block(self, kind: str, number: int, first: int) -> bytes | None:
         """Return a block of the page; None: there is none of that kind and number."""
@@ -84,7 +99,7 @@ def application(paths: Sequence[Path], token: str) -> Starlette:
         from starlette.concurrency import run_in_threadpool
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+        from starlette.responses import HTMLResponse, PlainTextResponse, Response
         from starlette.routing import Route
     except ModuleNotFoundError as error:
         raise ValueError(f"live pages need the package {error.name}, which is not installed: {INSTALL}") from error
@@ -94,14 +109,14 @@ def application(paths: Sequence[Path], token: str) -> Starlette:
         for each in watched:
             with each.lock:
                 each.refresh()
-        shown = [facts(each.run) | {"samples": sample_facts(each.samples)} for each in watched]
-        return HTMLResponse(render(shown, {}, live=True), headers=HEADERS)
+        return HTMLResponse(render([each.facts() for each in watched], {}, live=True), headers=HEADERS)
 
     def states(request: Request) -> Response:
         for each in watched:
             with each.lock:
                 each.refresh()
-        return JSONResponse(finite([each.state() for each in watched]), headers=HEADERS)
+        states = json.dumps(finite([each.state() for each in watched]))
+        return Response(states, media_type="application/json", headers=HEADERS)
 
     def block(request: Request) -> Response:
         match = _BLOCK.fullmatch(request.path_params["name"])
@@ -109,8 +124,11 @@ def application(paths: Sequence[Path], token: str) -> Starlette:
         if match is None or int(match[1]) >= len(watched) or not first.isdecimal():
             return PlainTextResponse("there is no such block", 404, headers=HEADERS)
         each = watched[int(match[1])]
-        with each.lock:
-            content = each.block(match[2], int(match[3] or 0), int(first))
+        try:
+            with each.lock:
+                content = each.block(match[2], int(match[3] or 0), int(first))
+        except (OSError, ValueError) as error:  # the run has replaced a file since it was last refreshed
+            return PlainTextResponse(f"it cannot be read now: {error}", 503, headers=HEADERS)
         if content is None:
             return PlainTextResponse("there is no such block", 404, headers=HEADERS)
         return Response(content, media_type="application/gzip", headers=HEADERS)

@@ -83,7 +83,7 @@ def render(all_facts: Sequence[Mapping[str, Any]], blocks: Mapping[str, str], *,
         template.render(
             title=_escaped(", ".join(str(each["name"]) for each in all_facts)),
             style=(ASSETS / "style.css").read_text(encoding="utf-8"),
-            data=_in_script(json.dumps(finite(data), ensure_ascii=False)),
+            data=_in_script(json.dumps(finite(data))),
             plotly=_plotly(),
             blocks=blocks,
             scripts=[(ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS],
@@ -153,9 +153,10 @@ def _jinja2() -> Any:
 
 
 def _in_script(text: str) -> str:
-    """Return JSON that cannot end the script element in which it stands."""
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    """Return JSON of ASCII characters that cannot end the script element in which it stands."""
+    return text.replace("<", "\\u003c")
 
 
 def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    """Return a text as HTML. Half a surrogate pair, as of a folder whose name is not UTF-8, has no encoding."""
+    return text.encode(errors="replace").decode().replace("&", "&amp;").replace("<", "&lt;")

@@ -144,7 +144,7 @@ class Run:
     def headline(self) -> str:
         """Return how the run ended or stands, and with what, in one line."""
         if self.state == "finished":
-            outcome = f"finished {self.step:,} steps in {duration(self.seconds)}"
+            outcome = f"finished {self.step:,} step{'' if self.step == 1 else 's'} in {duration(self.seconds)}"
         else:
             outcome = f"{self.state} after step {self.step:,}" + (
                 f" of {self.total_steps:,}" if self.total_steps else ""

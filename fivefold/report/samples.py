@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from fivefold.observe.sample_log import REWARD, parts_of, read_part
 from fivefold.report.blocks import table_block, text_block
+from fivefold.report.growing import GrowingLines
 
 CHUNK = 64
 """Samples of a chunk."""
@@ -51,44 +53,47 @@ class Samples:
     parts: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Numbers of each sample, and where its text is: `part` and `row` of a parquet file, or `offset` in the lines."""
+    changes: int = 0
+    """How often samples that were known have changed: a run that goes on has cut them back, or a part has brought the
+    values of their tokens."""
     _read: dict[Path, int] = field(default_factory=dict)
-    _offset: int = 0
+    """When each part that was read was written."""
     _prompts: dict[str, int] = field(default_factory=dict)
     _cache: tuple[Path, list[dict[str, Any]]] | None = None
 
+    def __post_init__(self) -> None:
+        self._growing = GrowingLines(self.lines)
+
     def refresh(self) -> None:
         """Read what was added since the last call; if the run was cut back, read everything again."""
-        parts = parts_of(self.parts)
-        size = self.lines.stat().st_size if self.lines.exists() else 0
-        if size < self._offset or not set(self._read) <= {path for path, *_ in parts}:
-            self.rows, self._read, self._offset = [], {}, 0
-        for path, first, _ in parts:
+        parts = {path: (first, path.stat().st_mtime_ns) for path, first, _ in parts_of(self.parts)}
+        written = {path: when for path, (_, when) in parts.items()}
+        if self._growing.begin_anew_if_changed() or not self._read.items() <= written.items():
+            self._growing.rewind()
+            self.rows, self._read, self._cache = [], {}, None
+            self.changes += 1
+        for path, (first, when) in parts.items():
             if path not in self._read:
                 # Its samples are known from the lines; now they have values of their tokens.
                 while self.rows and self.rows[-1]["step"] >= first:
                     self.rows.pop()
                 self._add_part(path)
-                self._offset = 0
+                self._read[path] = when
+                self._growing.rewind()
+                self.changes += 1
         self._add_lines()
 
     def _add_part(self, path: Path) -> None:
-        numbers = read_part(path, NUMBERS)
-        self._read[path] = len(numbers)
-        self.rows += [self._numbers(row) | {"part": path, "row": number} for number, row in enumerate(numbers)]
+        rows = enumerate(read_part(path, NUMBERS))
+        self.rows += [self._numbers(row) | {"part": path, "row": number} for number, row in rows]
 
     def _add_lines(self) -> None:
-        if not self.lines.exists():
-            return
-        known = self.rows[-1]["step"] if self.rows and self._offset == 0 else -1
-        with self.lines.open("rb") as lines:
-            lines.seek(self._offset)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    return
-                offset, self._offset = self._offset, self._offset + len(line)
-                begin = _STEP.match(line)
-                if begin is None or int(begin[1]) <= known:
-                    continue
+        known = self.rows[-1]["step"] if self.rows and self._growing.at_start else -1
+        for offset, line in self._growing.new():
+            begin = _STEP.match(line)
+            if begin is None or int(begin[1]) <= known:
+                continue
+            with suppress(ValueError):  # a lost machine has torn the line
                 self.rows.append(self._numbers(_of_line(line)) | {"offset": offset})
 
     def _numbers(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from fivefold.report.growing import GrowingLines
 
 STEP = "step"
 NAN = float("nan")
@@ -39,36 +41,26 @@ class Series:
         return Series({name: column[row:] for name, column in self.columns.items()})
 
 
-@dataclass
 class MetricsFile:
     """A file of metrics that grows: `read` reads what has come since the last call."""
 
-    path: Path
-    _offset: int = 0
-    _file: int = 0
-    """Number of the file on its disk: a run that goes on replaces the file by a shorter one."""
-    _columns: dict[str, list[float]] = field(default_factory=lambda: {STEP: []})
+    def __init__(self, path: Path) -> None:
+        self._lines = GrowingLines(path)
+        self._columns: dict[str, list[float]] = {STEP: []}
+        self.beginnings = 1
+        """How often the file was read from its first line: once, and whenever a run that goes on has cut it back."""
 
     def read(self) -> Series:
         """Return the metrics of all steps; a file that is missing has none.
 
         A last line that is still being written, and one that a lost machine has torn, are left out.
         """
-        if self.path.exists():
-            with self.path.open("rb") as lines:
-                self._begin(self.path.stat().st_ino, lines.seek(0, 2))
-                lines.seek(self._offset)
-                for line in lines:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    self._add(line)
+        if self._lines.begin_anew_if_changed():
+            self._columns = {STEP: []}
+            self.beginnings += 1
+        for _, line in self._lines.new():
+            self._add(line)
         return Series({name: np.array(values, np.float32) for name, values in self._columns.items()})
-
-    def _begin(self, file: int, size: int) -> None:
-        if file != self._file or size < self._offset:
-            self._offset, self._columns = 0, {STEP: []}
-        self._file = file
 
     def _add(self, line: bytes) -> None:
         try:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fivefold.observe.jsonl import JsonLines
+from fivefold.observe.jsonl import JsonLines, cut_back
+from fivefold.observe.sample_log import SampleLog, TokenValues
 from fivefold.planning.drawing.page import page as plan_page
 from fivefold.planning.plan import plan_model
 from fivefold.report.page import page as page_about
@@ -154,6 +156,26 @@ def test_a_live_page_follows_its_run(page: Page, tmp_path: Path) -> None:
             )
         page.wait("document.querySelector('[data-chart=Reward] .plot').data[0].x.length === 4")
         page.wait("document.querySelector('[data-count]').textContent === '9 of 9 samples'")
+        status = (run / "status.json").read_bytes()
+        (run / "status.json").write_bytes(b"{")
+        page.wait("document.querySelector('#head .warnings').textContent.includes('its status.json is damaged')")
+        (run / "status.json").write_bytes(status)
+        page.wait("!document.querySelector('#head').textContent.includes('damaged')")
+        # The values of tokens come later than the text, and a run that goes on makes some steps anew.
+        page.fill("[data-filter=step-from]", "4")
+        page.wait("document.querySelector('.row').textContent.includes('new')")
+        cut_back(run / "metrics.jsonl", 3)
+        cut_back(run / "samples.jsonl", 3)
+        with JsonLines(run / "metrics.jsonl") as metrics, SampleLog(run / "samples.jsonl", run / "samples") as samples:
+            metrics.write({"step": 4, "reward/mean": 0.125, "seconds/step": 1.0})
+            samples.write(
+                [{"step": 4, "prompt": "p", "prompt_index": 1, "response": "anew", "reward": 1.0, "n_tokens": 1}]
+            )
+            ones = np.ones(1, np.float32)
+            samples.complete([TokenValues(["an", "ew"], -ones, -ones, ones, np.zeros(1, np.int32))])
+        page.wait("document.querySelector('.row').textContent.includes('anew')")
+        page.wait("document.querySelectorAll('.detail > [data-part=response] span').length === 2")
+        page.wait("document.querySelector('[data-chart=Reward] .plot').data[0].y.at(-1) === 0.125")
         assert page.run("return window.sameDocument")
         assert page.errors() == []
         server.terminate()

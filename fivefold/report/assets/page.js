@@ -29,7 +29,7 @@ function showHead() {
     if (run.warnings) children.push(element("div", { class: "warnings", text: run.warnings }));
   } else {
     children.push(element("h1", { text: `${PAGE.runs.length} runs` }));
-    const columns = [["run", (run, r) => element("label", {}, element("input", { type: "checkbox", checked: true, "aria-label": `show ${run.name}`, onchange: (event) => { run.hidden = !event.target.checked; redrawAll(); } }), " ", element("i", { class: "dot", style: `background:${COLOURS[r % COLOURS.length]}` }), run.name)], ["state", (run) => stateChip(run)],
+    const columns = [["run", (run, r) => element("label", {}, element("input", { type: "checkbox", checked: !run.hidden, "aria-label": `show ${run.name}`, onchange: (event) => { run.hidden = !event.target.checked; redrawAll(); } }), " ", element("i", { class: "dot", style: `background:${COLOURS[r % COLOURS.length]}` }), run.name)], ["state", (run) => stateChip(run)],
       ["steps", (run) => run.step.toLocaleString("en")], ["time", (run) => run.duration + (run.left ? `, about ${run.left.time} left` : "")], ["held-out before", (run) => shown(run.held_out?.before)], ["held-out after", (run) => shown(run.held_out?.after)],
       ["best", (run) => (run.best ? `${shown(run.best.value)} at ${run.best.step}` : "–")], ["last reward", (run) => shown(last(run, "reward/mean"))], ["tokens/s", (run) => shown(last(run, "tokens_per_second"))]];
     children.push(element("div", { class: "scroll" }, element("table", { id: "runs-table" }, element("thead", {}, element("tr", {}, ...columns.map(([name]) => element("th", { text: name })))), element("tbody", {}, ...PAGE.runs.map((run, r) => element("tr", {}, ...columns.map(([, cell]) => element("td", {}, cell(run, r)))))))));
@@ -86,7 +86,7 @@ async function follow() {
   const badge = byId("live");
   badge.textContent = "live";
   for (let failed = 0; ;) {
-    await new Promise((done) => setTimeout(done, document.hidden ? 10000 : 2000));
+    await new Promise((done) => setTimeout(done, document.hidden || failed > 5 ? 10000 : 2000));
     try {
       const answer = await fetch("state", { cache: "no-store" });
       if (!answer.ok) throw new Error(String(answer.status));
@@ -96,9 +96,11 @@ async function follow() {
       let news = false;
       for (const [r, state] of states.entries()) {
         const run = PAGE.runs[r];
-        if (state.rows !== run.table.n || state.state !== run.state) {
+        // A run that goes on from a checkpoint has cut its steps back, and may have made them anew since.
+        const isOther = state.beginnings !== run.beginnings;
+        if (isOther || state.rows !== run.table.n || state.state !== run.state || state.error !== run.error) {
           news = true;
-          if (state.rows < run.table.n) run.table = await tableBlock(`${r}-metrics`);
+          if (isOther) run.table = await tableBlock(`${r}-metrics`);
           else if (state.rows > run.table.n) run.table = appended(run.table, await tableBlock(`${r}-metrics`, `?from=${run.table.n}`));
           Object.assign(run, state);
         }
@@ -106,15 +108,14 @@ async function follow() {
         if (window.followTimeline) await window.followTimeline(run, r, state);
       }
       if (news) {
-        showHead();
+        showHead(); showAbout();
         buildCharts();
         redrawAll();
       }
       showLinks();
     } catch (error) {
       failed += 1;
-      badge.textContent = failed > 1 ? "the server has ended" : "waiting"; badge.classList.add("lost");
-      if (failed > 5) return;
+      badge.textContent = failed > 1 ? "no answer" : "waiting"; badge.classList.add("lost");
     }
   }
 }

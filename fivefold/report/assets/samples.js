@@ -11,7 +11,7 @@ const COLOURINGS = [
 
 class SampleBrowser {
   constructor(run, number, parent) {
-    this.run = run; this.number = number; this.chunks = new Map(); this.rows = new Int32Array(0); this.chosen = null; this.search = 0;
+    this.run = run; this.number = number; this.changes = run.samples.changes; this.chunks = new Map(); this.rows = new Int32Array(0); this.chosen = null; this.search = 0;
     this.build(parent);
   }
 
@@ -235,8 +235,10 @@ window.followSamples = async function (run, r, state) {
   if (!state.samples || !run.samples) return;
   const before = run.browser && run.browser.table ? run.browser.table.n : 0;
   run.samples = state.samples;
-  if (state.samples.n === before) return;
+  const areOthers = run.browser && run.browser.changes !== state.samples.changes;
+  if (state.samples.n === before && !areOthers) return;
   if (!run.browser) { if (byId("samples").hidden) await window.showSamples(); return; }
+  if (areOthers) { run.browser.chunks.clear(); run.browser.changes = state.samples.changes; }
   run.browser.table = await tableBlock(`${r}-samples-index`);
   run.browser.offerAges();
   await run.browser.filter();

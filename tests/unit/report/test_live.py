@@ -16,7 +16,13 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.jsonl import JsonLines
+from fivefold.observe.run_dir import RunDir
+from fivefold.observe.sample_log import SampleLog
+from fivefold.report.live import Watched
+from fivefold.report.series import MetricsFile
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_pages import facts_of, table_of
 
@@ -71,6 +77,56 @@ def test_the_page_follows_the_steps_that_another_process_writes(run: Path, serve
     chunk = json.loads(gzip.decompress(fetch(f"{url}blocks/0-samples-chunk-1")))
     assert chunk[-1]["response"] == "the newest"
     assert status(f"{url}blocks/0-samples-chunk-2") == 404
+
+
+def test_the_page_keeps_what_it_has_while_files_cannot_be_read(run: Path, server: tuple[object, str]) -> None:
+    _, url = server
+    file, before = run / "status.json", (run / "status.json").read_bytes()
+    [known] = json.loads(fetch(f"{url}state"))
+    file.write_bytes(b'{"state": "runn')
+    [state] = json.loads(fetch(f"{url}state"))
+    assert "its status.json is damaged" in state["error"]
+    assert state == known | {"error": state["error"]}
+    assert facts_of(fetch(url).decode())["runs"][0]["error"] == state["error"]
+    # Half a surrogate pair, as of a path that is not UTF-8, has no encoding.
+    file.write_text(json.dumps(json.loads(before) | {"error": "no file \udcff"}))
+    [state] = json.loads(fetch(f"{url}state"))
+    assert state["error"] == "no file \udcff"
+    assert facts_of(fetch(url).decode())["runs"][0]["error"] == "no file \udcff"
+    file.write_bytes(before)
+    assert json.loads(fetch(f"{url}state")) == [known]
+
+
+def test_steps_and_samples_that_were_made_anew_take_the_place_of_those_that_were_read(tmp_path: Path) -> None:
+    watched = Watched(make_run(tmp_path, n_steps=8))
+    recipe = load_recipe(watched.run.folder.recipe, [], TrainRecipe)
+    for number, text in enumerate(("once", "more"), start=2):
+        known = watched.state()
+        with RunDir.resume(recipe, step=4) as folder:
+            folder.started()
+            with JsonLines(folder.metrics) as metrics, SampleLog(folder.samples, folder.sample_parts) as samples:
+                for step in range(5, 11):
+                    metrics.write({"step": step, "reward/mean": float(number), "filler": "x" * 1000})
+                    samples.write([{"step": step, "prompt": "p", "response": text, "reward": 0}] * 8)
+                    samples.complete()
+                    if step == 8:  # a part, which has the same name each time
+                        samples.sync()
+        watched.refresh()
+        state = watched.state()
+        assert (state["beginnings"], state["rows"]) == (number, 10)
+        assert state["samples"]["changes"] > known["samples"]["changes"]
+        assert watched.run.series.columns["reward/mean"].tolist()[4:] == [number] * 6
+        chunk = watched.block("samples-chunk", 0, 0)
+        assert chunk is not None
+        assert [each["response"] for each in json.loads(gzip.decompress(chunk))][32:] == [text] * 32
+
+
+def test_a_run_that_was_deleted_and_begun_anew_has_no_step_of_the_old_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path, n_steps=3)
+    metrics = MetricsFile(run / "metrics.jsonl")
+    assert len(metrics.read()) == 3
+    (run / "metrics.jsonl").unlink()
+    assert len(metrics.read()) == 0
 
 
 def test_the_server_tells_nothing_without_its_token_nor_beside_the_run(run: Path, server: tuple[object, str]) -> None:

@@ -93,6 +93,30 @@ def test_a_report_loads_nothing_and_runs_nothing_that_a_run_wrote(content: str) 
     assert "connect-src 'none'" in content
 
 
+def test_texts_that_are_not_whole_are_shown_as_far_as_they_are(tmp_path: Path) -> None:
+    run = make_run(tmp_path, n_steps=1)
+    about = json.loads((run / "about.json").read_text())
+    write_json(run / "about.json", about | {"command": "fivefold train caf\udce9.yaml"})
+    with (run / "samples.jsonl").open("ab") as lines:
+        lines.write(b'{"step": 2, "prompt": "\0\0\0{"step": 2}\n')
+    out = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["report", str(run), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    [facts] = facts_of(out.read_text())["runs"]
+    assert facts["command"] == "fivefold train caf\udce9.yaml"
+    assert facts["samples"]["n"] == 8
+    assert facts["headline"].startswith("finished 1 step in")
+
+
+def test_a_part_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path, n_steps=1)
+    [(part, *_)] = parts_of(run / "samples")
+    part.write_bytes(b"PAR1")
+    result = CliRunner().invoke(app, ["report", str(run)])
+    assert result.exit_code == 2
+    assert f"{part} cannot be read" in result.output
+
+
 def test_a_report_with_little_room_says_what_it_leaves_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_module, "ROOM_FOR_SAMPLES", 9000)
     content = page([Run.read(run)])
