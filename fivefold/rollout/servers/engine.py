@@ -301,7 +301,7 @@ class ServerEngine:
             if self._spec.route.transport == "nccl" and not self._server.is_linked:
                 raise ServerDied("the server died when its weights were about to come by NCCL")
             with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
-                self._server.loader.load(noted(), version)
+                self._server.loader.load(noted(), version, is_paused=self._is_interrupted)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
                 pass
 

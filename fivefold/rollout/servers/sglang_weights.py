@@ -73,7 +73,7 @@ class SGLangWeights:
         self._http.post("/init_weights_update_group", body)
         self._group = invitation.group
 
-    def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+    def load(self, buckets: Iterator[DeviceBucket], version: int, *, is_paused: bool) -> None:
         for bucket in buckets:
             _check_fused(bucket.names)
             if bucket.handles:

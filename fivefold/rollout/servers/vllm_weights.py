@@ -114,14 +114,16 @@ class VLLMWeights:
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
         self._begin(self._form.nccl(invitation, rank_offset))
 
-    def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
-        # Nothing is generated meanwhile; the pause drops what was cached with other weights.
-        self._http.post(PAUSE)
+    def load(self, buckets: Iterator[DeviceBucket], version: int, *, is_paused: bool) -> None:
+        # Nothing is generated meanwhile; the pause, or the one before, drops what was cached with other weights.
+        if not is_paused:
+            self._http.post(PAUSE)
         self._http.post("/start_weight_update")
         for bucket in buckets:
             self._http.post("/update_weights", {"update_info": self._update_info(bucket)})
         self._form.finish(self._http, version)
-        self._http.post(RESUME)
+        if not is_paused:
+            self._http.post(RESUME)
 
     def _update_info(self, bucket: DeviceBucket) -> dict[str, Any]:
         info = {

@@ -34,8 +34,14 @@ class WeightLoader(Protocol):
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
         """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
 
-    def load(self, buckets: Iterator[DeviceBucket], version: int) -> None:
+    def load(self, buckets: Iterator[DeviceBucket], version: int, *, is_paused: bool) -> None:
         """Make the server load all buckets, each before the next is taken, and drop what it has cached with others.
+
+        Args:
+            buckets: the weights.
+            version: their version.
+            is_paused: whether the server has been made to stand still already. It then does so on return, because it
+                may not have the memory of its cache yet.
 
         Raises:
             RuntimeError: the server refused a bucket, or has another version afterwards.

@@ -304,6 +304,34 @@ def test_files_of_weights_have_the_offsets_of_routers_in_float32(
     assert {dtypes[name] for name in precise} == {"F32"}
 
 
+@ALL
+def test_a_server_that_shares_devices_stands_still_until_its_cache_has_memory(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine, log = start(kind, route("ipc")), Log(tmp_path)
+    engine.load_buckets(iter(buckets_of(weights, "ipc")), 1)
+    sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=20))
+    engine.submit(0, [GenerationRequest((fake_server.LONG, 1, 9, 9), 7)], sampling)
+    while not {"/fivefold/generate", "/generate"}.intersection(log.posts()):
+        assert engine.collect(0.01) == []
+    engine.sleep()
+    engine.wake_weights()
+    before = len(log.posts())
+    engine.load_buckets(iter(buckets_of(weights, "ipc")), 2)
+    signs = {"/pause?mode=abort", "/resume", "/pause_generation", "/continue_generation"}
+    assert signs.isdisjoint(log.posts()[before:]), "what it has held back has no cache yet"
+    engine.wake()
+    wakes = {
+        "vllm": ["/wake_up?tags=kv_cache", "/resume"],
+        "sglang": ["/resume_memory_occupation", "/continue_generation"],
+    }
+    assert log.posts()[-2:] == wakes[kind["backend"]]
+    while not (done := engine.collect(0.3)):
+        pass
+    [(_, [completion])] = done
+    assert sorted(set(completion.versions.tolist())) == [1, 2]
+
+
 @pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_another_group(
