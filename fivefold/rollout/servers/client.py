@@ -50,7 +50,7 @@ class _SocketPool(urllib3.HTTPConnectionPool):
 
 
 class HttpClient:
-    """Connections to one server. No request is sent twice, and few have a time limit: the run has one."""
+    """Connections to one server. No request is sent twice, and not all have a time limit: the run has one."""
 
     def __init__(self, address: Address, n_connections: int) -> None:
         """Prepare the connections.
@@ -66,9 +66,9 @@ class HttpClient:
             else _SocketPool("localhost", path=address, **options)
         )
 
-    def is_healthy(self) -> bool:
-        """Return whether the server answers, within `HEALTH_S`, that it is ready."""
-        timeout = urllib3.Timeout(connect=HEALTH_S, read=HEALTH_S)
+    def is_healthy(self, limit_s: float = HEALTH_S) -> bool:
+        """Return whether the server answers within `limit_s` seconds that it is ready."""
+        timeout = urllib3.Timeout(connect=limit_s, read=limit_s)
         try:
             return self._pool.request("GET", "/health", timeout=timeout).status == 200
         except urllib3.exceptions.HTTPError:  # the server does not listen yet, or hangs
@@ -78,9 +78,9 @@ class HttpClient:
         """Post `body` as JSON to `path`; return the JSON of the reply, None if that is empty. Raises as `send`."""
         return _parsed(self.send("POST", path, {} if body is None else body, limit_s))
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, limit_s: float | None = None) -> Any:
         """Return the JSON at `path`. Raises as `send`."""
-        return _parsed(self.send("GET", path))
+        return _parsed(self.send("GET", path, limit_s=limit_s))
 
     def send(self, method: str, path: str, body: Any = None, limit_s: float | None = None) -> bytes:
         """Send a request, with `body` as JSON if there is one; return the reply as it came.

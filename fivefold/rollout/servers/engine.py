@@ -300,7 +300,7 @@ class ServerEngine:
         with self._replacing(version):
             if self._spec.route.transport == "nccl" and not self._server.is_linked:
                 raise ServerDied("the server died when its weights were about to come by NCCL")
-            with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)):
+            with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)), self._server.transferring():
                 self._server.loader.load(noted(), version, is_paused=self._is_interrupted)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
                 pass
@@ -348,7 +348,7 @@ class ServerEngine:
 
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
         """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
-        with self._server.served():
+        with self._server.served(), self._server.transferring():
             self._server.loader.enter(invitation, rank_offset)
         self._server.is_linked = True
 

@@ -24,6 +24,9 @@ from fivefold.rollout.servers.weights import WeightLoader
 DEATH_S = 60.0
 """Seconds that a server may take to end after its connections have broken."""
 
+HEALTH_S = 2.0
+"""Seconds that a server has to say that it is well, when it has not taken its weights."""
+
 
 class RunningServer:
     """A server's processes, its connections, and what gives it weights."""
@@ -114,6 +117,23 @@ class RunningServer:
             except ServerDied as death:
                 raise death from None
             raise gone from None
+
+    @contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Say of a server that does not take weights inside this context whether it may only wait for another one.
+
+        Raises:
+            ServerDied: it does not, and weights travel by NCCL, so that nobody else can go on.
+        """
+        try:
+            yield
+        except ServerHangs as hang:
+            if self._spec.route.transport != "nccl":
+                raise
+            # By these words, the run takes the server for one that waits for the cause.
+            waits = ", though it is well: perhaps it has timed out because another server or the trainer hangs"
+            is_well = self.http.is_healthy(HEALTH_S)
+            raise ServerDied(f"{hang}, for weights that travel by NCCL{waits if is_well else ''}") from None
 
     def sample_token(self, limit_s: float) -> None:
         """Let a server that has weights and no requests sample one token.

@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from fivefold.families.latent_attention import loaded_together
+from fivefold.rollout.servers import weights
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.weights import check_version
 from fivefold.sync.cuda_ipc import on_device
@@ -70,7 +71,7 @@ class SGLangWeights:
             "group_name": invitation.group,
             "backend": "nccl",
         }
-        self._http.post("/init_weights_update_group", body)
+        self._http.post("/init_weights_update_group", body, weights.BUCKET_S)
         self._group = invitation.group
 
     def load(self, buckets: Iterator[DeviceBucket], version: int, *, is_paused: bool) -> None:
@@ -79,12 +80,14 @@ class SGLangWeights:
             if bucket.handles:
                 tensors = [_serialized(bucket, uuid) for uuid in self._uuids]
                 body = {"serialized_named_tensors": tensors, "load_format": _FORMAT, "flush_cache": False}
-                self._http.post("/update_weights_from_tensor", body)
+                self._http.post("/update_weights_from_tensor", body, weights.BUCKET_S)
             else:
-                self._http.post("/update_weights_from_distributed", _announced(bucket, self._group))
-        self._http.send("POST", "/flush_cache", {})
-        self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        check_version(self._http.get("/model_info")["weight_version"], version)
+                body = _announced(bucket, self._group)
+                self._http.post("/update_weights_from_distributed", body, weights.BUCKET_S)
+        self._http.send("POST", "/flush_cache", {}, weights.READY_S)
+        told = {"new_version": str(version), "abort_all_requests": False}
+        self._http.post("/update_weight_version", told, weights.READY_S)
+        check_version(self._http.get("/model_info", weights.READY_S)["weight_version"], version)
 
 
 def _check_fused(names: Sequence[str]) -> None:

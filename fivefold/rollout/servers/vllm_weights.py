@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from fivefold.rollout.servers import weights
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.weights import check_version
 from fivefold.sync.device_buckets import DeviceBucket
@@ -68,7 +69,7 @@ class Form25:
         return {"packed": True, "packed_buffer_size_bytes": _WHOLE, "packed_num_buffers": 1}
 
     def finish(self, http: HttpClient, version: int) -> None:
-        http.post("/finish_weight_update")
+        http.post("/finish_weight_update", limit_s=weights.BUCKET_S)
 
 
 class Form26:
@@ -93,8 +94,8 @@ class Form26:
         return {}
 
     def finish(self, http: HttpClient, version: int) -> None:
-        http.post("/finish_weight_update", {"weight_version": str(version)})
-        check_version(http.get("/weight_info")["weight_version"], version)
+        http.post("/finish_weight_update", {"weight_version": str(version)}, weights.BUCKET_S)
+        check_version(http.get("/weight_info", weights.READY_S)["weight_version"], version)
 
 
 class VLLMWeights:
@@ -117,13 +118,13 @@ class VLLMWeights:
     def load(self, buckets: Iterator[DeviceBucket], version: int, *, is_paused: bool) -> None:
         # Nothing is generated meanwhile; the pause, or the one before, drops what was cached with other weights.
         if not is_paused:
-            self._http.post(PAUSE)
-        self._http.post("/start_weight_update")
+            self._http.post(PAUSE, limit_s=weights.READY_S)
+        self._http.post("/start_weight_update", limit_s=weights.READY_S)
         for bucket in buckets:
-            self._http.post("/update_weights", {"update_info": self._update_info(bucket)})
+            self._http.post("/update_weights", {"update_info": self._update_info(bucket)}, weights.BUCKET_S)
         self._form.finish(self._http, version)
         if not is_paused:
-            self._http.post(RESUME)
+            self._http.post(RESUME, limit_s=weights.READY_S)
 
     def _update_info(self, bucket: DeviceBucket) -> dict[str, Any]:
         info = {
@@ -137,4 +138,4 @@ class VLLMWeights:
         return info
 
     def _begin(self, init_info: dict[str, Any]) -> None:
-        self._http.post("/init_weight_transfer_engine", {"init_info": init_info})
+        self._http.post("/init_weight_transfer_engine", {"init_info": init_info}, weights.BUCKET_S)

@@ -11,6 +11,11 @@ from typing import Protocol
 from fivefold.sync.device_buckets import Checksum, DeviceBucket
 from fivefold.sync.nccl_link import Invitation, Meeting
 
+READY_S = 60.0
+"""Seconds that a server has to prepare for weights."""
+BUCKET_S = 300.0
+"""Seconds that a server has to take a bucket or to enter a group, for which it may wait for other servers."""
+
 
 @dataclass(frozen=True)
 class StagedWeights:
@@ -32,7 +37,11 @@ class WeightLoader(Protocol):
     """How the server enters an NCCL group."""
 
     def enter(self, invitation: Invitation, rank_offset: int) -> None:
-        """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have."""
+        """Make the server's processes enter an NCCL group as the ranks from `rank_offset` on; wait until they have.
+
+        Raises:
+            ServerHangs: they have not within `BUCKET_S`.
+        """
 
     def load(self, buckets: Iterator[DeviceBucket], version: int, *, is_paused: bool) -> None:
         """Make the server load all buckets, each before the next is taken, and drop what it has cached with others.
@@ -44,6 +53,7 @@ class WeightLoader(Protocol):
                 may not have the memory of its cache yet.
 
         Raises:
+            ServerHangs: the server did not prepare for weights within `READY_S`, or take a bucket within `BUCKET_S`.
             RuntimeError: the server refused a bucket, or has another version afterwards.
         """
 

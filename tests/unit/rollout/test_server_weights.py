@@ -22,12 +22,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
+from fivefold.cluster import watch
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
-from fivefold.rollout.servers import sglang_dialect, vllm_dialect
+from fivefold.rollout.servers import running, sglang_dialect, vllm_dialect
+from fivefold.rollout.servers import weights as weights_of_servers
+from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.process import ServerDied
@@ -371,6 +374,47 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     assert len(log.rows("start")) == 2
     assert list(engine.take_lost()) == [0] * is_busy
     assert set(generate(engine)) == {3}
+
+
+@ALL
+@pytest.mark.parametrize("hangs_in", ["group", "start", "bucket"])
+def test_a_server_that_hangs_in_a_transfer_ends_it_and_says_where(
+    hangs_in: str,
+    kind: dict[str, str],
+    start: Callable[..., ServerEngine],
+    weights: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights_of_servers, "READY_S", 0.5)
+    monkeypatch.setattr(weights_of_servers, "BUCKET_S", 0.5)
+    monkeypatch.setattr(running, "HEALTH_S", 0.5)
+    engine, log = start(kind, route("nccl"), max_restarts=1), Log(tmp_path)
+    if hangs_in == "group":
+        log.hang()
+        with pytest.raises(ServerDied, match=r"the server did not reply to /init_w.* within 0.5 s"):
+            engine.enter(INVITATION, 1)
+        return
+    engine.enter(INVITATION, 1)
+    engine.load_buckets(iter(buckets_of(weights, "nccl")), 1)
+    assert engine.expect_transfer()
+
+    def buckets() -> Iterator[DeviceBucket]:
+        if hangs_in == "bucket":
+            log.hang()
+        yield from buckets_of(weights, "nccl")
+
+    if hangs_in == "start":
+        log.hang()
+    with pytest.raises(ServerDied, match=r"the server did not reply to /\S+ within 0.5 s, .* by NCCL") as failure:
+        engine.load_buckets(buckets(), 2)
+    # It answers GET requests, as one does that waits for another: then the other one is the cause.
+    assert any(words in str(failure.value) for words in watch._PEER_LOSS)
+    with monkeypatch.context() as silent:
+        silent.setattr(HttpClient, "is_healthy", lambda self, limit_s: False)
+        with pytest.raises(ServerDied, match="by NCCL") as failure:
+            engine.load_buckets(buckets(), 2)
+    assert not any(words in str(failure.value) for words in watch._PEER_LOSS)
 
 
 @ALL
