@@ -76,7 +76,7 @@ class ServerEngine:
             sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
             self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
-        self._stream: ServerStream | None = None
+        self._stream: ServerStream[bytes] | None = None
         self._is_interrupted = False
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
@@ -130,7 +130,7 @@ class ServerEngine:
             return asks_of(requests, sampling, most)
 
         def complete(ask: Ask) -> list[Completion]:
-            return [answer.completion(version) for answer in self._answers(ask, sampling)]
+            return [answer.completion(version) for answer in self._read(self._send(ask, sampling), ask)]
 
         yield from answered(map(asks, jobs), complete, most)
 
@@ -146,7 +146,7 @@ class ServerEngine:
             assert self._stream is None or not self._stream.n_running
             most, chunk = self._spec.max_batch_size, self._spec.new_tokens_per_chunk
             self._stream = ServerStream(
-                self._answers, sampling, most=most, most_tokens=chunk, tokenizer=self._tokenizer
+                self._send, self._read, sampling, most=most, most_tokens=chunk, tokenizer=self._tokenizer
             )
         self._state.require_weights()
         self._stream.submit(number, requests)
@@ -208,12 +208,15 @@ class ServerEngine:
         """Whether the server has weights; one that was started again has none before the next update."""
         return self._state.has_weights
 
-    def _answers(self, ask: Ask, sampling: SamplingParams) -> list[Answer]:
-        """Ask the server; any thread may."""
+    def _send(self, ask: Ask, sampling: SamplingParams) -> bytes:
+        """Ask the server, and return its reply; any thread may."""
         with self._server.served():
             body = self._dialect.request(ask, sampling, self._end_token_ids)
-            reply = self._server.http.send("POST", self._dialect.generate_path, body)
-            answers = self._dialect.answers(reply, ask)
+            return self._server.http.send("POST", self._dialect.generate_path, body)
+
+    def _read(self, reply: bytes, ask: Ask) -> list[Answer]:
+        """Return the answers to an ask."""
+        answers = self._dialect.answers(reply, ask)
         if len(answers) != ask.n:
             raise RuntimeError(f"the server gave {len(answers)} completions where {ask.n} were asked for")
         return answers
@@ -238,8 +241,7 @@ class ServerEngine:
         """Let an interrupted server answer again, if it has all of its memory and its weights."""
         if self._is_interrupted and self._state.memory == "all":
             assert self._stream is not None
-            self._stream.resumed()
-            self._state.require_weights()
+            self._stream.resumed(self._state.require_weights())
             with self._server.served():
                 self._dialect.resume(self._server.http)
             self._is_interrupted = False
@@ -314,8 +316,6 @@ class ServerEngine:
         """
         self._interrupt()
         self._state.begin_update()
-        if self._stream is not None:
-            self._stream.expect(version)
         try:
             with self._server.served():
                 yield

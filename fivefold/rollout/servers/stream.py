@@ -18,17 +18,18 @@ one answer and end in the next are looked for here, and what was sampled behind 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
-from fivefold.rollout.servers.dialect import Answer, Ask
+from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""
 
-Complete = Callable[[Ask, SamplingParams], list[Answer]]
+Reply = TypeVar("Reply")
 
 
 @dataclass(eq=False)
@@ -92,10 +93,33 @@ class _Sent:
 
     part: _Part
     version: int
+    """Version of the weights that the server had when it was asked, or when it was interrupted last."""
+    next_version: int | None = None
+    """Version of the weights with which it has gone on since, without an answer; None: it has not."""
+    has_arrived: bool = False
+    """Whether the reply is there, though it may not have been read."""
+
+    def interrupt(self) -> None:
+        """Record that the server is about to be interrupted. What it had held back before, it has by now."""
+        if self.next_version is not None and not self.has_arrived:
+            self.version, self.next_version = self.next_version, None
+
+    def go_on(self, version: int) -> None:
+        """Record that the interrupted server is about to go on, with weights of `version`."""
+        if not self.has_arrived:
+            self.next_version = version
+
+    def _sampled_by(self, reason: AnswerEnd) -> int:
+        """Return the version of the weights that sampled an answer which ended for `reason`.
+
+        One that the interruption aborted may arrive long after it; one that the server had held back is not aborted.
+        """
+        return self.version if self.next_version is None or reason == "abort" else self.next_version
 
     def note(self, answer: Answer, most_tokens: int, stop: StopRule | None) -> None:
         """Add an answer to the completion, which may have `most_tokens` and ends across answers as `stop` says."""
         n, reason = len(answer.token_ids_T), answer.finish_reason
+        version = self._sampled_by(reason)
         if stop is not None and (end := _end_across(self.part.sampled, answer.token_ids_T.tolist(), stop)):
             n, reason = end, "stop"
         logprobs_T = answer.logprobs_T
@@ -104,7 +128,7 @@ class _Sent:
             Begun(
                 answer.token_ids_T[:n],
                 np.full(n, np.nan, np.float32) if logprobs_T is None else logprobs_T[:n],
-                np.full(n, self.version, np.int32),
+                np.full(n, version, np.int32),
                 None if is_chunk or reason == "abort" else reason,
             )
         )
@@ -124,12 +148,13 @@ def _end_across(before: list[int], new: list[int], stop: StopRule) -> int:
     return max(0, length - len(before))
 
 
-class ServerStream:
+class ServerStream(Generic[Reply]):
     """Jobs in progress on one server."""
 
     def __init__(
         self,
-        complete: Complete,
+        send: Callable[[Ask, SamplingParams], Reply],
+        read: Callable[[Reply, Ask], list[Answer]],
         sampling: SamplingParams,
         *,
         most: int,
@@ -139,7 +164,8 @@ class ServerStream:
         """Begin without a job.
 
         Args:
-            complete: asks the server, and returns its answers, some of which may be aborted.
+            send: asks the server, and returns its reply.
+            read: returns the answers of a reply, some of which may be aborted.
             sampling: how tokens are chosen.
             most: most asks that are on their way at one time.
             most_tokens: most tokens that are asked for at one time; None: all of a completion.
@@ -147,7 +173,10 @@ class ServerStream:
         """
         self.sampling = sampling
         self._stop = StopRule(sampling, frozenset(), tokenizer, torch.device("cpu")) if sampling.stop else None
-        self._complete = complete
+        self._send = send
+        self._read = read
+        self._reading = threading.Lock()
+        """One reply is read at a time, so that the arrival of others is not late for it."""
         self._most = most
         self._most_tokens = most_tokens or sampling.max_new_tokens
         self._threads = ThreadPoolExecutor(most)
@@ -198,26 +227,26 @@ class ServerStream:
         """Keep back what has not been asked for, so that it does not take the place of what is about to be aborted."""
         for future in [future for future in self._sent if future.cancel()]:
             self._waiting.append(self._sent.pop(future).part)
+        for sent in self._sent.values():
+            sent.interrupt()
 
     def interrupted(self) -> None:
         """Take the answers of a server that has aborted all of its requests and holds back new ones.
 
-        Asks that have not reached it yet are answered with the next weights.
+        Asks that have not reached it yet are answered once it goes on.
         """
         wait(self._sent, GRACE_S)
+        self._read_arrived()
 
-    def expect(self, version: int) -> None:
-        """Record that an interrupted server is about to get weights, with which it answers what it has held back.
+    def _read_arrived(self) -> None:
+        """Wait until the replies that are there have been read, which takes many long ones seconds."""
+        wait([future for future, sent in self._sent.items() if sent.has_arrived])
 
-        This comes before the weights, because a server may answer as soon as it has them.
-        """
-        for future, sent in self._sent.items():
-            if not future.done():
-                sent.version = version
-
-    def resumed(self) -> None:
-        """Record that an interrupted server goes on."""
+    def resumed(self, version: int) -> None:
+        """Record that an interrupted server is about to go on, with weights of `version` for what it has held back."""
         self.quiet_s = 0.0
+        for sent in self._sent.values():
+            sent.go_on(version)
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the requests of all jobs with the tokens that have arrived."""
@@ -225,6 +254,7 @@ class ServerStream:
 
     def lose(self) -> dict[int, list[GenerationRequest]]:
         """Forget all jobs, whose server has died; return their requests with the tokens that have arrived."""
+        self._read_arrived()
         for future, sent in self._sent.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 [answer] = future.result()
@@ -244,7 +274,15 @@ class ServerStream:
             least = min(most, max(0, self.sampling.min_new_tokens - n))
             sampling = replace(self.sampling, max_new_tokens=most, min_new_tokens=least)
             ask = part.ask() if sampling.seeded else replace(part.ask(), seed=None)
-            self._sent[self._threads.submit(self._complete, ask, sampling)] = _Sent(part, version)
+            sent = _Sent(part, version)
+            self._sent[self._threads.submit(self._answers, sent, ask, sampling)] = sent
+
+    def _answers(self, sent: _Sent, ask: Ask, sampling: SamplingParams) -> list[Answer]:
+        """Ask the server, in a thread of the pool."""
+        reply = self._send(ask, sampling)
+        sent.has_arrived = True
+        with self._reading:
+            return self._read(reply, ask)
 
     def note_answers(self) -> None:
         """Take over the answers that have come.

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -59,6 +58,16 @@ def restartable(model_folder: Folder, tmp_path: Path) -> Served:
     served = Served(spec, start(spec), tmp_path, load_file(model / "model.safetensors"))
     served.update(0)
     return served
+
+
+def as_it_came(reply: list[Answer], ask: Ask) -> list[Answer]:
+    """Return what a stream reads of a reply that consists of answers."""
+    return reply
+
+
+def answer(reason: AnswerEnd) -> list[Answer]:
+    """Return an answer of one token."""
+    return [Answer(np.array([9], np.int32), np.array([-1.0], np.float32), reason)]
 
 
 def long_request(n_pauses: int, seed: int = 77) -> GenerationRequest:
@@ -168,7 +177,7 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
         return [Answer(*one_token, "abort" if is_new and len(asked) == 1 else "stop")]
 
     # One request at a time, so that their order is that in which they are asked for.
-    stream = ServerStream(complete, sampling(), most=1)
+    stream = ServerStream(complete, as_it_came, sampling(), most=1)
     for number in range(3):
         stream.submit(number, [GenerationRequest((number,), 0)])
     assert stream.collect(0, 0.1) == []
@@ -176,7 +185,7 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
     stream.hold()
     is_paused.set()
     stream.interrupted()
-    stream.resumed()
+    stream.resumed(1)
     done: dict[int, list[Completion]] = {}
     while len(done) < 3:
         done |= dict(stream.collect(1, LONGEST_S))
@@ -196,7 +205,8 @@ def test_chunks_of_a_completion_arrive_before_its_end() -> None:
         is_whole = len(sampled) + len(tokens) == 10
         return [Answer(np.array(tokens, np.int32), -np.array(tokens, np.float32), "stop" if is_whole else "length")]
 
-    stream = ServerStream(complete, replace(sampling(max_new_tokens=9), min_new_tokens=6), most=1, most_tokens=4)
+    params = replace(sampling(max_new_tokens=9), min_new_tokens=6)
+    stream = ServerStream(complete, as_it_came, params, most=1, most_tokens=4)
     for number in (100, 200):
         stream.submit(number, [GenerationRequest((number,), 0)])
     assert stream.collect(0, LONGEST_S) == []
@@ -243,7 +253,7 @@ def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int,
 
     params = sampling(max_new_tokens=20, min_new_tokens=least, stop=["END"])
     tokenizer = cast("PreTrainedTokenizerBase", Letters())
-    stream = ServerStream(complete, params, most=1, most_tokens=3, tokenizer=tokenizer)
+    stream = ServerStream(complete, as_it_came, params, most=1, most_tokens=3, tokenizer=tokenizer)
     stream.submit(0, [GenerationRequest((100,), 0)])
     done: dict[int, list[Completion]] = {}
     while not done:
@@ -254,25 +264,80 @@ def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int,
     assert completion.finish_reason == "stop"
 
 
-def test_what_a_server_holds_back_is_answered_by_the_weights_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def completed(stream: ServerStream[Any], version: int) -> list[int]:
+    """Return the versions of the tokens of the one completion of a stream."""
+    while not (done := stream.collect(version, LONGEST_S)):
+        pass
+    [(_, [completion])] = done
+    return completion.versions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("ends", "versions"),
+    [
+        (["stop"], [1]),  # the server had held it back
+        (["abort", "stop"], [0, 1]),  # it had been aborted
+    ],
+)
+def test_an_answer_that_comes_after_new_weights_has_the_version_of_those_that_sampled_it(
+    ends: list[AnswerEnd], versions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_of_servers, "GRACE_S", 0.01)
-    has_weights = threading.Event()
+    has_weights, left = threading.Event(), list(ends)
 
     def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
         assert has_weights.wait(LONGEST_S)
-        return [Answer(np.array([9], np.int32), np.array([-1.0], np.float32), "stop")]
+        return answer(left.pop(0))
 
-    stream = ServerStream(complete, sampling(), most=1)
+    stream = ServerStream(complete, as_it_came, sampling(), most=1)
     stream.submit(0, [GenerationRequest((0,), 0)])
     assert stream.collect(0, 0.1) == []
+    stream.hold()
     stream.interrupted()
-    stream.expect(1)
-    # Servers resume at the end of an update, before the engine says so.
+    stream.resumed(1)
     has_weights.set()
-    wait(stream._sent, LONGEST_S)
-    stream.resumed()
-    [(_, [completion])] = stream.collect(1, LONGEST_S)
-    assert completion.versions.tolist() == [1]
+    assert completed(stream, 1) == versions
+
+
+def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_late_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that a server held back goes on with the new weights, and is aborted before newer ones."""
+    monkeypatch.setattr(stream_of_servers, "GRACE_S", 0.01)
+    has_arrived, may_go_on, may_abort = threading.Event(), threading.Event(), threading.Event()
+
+    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+        if ask.token_ids == (0,):
+            return answer("stop")
+        if ask.token_ids == (1,):
+            assert may_abort.wait(LONGEST_S)
+            return answer("abort")
+        return answer("stop")
+
+    def read(reply: list[Answer], ask: Ask) -> list[Answer]:
+        if ask.token_ids == (0,):
+            has_arrived.set()
+            assert may_go_on.wait(LONGEST_S)
+        return reply
+
+    stream = ServerStream(complete, read, sampling(), most=2)
+    for number in range(2):
+        stream.submit(number, [GenerationRequest((number,), 0)])
+    assert stream.collect(0, 0.1) == []
+    assert has_arrived.wait(LONGEST_S)
+    stream.hold()
+    # The server is read to the end of what it had, and not longer.
+    threading.Timer(0.2, may_go_on.set).start()
+    stream.interrupted()
+    assert may_go_on.is_set()
+    stream.resumed(1)
+    [(number, [completion])] = stream.collect(1, LONGEST_S)
+    assert (number, completion.versions.tolist()) == (0, [0])
+    stream.hold()
+    may_abort.set()
+    stream.interrupted()
+    stream.resumed(2)
+    assert completed(stream, 2) == [1, 2]
 
 
 def test_a_server_answers_until_the_weights_that_it_is_to_load_are_there(server: Served) -> None:
