@@ -6,6 +6,7 @@ held-out examples  ──Method.measure──> before the first step, and after 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -207,11 +208,13 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
             state = replace(state, evaluation_before=_held_out(setup, models, run, "before training"))
         timers.take()
         for step in range(state.step + 1, setup.total_steps + 1):
+            step_began = time.perf_counter()
             with profiler.step(step):
                 learnt = method.update(models, setup.sampler.next_batch(), timers)
             guard.check(learnt.result, step)
             seconds = timers.take()
             metrics = average_updates([learnt.result]) | speed.metrics(learnt.trained, learnt.scored, seconds)
+            metrics["seconds/step"] = time.perf_counter() - step_began
             state = replace(
                 state, step=step, sampler=setup.sampler.state_dict(), weight_version=step, skips_in_a_row=guard.in_a_row
             )

@@ -72,7 +72,9 @@ KTO_COLUMNS = tuple(
 """Columns of training on single answers: in place of the margin, the KL divergence that scores are compared with."""
 
 TOTAL = "seconds"
-"""Label of the column of all phases' seconds."""
+"""Label of the column of the whole step's seconds."""
+WHOLE_STEP = "seconds/step"
+"""The metric in that column. Without it, phases are added up; of some, such as generation, several go on at once."""
 LEAST_PHASES = 2
 """Least number of phases, besides `rest`, for which columns of metrics are left out on a narrow screen."""
 REST = "rest"
@@ -119,7 +121,7 @@ class StepTable:
         """Return the line of one step, in the columns of the last header; a missing or non-finite value is "-"."""
         cells = [f"{step}/{self._n_steps}".rjust(self._step_width)]
         cells += [_cell(column, metrics) for column in self._shown]
-        times = [_seconds(sum(seconds.values()), len(TOTAL))]
+        times = [_seconds(metrics.get(WHOLE_STEP, sum(seconds.values())), len(TOTAL))]
         times += [self._phase_cell(phase, seconds) for phase in self._phases]
         return GAP.join(cells) + BAR + GAP.join(times)
 
@@ -157,13 +159,19 @@ class StepTable:
         return [phase for phase in seconds if phase in fitting] + [REST]
 
 
-def number(value: float | None, kind: Kind) -> str:
-    """Format `value` in at most 7 characters.
+def number(value: float | None, kind: Kind, width: int = 7) -> str:
+    """Format `value` in at most `width` characters, as far as it can be told in so few.
 
-    fixed: 0.312     short: 0.0012, 1.2e-05, 31.5     rate: 1.0e-06     count: 214, 3.1k
+    fixed: 0.312, 123.4     short: 0.0012, 1.2e-05, 31.5     rate: 1.0e-06     count: 214, 3.1k
     """
     if value is None or not math.isfinite(value):
         return MISSING
+    text = _number(value, kind)
+    shorter = (f"{value:.{digits}f}" for digits in (2, 1, 0)) if kind == "fixed" else ()
+    return next((each for each in (text, *shorter, f"{value:.1e}") if len(each) <= width), f"{value:.0e}")
+
+
+def _number(value: float, kind: Kind) -> str:
     if kind == "fixed":
         return f"{value:.3f}"
     if kind == "rate":
@@ -193,7 +201,7 @@ def _count(value: float) -> str:
 
 def _cell(column: Column, metrics: Mapping[str, float | None]) -> str:
     value = next((metrics[key] for key in column.keys if key in metrics), None)
-    return number(value, column.kind).rjust(column.width)
+    return number(value, column.kind, column.width).rjust(column.width)
 
 
 def _seconds(value: float | None, width: int) -> str:

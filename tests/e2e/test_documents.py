@@ -266,7 +266,7 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
     # On GPUs, with checkpoints, with held-out examples.
     elsewhere = {"peak_memory_gb/max", "mfu/train", "hfu/train"}
-    elsewhere |= {"seconds/checkpoint", "seconds/checkpoint write", "eval/nll"}
+    elsewhere |= {"seconds/checkpoint", "seconds/checkpoint write", "seconds/evaluation", "eval/nll"}
     assert written | elsewhere == listed_metrics().keys() & set(re.findall(r"`([^`]+)`", section))
 
 

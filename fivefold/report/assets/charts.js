@@ -1,5 +1,6 @@
 "use strict";
 /* Curves, bars and heat maps of metrics. A chart is drawn when it comes into view, with the points that its width can show. */
+const BESIDE = ["generation", "weight staging", "weight swap", "checkpoint write"]; // phases that go on while others do
 const POINTS = 1200, BARS = 240, FEW_STEPS = 10;
 const CONFIG = { responsive: true, displayModeBar: "hover", displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
 const CHARTS = [];
@@ -198,6 +199,12 @@ function drawLines(chart, names, unit, { marks, exact } = {}) {
   }
 }
 
+/* Return the unit of the phases, and which of them go on while others do, so that a bar is longer than its step. */
+function phasesNote(run) {
+  const beside = BESIDE.filter((phase) => hasValues(run, `seconds/${phase}`));
+  return beside.length ? `seconds; beside the others: ${beside.join(", ")}` : "seconds";
+}
+
 /* Draw the phases of the steps as stacked bars; many steps are averaged into one bar. */
 function drawPhases(chart, run) {
   const phases = run.table.names.filter((name) => name.startsWith("seconds/") && name !== "seconds/step" && hasValues(run, name));
@@ -248,7 +255,7 @@ function buildCharts() {
   const parents = { curve: byId("curve-charts"), mismatch: byId("mismatch-charts"), expert: byId("expert-charts"), speed: byId("speed-charts") };
   PAGE.runs.forEach((run) => {
     if (all.some((name) => name.startsWith("seconds/") && name !== "seconds/step")) {
-      plan([], parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", hasValues(run, "seconds/generation") ? "seconds; generation goes on beside the others" : "seconds", (chart) => drawPhases(chart, run), { wide: true, canLog: false });
+      plan([], parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", phasesNote(run), (chart) => drawPhases(chart, run), { wide: true, canLog: false });
     }
     const groups = new Map();
     layered.filter((name) => hasValues(run, name)).forEach((name) => { const [, before, , after] = name.match(LAYERED); const key = `${before} ${(after || "").replace(EXPERT, "").replace(/[\/_-]$/, "")}`.trim() || "layers"; groups.set(key, [...(groups.get(key) || []), name]); });

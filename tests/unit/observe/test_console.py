@@ -12,7 +12,7 @@ from fivefold.experience.samples import extremes
 from fivefold.observe import status_line
 from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole
 from fivefold.observe.status_line import clock
-from fivefold.observe.table import SFT_COLUMNS, TRAIN_COLUMNS, StepTable, number
+from fivefold.observe.table import PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS, Column, StepTable, number
 from fivefold.types import Prompt, Sample
 
 METRICS = {
@@ -74,6 +74,22 @@ def test_a_wide_screen_has_every_phase_and_a_narrow_one_the_longest() -> None:
     assert narrow[1].split("|")[1].split() == ["12.8", "8.0", "3.6", "1.1"]
 
 
+def test_the_seconds_of_a_step_are_those_that_passed_though_phases_went_on_at_once() -> None:
+    table = StepTable(TRAIN_COLUMNS, n_steps=1, width=160)
+    table.header(METRICS, SECONDS)
+    row = table.row(1, {**METRICS, "seconds/step": 9.0}, {**SECONDS, "generation": 8.0})
+    assert row.split("|")[1].split() == ["9.0", "8.0", "0.1", "0.5", "3.6", "0.5"]
+
+
+@pytest.mark.parametrize("columns", [TRAIN_COLUMNS, SFT_COLUMNS, PAIR_COLUMNS])
+@pytest.mark.parametrize("value", [-1e12, -12345.6, -123.456, -1.23456e-5, 9999.96, 12345.678, 3.4e38])
+def test_numbers_of_any_size_stay_in_their_columns(columns: tuple[Column, ...], value: float) -> None:
+    table = StepTable(columns, n_steps=1, width=160)
+    # The narrow columns are those of shares and counts.
+    metrics = {key: value for column in columns if column.width > 5 for key in column.keys}
+    assert len(table.header(metrics, {"train": 1.0})[-1]) == len(table.row(1, metrics, {"train": 1.0}))
+
+
 def test_missing_and_non_finite_values_are_dashes() -> None:
     table = StepTable(TRAIN_COLUMNS, n_steps=50, width=160)
     table.header(METRICS, {"rollout": 1.0})
@@ -102,7 +118,10 @@ def test_kl_to_the_reference_is_shown_if_there_is_one() -> None:
         (0.00123, "short", "0.00123"),
         (-0.00123, "short", "-0.0012"),
         (1.234e-5, "short", "1.2e-05"),
-        (-1.234e-5, "short", "-1.2e-05"),
+        (-1.234e-5, "short", "-1e-05"),
+        (-1234.5, "short", "-1e+03"),
+        (-1234.5678, "fixed", "-1234.6"),
+        (12345678.9, "fixed", "1.2e+07"),
         (214.0, "count", "214"),
         (21.5, "count", "21.5"),
         (9999.0, "count", "9999"),
