@@ -123,7 +123,7 @@ def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
 
 def uses_window(config: HFConfig) -> bool:
     """Return whether `sliding_window` is set and `use_sliding_window` turns it on."""
-    return bool(config.get("sliding_window")) and config.flag("use_sliding_window")
+    return config.get("sliding_window") is not None and config.flag("use_sliding_window")
 
 
 def lists_layers(config: HFConfig) -> bool:
@@ -164,11 +164,14 @@ def _refuse_unsupported(config: HFConfig, has_window: bool, knows_attention_bias
         raise config.error(
             f"attention_dropout={dropout:g} is not supported, for attention drops nothing in training: set it to 0"
         )
-    if has_window or "sliding_attention" in config.items("layer_types", str):
+    kinds = set(config.items("layer_types", str)) - {"full_attention"}
+    if has_window or "sliding_attention" in kinds:
         raise config.error(
             f"attention over sliding_window={config.get('sliding_window')} tokens is in use; it is not supported: "
             "every layer attends to the whole sequence"
         )
+    if kinds:
+        raise config.error(f"layer_types has {', '.join(sorted(kinds))}, and only full_attention is supported")
 
 
 def _kv_heads(config: HFConfig, n_heads: int) -> int:

@@ -18,6 +18,7 @@ _IN_GROUPS = "group_limited_greedy"
 
 
 def _read(config: HFConfig) -> ModelShape:
+    config.expect({"rope_interleave": True, "scoring_func": "softmax"})
     dense = read_latent_decoder(config)
     shape = add_experts(
         dense,

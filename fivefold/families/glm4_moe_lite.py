@@ -14,11 +14,25 @@ from fivefold.families.shape import ModelShape
 
 def _read(config: HFConfig) -> ModelShape:
     dense = read_latent_decoder(config)
-    kinds = config.items("mlp_layer_types", str)
-    if kinds and len(kinds) != dense.n_layers:
-        raise config.error(f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers={dense.n_layers}")
-    moe_layers = [kind == "sparse" for kind in kinds] or sigmoid_experts.layers_behind_dense(config, dense.n_layers)
-    return sigmoid_experts.add_sigmoid_experts(dense, config, moe_layers)
+    return sigmoid_experts.add_sigmoid_experts(dense, config, _moe_layers(config, dense.n_layers))
+
+
+def _moe_layers(config: HFConfig, n_layers: int) -> list[bool]:
+    """Return which layers have experts: those that `mlp_layer_types` lists, without it all but the first."""
+    counted = sigmoid_experts.layers_behind_dense(config, n_layers)
+    kinds = config.items("mlp_layer_types", str) or ["dense", *["sparse"] * (n_layers - 1)]
+    if len(kinds) != n_layers:
+        raise config.error(f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers={n_layers}")
+    if strays := sorted(set(kinds) - {"dense", "sparse"}):
+        raise config.error(f"mlp_layer_types has {', '.join(strays)}; a layer is dense or sparse")
+    listed = [kind == "sparse" for kind in kinds]
+    if config.states("first_k_dense_replace") and counted != listed:
+        raise config.error(
+            f"first_k_dense_replace={config.get('first_k_dense_replace')} is not what transformers computes, which "
+            "reads mlp_layer_types alone, and without it takes the first layer as the only dense one: list the layers "
+            "in mlp_layer_types, and drop first_k_dense_replace"
+        )
+    return listed
 
 
 GLM4_MOE_LITE = Family(

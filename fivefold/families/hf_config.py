@@ -7,6 +7,7 @@ Defaults are those of transformers for keys that real files leave out. Sizes hav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -69,6 +70,19 @@ class HFConfig:
             raise self.error(f"config.json has no {key}")
         return self._defaults[key]
 
+    def expect(self, values: Mapping[str, Any]) -> None:
+        """Check keys that transformers does not read in this family, where it computes as if they had these values.
+
+        Raises:
+            ValueError: the file gives one of them another value.
+        """
+        for key, value in values.items():
+            if self.states(key) and self._raw[key] != value:
+                raise self.error(
+                    f"{key}={_shown(self._raw[key])} is not supported; it must be {_shown(value)}, because "
+                    "transformers does not read it"
+                )
+
     def integer(self, key: str, least: int = 1) -> int:
         """Return a whole number of at least `least`.
 
@@ -102,9 +116,9 @@ class HFConfig:
         """Return `value`, which the file gives `key` somewhere inside, as a float.
 
         Raises:
-            ValueError: it is not a number.
+            ValueError: it is not a number, or not a finite one.
         """
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.error(f"config.json has {key}={value!r}; it must be a number")
         return float(value)
 
@@ -142,3 +156,8 @@ class HFConfig:
         if value is not None and not isinstance(value, Mapping):
             raise self.error(f"config.json has {key}={value!r}; it must be an object or null")
         return value or {}
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a message shows it: `true`, `'sigmoid'`, `2`."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -9,7 +9,9 @@ from fivefold.families.shape import ModelShape
 
 
 def _read(config: HFConfig) -> ModelShape:
-    dense = read_dense(config, has_window=bool(config.get("sliding_window")))
+    dense = read_dense(config, has_window=config.get("sliding_window") is not None)
+    if noise := config.number("router_jitter_noise"):
+        raise config.error(f"router_jitter_noise={noise:g} is not supported, for training adds no noise: set it to 0")
     return add_experts(
         dense,
         config,
@@ -22,7 +24,7 @@ def _read(config: HFConfig) -> ModelShape:
 MIXTRAL = Family(
     "mixtral",
     read=_read,
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.0},
     moe=MoENames(
         router="block_sparse_moe.gate.weight",
         expert=MLPNames(

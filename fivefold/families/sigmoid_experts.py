@@ -28,8 +28,6 @@ DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _OFFSETS = ".e_score_correction_bias"
-_WRITTEN_OUT = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Keys that some files have and transformers does not read, with the only value that it computes."""
 
 
 def is_router_offset(name: str) -> bool:
@@ -57,9 +55,7 @@ def add_sigmoid_experts(dense: ModelShape, config: HFConfig, moe_layers: Sequenc
         return shape
     if not shape.norm_topk_prob:
         raise config.error("norm_topk_prob=false is not supported: sigmoid scores are scaled to sum to 1")
-    for key, value in _WRITTEN_OUT.items():
-        if config.states(key) and config.get(key) != value:
-            raise config.error(f"{key}={config.get(key)!r} is not supported; it must be {value!r}")
+    config.expect({"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     shape = replace(
         shape,
         shared_expert_ffn_hidden=shared_width(config, shape),
@@ -80,10 +76,6 @@ def shared_width(config: HFConfig, shape: ModelShape) -> int:
 
 def layers_behind_dense(config: HFConfig, n_layers: int) -> list[bool]:
     """Return which layers have experts: all but the first `first_k_dense_replace`."""
-    if config.states("moe_layer_freq") and config.get("moe_layer_freq") != 1:
-        raise config.error(
-            f"moe_layer_freq={config.get('moe_layer_freq')} is not supported; it must be 1, because transformers "
-            "does not read it"
-        )
+    config.expect({"moe_layer_freq": 1})
     n_dense = config.integer("first_k_dense_replace", least=0)
     return [layer >= n_dense for layer in range(n_layers)]

@@ -30,7 +30,6 @@ LATENT = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
     "q_lora_rank": 20,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 16,
@@ -54,8 +53,8 @@ KEYS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "first_k_dense_replace": 2,
     },
-    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
 }
 
@@ -110,6 +109,30 @@ def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None
     assert shape.tied_embeddings == hf_config.tie_word_embeddings
     if shape.is_moe:
         assert shape.norm_topk_prob == (family == "mixtral" or hf_config.norm_topk_prob)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [0, 1, 0, 0]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, [0, 0, 0, 0]),
+        ("glm4_moe", {"first_k_dense_replace": 3}, [0, 0, 0, 1]),
+        ("deepseek_v2", {"first_k_dense_replace": 0}, [1, 1, 1, 1]),
+        ("deepseek_v3", {"first_k_dense_replace": 9}, [0, 0, 0, 0]),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}, [1, 0, 0, 1]),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1}, [0, 1, 1, 1]),
+        ("glm4_moe_lite", {"mlp_layer_types": None}, [0, 1, 1, 1]),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_transformers_model(
+    family: str, keys: dict[str, Any], expected: list[int]
+) -> None:
+    config = raw(family, **keys)
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).model.layers
+    assert [hasattr(layer.mlp, "experts") for layer in layers] == [bool(each) for each in expected]
+    assert read_shape(config).moe_layers == tuple(map(bool, expected))
 
 
 def test_generation_with_latent_attention_keeps_the_latents() -> None:
@@ -180,6 +203,9 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=2), "sliding_window=64"),
         (raw("qwen2", sliding_window=64, layer_types=["full_attention", "sliding_attention"] * 2), "sliding_window=64"),
         (raw("qwen3_moe", sliding_window=64, use_sliding_window=True), "sliding_window=64"),
+        (raw("mixtral", sliding_window=0), "sliding_window=0"),
+        (raw("qwen3", layer_types=["chunked_attention"] * 4), "layer_types has chunked_attention"),
+        (raw("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported.*set it to 0"),
         (raw("llama", attention_bias=True), "attention_bias"),
         (raw("qwen3", attention_bias=True), "attention_bias"),
         (raw("llama", mlp_bias=True), "mlp_bias"),
@@ -200,7 +226,15 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
             raw("deepseek_v2", topk_method="group_limited_greedy", n_group=3, topk_group=1),
             "n_group=3 must divide the 8",
         ),
+        (raw("deepseek_v2", rope_interleave=False), "rope_interleave=false is not supported; it must be true"),
+        (raw("deepseek_v2", scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported; it must be 'softmax'"),
         (raw("glm4_moe_lite", mlp_layer_types=["dense"]), "mlp_layer_types has 1 entries"),
+        (raw("glm4_moe_lite", mlp_layer_types=["dense", "moe"] * 2), "mlp_layer_types has moe; a layer is dense or"),
+        (raw("glm4_moe_lite", first_k_dense_replace=2), "first_k_dense_replace=2 is not what transformers computes"),
+        (
+            raw("glm4_moe_lite", first_k_dense_replace=1, mlp_layer_types=["dense", "sparse"] * 2),
+            "list the layers in mlp_layer_types, and drop first_k_dense_replace",
+        ),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "needs low_freq_factor, high_freq_factor"),
         (raw("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
         (raw("qwen3", rope_parameters={"full_attention": {"rope_theta": 1e6}}), "differ by layer type"),
@@ -217,6 +251,7 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("llama", num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be at most 10,000"),
         (raw("llama", hidden_size=10**30), "it must be at most 1,000,000,000"),
         (raw("llama", rms_norm_eps="tiny"), "rms_norm_eps='tiny'"),
+        (raw("llama", rope_theta=float("nan")), "rope_theta=nan; it must be a number"),
         (raw("llama", tie_word_embeddings=1), "tie_word_embeddings=1"),
         (raw("qwen3_moe", mlp_only_layers=[[1]]), "it must be a list of whole numbers"),
         (raw("llama", rope_scaling="a"), "rope_scaling='a'; it must be an object or null"),
