@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 """Patterns of the files that make up a tokenizer."""
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""
 _GIT_LFS_POINTER = b"version https://git-lfs"
@@ -129,6 +131,9 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
 
 def _no_weights(folder: Path) -> str:
     others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
+    if shards := [name for name in others if _SHARD.fullmatch(name)]:
+        shown = shards[0] if len(shards) == 1 else f"{shards[0]} and {len(shards) - 1} more"
+        return f"{INDEX_FILE} is missing beside {shown}, and says which tensor is in which of them: fetch it"
     problem = f"{SINGLE_FILE} and {INDEX_FILE} are both missing, and only safetensors files are read"
     if any(name.endswith(".bin") for name in others):
         load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')"

@@ -57,9 +57,11 @@ def convert_fp8(
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = stated if isinstance(stated, dict) else {}
     block = config.get("weight_block_size")
-    if config.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+    is_size = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if config.get("quant_method") != "fp8" or not is_size:
         raise ValueError(
             f"{folder} is quantized with quant_method={config.get('quant_method')!r} and weight_block_size={block!r}; "
             "only fp8 in blocks is converted: take the model in another format"
@@ -73,7 +75,7 @@ class _Dequantized:
     def __init__(self, stored: HFWeights, block: tuple[int, int]) -> None:
         self._stored, self._block = stored, block
         self.folder = stored.folder
-        self.names = frozenset(name for name in stored.names if not name.endswith(_SCALE))
+        self.names = frozenset(name for name in stored.names if not self._is_scale(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -87,12 +89,22 @@ class _Dequantized:
         """Return a tensor, or the part of it that `index` selects; float32 if it was float8.
 
         Raises:
-            ValueError: a float8 tensor without scales, or with scales of other blocks.
+            ValueError: a float8 tensor without scales, or with scales of other blocks; or one of integers.
         """
         tensor = self._stored.read(name)
         if tensor.dtype in _FLOAT8:
             tensor = tensor.float() * self._scales(name, tensor.shape)
+        elif self._stored.dtype(name) is None:
+            raise ValueError(
+                f"{name} in {self.file(name)} is {tensor.dtype}; only fp8 in blocks is converted: take the model in "
+                "another format"
+            )
         return tensor[index] if index else tensor
+
+    def _is_scale(self, name: str) -> bool:
+        """Return whether a tensor holds the scales of one that is quantized; of any other, they would be a stray."""
+        weight = name.removesuffix(_SCALE)
+        return weight != name and weight in self._stored.names and self._stored.dtype(weight) is None
 
     def _scales(self, name: str, shape: torch.Size) -> Tensor:
         blocks = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=True))

@@ -71,7 +71,7 @@ def is_quantized(folder: Path) -> bool:
         ValueError: the file is not JSON.
     """
     file = folder / "config.json"
-    return file.is_file() and "quantization_config" in _parse(file)
+    return file.is_file() and bool(_parse(file).get("quantization_config"))
 
 
 def find_config(model: str) -> dict[str, Any]:

@@ -197,6 +197,11 @@ def test_a_folder_of_pickled_weights_says_how_to_convert_them(whole: Path) -> No
     check_weights(whole, load_shape(whole))
 
 
+def test_shards_without_their_index_say_that_it_is_missing(sharded: Path) -> None:
+    (sharded / INDEX_FILE).unlink()
+    assert f"{INDEX_FILE} is missing beside model-00001-of-00003.safetensors and 2 more" in problems(sharded)
+
+
 def test_a_folder_without_weights_says_so(whole: Path) -> None:
     (whole / SINGLE_FILE).unlink()
     assert f"{SINGLE_FILE} and {INDEX_FILE} are both missing" in problems(whole)

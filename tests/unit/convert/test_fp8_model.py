@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,40 @@ def test_what_cannot_be_converted_is_an_error(model: tuple[Path, dict[str, Tenso
     assert f"its scales {QUERIES}_scale_inv must have the shape [3, 2], but are missing" in " ".join(
         fivefold("convert", broken, "-o", tmp_path / "out").output.split()
     )
-    config["quantization_config"] = {"quant_method": "gptq"}
-    (broken / "config.json").write_text(json.dumps(config))
-    assert "quant_method='gptq'" in fivefold("convert", broken, "-o", tmp_path / "out").output
+    for other, expected in (
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 0]}, "weight_block_size=[0, 0]"),
+        ("fp8", "quant_method=None"),
+    ):
+        config["quantization_config"] = other
+        (broken / "config.json").write_text(json.dumps(config))
+        assert expected in fivefold("convert", broken, "-o", tmp_path / "out").output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, f"{QUERIES}_scale_inv in model.safetensors"), (torch.int8, f"{QUERIES} in model.safetensors is")],
+    ids=["scales of a weight that is not quantized", "integers"],
+)
+def test_numbers_that_float8_in_blocks_does_not_explain_are_an_error(
+    model: tuple[Path, dict[str, Tensor]], tmp_path: Path, dtype: torch.dtype, expected: str
+) -> None:
+    folder, _ = model
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    stored = load_file(broken / "model.safetensors")
+    stored[QUERIES] = stored[QUERIES].to(dtype)
+    save_file(stored, broken / "model.safetensors")
+    result = fivefold("convert", broken, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.split())
+
+
+def test_a_config_that_says_null_of_quantization_is_not_quantized(
+    model: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    config = json.loads((model[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    result = fivefold("convert", tmp_path, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "it is a Hugging Face folder" in result.output
