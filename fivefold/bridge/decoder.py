@@ -69,11 +69,15 @@ def is_ignored(name: str, shape: ModelShape) -> bool:
     is_tied_output = shape.tied_embeddings and name == OUTPUT
     is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
     is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
-    family = find_family(shape.family)
+    patterns = (pattern for pattern, _ in find_family(shape.family).ignored)
+    is_known = is_tied_output or is_other_head or is_further_layer(name, shape)
+    return is_known or any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def is_further_layer(name: str, shape: ModelShape) -> bool:
+    """Return whether a Hugging Face tensor is of a layer for multi-token prediction, which nothing reads."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    is_behind = family.predicts_further and layer is not None and int(layer[1]) >= shape.n_layers
-    patterns = (pattern for pattern, _ in family.ignored)
-    return is_tied_output or is_other_head or is_behind or any(re.fullmatch(pattern, name) for pattern in patterns)
+    return find_family(shape.family).predicts_further and layer is not None and int(layer[1]) >= shape.n_layers
 
 
 def is_optional(name: str, shape: ModelShape) -> bool:

@@ -241,6 +241,8 @@ def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Clas
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)  # no weights are written quantized
+    # Nor are layers for multi-token prediction, which have two names for their number.
+    config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")

@@ -21,6 +21,7 @@ from typing import Literal
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import ExpertGatedMLP, GatedMLP, WeightMapping
+from fivefold.families.shape import ModelShape
 
 Spec = Literal["te", "local"]
 """The layer specs of Megatron-Core: TransformerEngine's modules, or its own."""
@@ -74,6 +75,19 @@ class Spelling:
     def keys(self) -> set[str]:
         """Names of the tensors that it takes."""
         return {part.key for part in self.parts}
+
+
+def check_rotation(shape: ModelShape) -> None:
+    """Refuse a model of which Megatron-Core would compute other positions than Hugging Face from the same weights.
+
+    Raises:
+        ValueError: it has latent attention, and turns channels half of the positional part apart.
+    """
+    if shape.latent is not None and not shape.latent.rotates_neighbours:
+        raise ValueError(
+            f"{shape.family}: rope_interleave=false is not supported in torch_dist, because Megatron-Core's latent "
+            "attention always turns neighbouring channels: use the Hugging Face folder"
+        )
 
 
 def spellings(mapping: WeightMapping, n_layers: int) -> Iterator[Spelling]:

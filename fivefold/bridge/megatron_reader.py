@@ -22,12 +22,15 @@ from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.decoder import OUTPUT, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, VocabParallel, WeightMapping
-from fivefold.bridge.megatron_names import Part, Spelling, spellings
+from fivefold.bridge.megatron_names import Part, Spelling, check_rotation, spellings
+from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 """Keys of an optimizer's state, which is not read."""
+_FURTHER = "mtp."
+"""How keys of layers for multi-token prediction begin, which are not read."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _ONE_PROCESS = ShardGroups()
@@ -56,8 +59,9 @@ class _Entry:
 class MegatronWeights:
     """The weights of a Megatron-Core checkpoint, as a reader of Hugging Face tensors.
 
-    Each tensor's key, shape and file are checked at once; data is read when it is asked for. The optimizer's state, if
-    the checkpoint has one, is left alone. As a context manager it closes its files on exit.
+    Each tensor's key, shape and file are checked at once; data is read when it is asked for. The optimizer's state and
+    layers for multi-token prediction, if the checkpoint has such, are left alone. As a context manager it closes its
+    files on exit.
 
     Args:
         path: the checkpoint, or Megatron-LM's folder of several, of which the newest is read.
@@ -68,9 +72,11 @@ class MegatronWeights:
     """
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
+        check_rotation(shape)
         self.folder = find_torch_dist(path)
         self._stored = DCPFolder(self.folder)
         self._prefix = _common_prefix(self._stored.names)
+        self._predicts_further = find_family(shape.family).predicts_further
         self._entries = self._match(shape)
 
     @property
@@ -82,6 +88,11 @@ class MegatronWeights:
     def has_optimizer(self) -> bool:
         """Whether the checkpoint holds an optimizer's state too."""
         return any(_OPTIMIZER.fullmatch(key) for key in self._stored.names)
+
+    @property
+    def has_further_layers(self) -> bool:
+        """Whether the checkpoint holds layers for multi-token prediction too, where its family may have such."""
+        return self._predicts_further and any(key.startswith(self._prefix + _FURTHER) for key in self._stored.names)
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a Hugging Face tensor."""
@@ -134,6 +145,8 @@ class MegatronWeights:
     def _match(self, shape: ModelShape) -> dict[str, _Entry]:
         """Return all Hugging Face tensors, and where they lie."""
         stored = {key.removeprefix(self._prefix) for key in self._stored.names if not _OPTIMIZER.fullmatch(key)}
+        if self._predicts_further:
+            stored = {key for key in stored if not key.startswith(_FURTHER)}
         found: dict[str, tuple[WeightMapping, Spelling]] = {}
         missing: set[str] = set()
         for mapping in _stored_mappings(shape, stored):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fivefold.cli.command import OutFolder, reporting_errors
 from fivefold.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from fivefold.convert.megatron import Converted
 
 Source = Annotated[
     str,
@@ -106,6 +109,7 @@ def _convert_fp8(source: str, out: Path, dtype: Literal["float32", "bfloat16"], 
     with progress_bar() as progress:
         done = convert_fp8(source, out, dtype=getattr(torch, dtype), overwrite=overwrite, progress=progress)
     typer.echo(f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, {dtype}")
+    _tell_left_out(done)
 
 
 def _convert_gguf(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:
@@ -145,6 +149,7 @@ def _write_torch_dist(
         f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, torch_dist; "
         f"all {done.n_tensors:,} tensors were read back and are equal"
     )
+    _tell_left_out(done)
 
 
 def _read_torch_dist(source: str, out: Path, config: str | None, dtype: str | None, overwrite: bool) -> None:
@@ -165,5 +170,9 @@ def _read_torch_dist(source: str, out: Path, config: str | None, dtype: str | No
         f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, Hugging Face format; "
         f"all {done.n_tensors:,} tensors were read back and are equal"
     )
+    _tell_left_out(done)
+
+
+def _tell_left_out(done: Converted) -> None:
     if done.left_out is not None:
         typer.echo(f"Not converted: {done.left_out}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from fivefold.bridge.bridge import checked_source
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf, tensor_specs
-from fivefold.convert.megatron import Converted
+from fivefold.convert.megatron import Converted, has_further_layers, left_out
 from fivefold.convert.target import Progress, free_target, streamed
 from fivefold.families.read import load_shape
 
@@ -53,13 +54,13 @@ def convert_fp8(
         checked_source(shape, weights)
         tensors = tensor_specs(shape, dtype)
         save_hf(target, streamed(weights, tensors, progress), folder, tensors=tensors)
-    return Converted(shape, len(tensors))
+        return Converted(shape, len(tensors), left_out(further_layers=has_further_layers(stored, shape)))
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
-    config = stated if isinstance(stated, dict) else {}
-    block = config.get("weight_block_size")
+    config: dict[str, Any] = stated if isinstance(stated, dict) else {}
+    block: Any = config.get("weight_block_size")
     is_size = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     if config.get("quant_method") != "fp8" or not is_size:
         raise ValueError(

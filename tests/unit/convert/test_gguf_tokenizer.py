@@ -68,6 +68,18 @@ def test_texts_are_surrounded_as_the_file_says(
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [ab]
 
 
+def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does() -> None:
+    ab, keys = VOCABULARY["ab"], gguf.Keys.Tokenizer
+    for splitting, expected in (("llama-bpe", [1, ab]), ("qwen2", [ab])):
+        metadata = tokenizer_metadata(splitting)
+        del metadata[keys.ADD_BOS]
+        assert build_tokenizer(metadata).encode("ab").ids == expected
+        del metadata[keys.BOS_ID]
+        assert build_tokenizer(metadata).encode("ab").ids == [ab]
+        with pytest.raises(ValueError, match="add_bos_token is true, but the file has no"):
+            build_tokenizer({**metadata, keys.ADD_BOS: True})
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=st.one_of(st.sampled_from("ab c123'sS+\n\té²½é"), st.characters(codec="utf-8"))))
 @pytest.mark.parametrize(("splitting", "reference_class"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer)])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_gguf import TinyModel, save_tiny_model, tiny_config
-from transformers import Glm4MoeConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.dcp_folder import DCPFolder
@@ -54,18 +54,63 @@ def test_there_and_back_is_bit_for_bit_the_same(family: str, tiny_model: MakeMod
     assert load_shape(tmp_path / "hf") == replace(load_shape(model.folder), name="hf")
 
 
-def test_offsets_of_routers_stay_float32_in_a_model_of_bfloat16(tmp_path: Path) -> None:
+@pytest.fixture
+def glm(tmp_path: Path) -> TinyModel:
+    """A model with a dense layer and one of experts whose routers have offsets."""
     config = Glm4MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, num_experts_per_tok=2,
     )  # fmt: skip
-    model = save_tiny_model(tmp_path / "glm", config)
+    return save_tiny_model(tmp_path / "glm", config)
+
+
+def test_layers_for_multi_token_prediction_are_left_out_and_named(glm: TinyModel, tmp_path: Path) -> None:
+    further = {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
+    save_file(glm.weights | further, glm.folder / "model.safetensors", {"format": "pt"})
+    assert json.loads((glm.folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    there = fivefold("convert", glm.folder, "--to", "torch_dist", "-o", tmp_path / "mcore")
+    assert "Not converted: layers for multi-token prediction" in there.output
+    assert json.loads((tmp_path / "mcore" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert "Not converted" not in fivefold("convert", tmp_path / "mcore", "-o", tmp_path / "hf").output
+
+
+def test_layers_for_multi_token_prediction_of_megatron_core_are_left_out_and_named(
+    glm: TinyModel, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = CheckpointFiles.finish
+
+    def with_further(files: CheckpointFiles) -> None:
+        files.add("mtp.layers.0.eh_proj.weight", (4, 8), (0, 0), torch.ones(4, 8))
+        finish(files)
+
+    monkeypatch.setattr(CheckpointFiles, "finish", with_further)
+    convert_to_torch_dist(glm.folder, tmp_path / "mcore")
+    back = convert_from_torch_dist(tmp_path / "mcore", tmp_path / "hf")
+    assert back.left_out == "layers for multi-token prediction"
+    with pytest.raises(ValueError, match=r"Tensors that no parameter uses \(1\):\n +mtp\.layers\.0\.eh_proj"):
+        convert_to_torch_dist(tiny_model("qwen3").folder, tmp_path / "other")
+
+
+def test_positions_that_megatron_core_would_compute_otherwise_are_refused(tmp_path: Path) -> None:
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4,
+        num_hidden_layers=1, kv_lora_rank=8, q_lora_rank=None, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4,
+        rope_interleave=False,
+    )  # fmt: skip
+    model = save_tiny_model(tmp_path / "halves", config)
+    with pytest.raises(ValueError, match="rope_interleave=false is not supported in torch_dist"):
+        convert_to_torch_dist(model.folder, tmp_path / "mcore")
+    with pytest.raises(ValueError, match="rope_interleave=false is not supported in torch_dist"):
+        MegatronWeights(tmp_path / "mcore", load_shape(model.folder))
+
+
+def test_offsets_of_routers_stay_float32_in_a_model_of_bfloat16(glm: TinyModel, tmp_path: Path) -> None:
     offsets = "model.layers.1.mlp.gate.e_score_correction_bias"
-    weights = model.weights | {offsets: torch.rand(4) + 1 / 3}
-    save_file(weights, model.folder / "model.safetensors", {"format": "pt"})
-    convert_to_torch_dist(model.folder, tmp_path / "rounded", dtype=torch.bfloat16)
+    weights = glm.weights | {offsets: torch.rand(4) + 1 / 3}
+    save_file(weights, glm.folder / "model.safetensors", {"format": "pt"})
+    convert_to_torch_dist(glm.folder, tmp_path / "rounded", dtype=torch.bfloat16)
     convert_from_torch_dist(tmp_path / "rounded", tmp_path / "there")
-    convert_to_torch_dist(model.folder, tmp_path / "exact")
+    convert_to_torch_dist(glm.folder, tmp_path / "exact")
     convert_from_torch_dist(tmp_path / "exact", tmp_path / "back", dtype=torch.bfloat16)
     for folder in ("there", "back"):
         converted = load_file(tmp_path / folder / "model.safetensors")
