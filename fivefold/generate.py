@@ -52,7 +52,7 @@ def generate(
     tokenizer = load_tokenizer(resolve_model_path(model))
     rows = DatasetConfig(path=model, apply_chat_template=chat)
     token_ids = [
-        render(prompt, rows, tokenizer, f"prompt {number}")[1] for number, prompt in enumerate(prompts, start=1)
+        render(prompt, rows, tokenizer, f"prompt {number}").token_ids for number, prompt in enumerate(prompts, start=1)
     ]
     folder = resolve_model_folder(model)
     _check_weights(folder)

@@ -94,6 +94,16 @@ def _judged_by(prompt: Prompt) -> str:
     return json.dumps([prompt.ground_truth, prompt.data_source, prompt.extra_info], sort_keys=True, default=str)
 
 
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt as the model sees it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    has_special_tokens: bool
+    """Whether `text` itself has the special tokens, which the tokenizer otherwise puts around it."""
+
+
 def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
     """Read, render and tokenize a data set; prompts that are too long are dropped and counted.
 
@@ -108,13 +118,13 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     prompts: list[Prompt] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        text, token_ids = render(row[config.prompt_key], config, tokenizer, where, config.max_length)
-        if len(token_ids) <= config.max_length:
+        rendered = render(row[config.prompt_key], config, tokenizer, where, config.max_length)
+        if len(rendered.token_ids) <= config.max_length:
             prompts.append(
                 Prompt(
                     index=len(prompts),
-                    text=text,
-                    token_ids=token_ids,
+                    text=rendered.text,
+                    token_ids=rendered.token_ids,
                     ground_truth=_ground_truth(row, config, where),
                     data_source=_typed(row, "data_source", "", where),
                     extra_info=_typed(row, "extra_info", {}, where),
@@ -130,7 +140,7 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
 
 def render(
     prompt: Any, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, where: str, at_most: int | None = None
-) -> tuple[str, tuple[int, ...]]:
+) -> RenderedPrompt:
     """Return a prompt as the model sees it, and its tokens.
 
     Args:
@@ -159,19 +169,18 @@ def render(
         )
     if is_chat or config.apply_chat_template:
         text = render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
-        # The chat template writes the special tokens.
-        token_ids = tokenize(text, tokenizer, add_special_tokens=False, at_most=at_most, where=where)
+        has_special_tokens = True  # the chat template writes them
     else:
         text = prompt
         # A text that was rendered before has its special tokens; the tokenizer would put a second one in front.
-        is_rendered = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
-        token_ids = tokenize(text, tokenizer, add_special_tokens=not is_rendered, at_most=at_most, where=where)
+        has_special_tokens = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
+    token_ids = tokenize(text, tokenizer, add_special_tokens=not has_special_tokens, at_most=at_most, where=where)
+    if not has_special_tokens and token_ids[-1:] == [tokenizer.eos_token_id]:
         # Some tokenizers end every text with the end token, after which no completion must start.
-        if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
-            token_ids = token_ids[:-1]
+        token_ids = token_ids if text.endswith(str(tokenizer.eos_token)) else token_ids[:-1]
     if not token_ids:
         raise ValueError(f"{where}: {config.prompt_key!r} has no tokens; a prompt needs at least one")
-    return text, tuple(token_ids)
+    return RenderedPrompt(text, tuple(token_ids), has_special_tokens)
 
 
 def read_messages(prompt: Any) -> Any:

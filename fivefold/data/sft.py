@@ -128,28 +128,48 @@ class Answers:
         self._messages = [{"role": "user", "content": prompt}] if as_chat and isinstance(prompt, str) else prompt
         self._config, self._tokenizer, self._where = config, tokenizer, where
         self._end = end_token(tokenizer)
-        self._text, self._ids = render(self._messages, config, tokenizer, where, config.max_length)
+        self._prompt = render(self._messages, config, tokenizer, where, config.max_length)
 
     def tokenized(self, answer: Any, key: str) -> SFTExample:
         """Return the prompt with an answer, which one end-of-sequence token ends, also where its text has that."""
         text = self._rendered(answer, key) if is_chat(answer) else answer
         if not isinstance(text, str):
             raise ValueError(f"{self._where}: {key!r} must be a text or a list of chat messages, not {answer!r:.200}")
-        learned = tokenize(
-            text, self._tokenizer, add_special_tokens=False, at_most=self._config.max_length, where=self._where
-        )
+        learned = self._behind_prompt(text)
         is_ended = learned[-1:] == [self._end]
-        return SFTExample(self._ids, tuple(learned) if is_ended else (*learned, self._end))
+        return SFTExample(self._prompt.token_ids, tuple(learned) if is_ended else (*learned, self._end))
+
+    def _behind_prompt(self, text: str) -> list[int]:
+        """Return the tokens of an answer as they are behind the prompt.
+
+        They may differ from those of the text alone, to which tokenizers such as Llama 2's add a space in front. If the
+        end of the prompt and the beginning of the answer would become one token, they are those of the text alone.
+        """
+        prompt = self._prompt
+        whole = self._tokenized(prompt.text + text, add_special_tokens=not prompt.has_special_tokens)
+        n = len(prompt.token_ids)
+        if tuple(whole[:n]) == prompt.token_ids:
+            return whole[n:]
+        return self._tokenized(text, add_special_tokens=False)
+
+    def _tokenized(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return tokenize(
+            text,
+            self._tokenizer,
+            add_special_tokens=add_special_tokens,
+            at_most=self._config.max_length,
+            where=self._where,
+        )
 
     def _rendered(self, answer: list[Any], key: str) -> str:
         """Return the text that an answer's messages add to the prompt's, without the end token behind it."""
         whole = render_chat([*self._messages, *answer], self._tokenizer, self._where, is_prompt=False)
-        if not whole.startswith(self._text):
+        if not whole.startswith(self._prompt.text):
             raise ValueError(
                 f"{self._where}: with {key!r} the chat template of {self._tokenizer.name_or_path!r} writes the "
                 "prompt's messages in another way than without, so nothing tells the answer from the prompt: give texts"
             )
-        text = whole.removeprefix(self._text)
+        text = whole.removeprefix(self._prompt.text)
         end = str(self._tokenizer.eos_token)
         return text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
 

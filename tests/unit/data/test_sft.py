@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Regex
+from tokenizers.normalizers import Prepend
+from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from fivefold.config.schema.data import SFTDatasetConfig
@@ -42,6 +45,25 @@ def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedToken
     assert load_sft(config(write_jsonl(pair)), tokenizer).examples == (first,)
     with pytest.raises(ValueError, match="prompt_key=a has no effect with messages_key=talk"):
         config("unused", messages_key="talk", prompt_key="a")
+
+
+@pytest.mark.parametrize("response", ["yo", " yo", ""])
+def test_a_response_has_the_tokens_that_it_has_behind_its_prompt(write_jsonl: Write, response: str) -> None:
+    """Llama 2's tokenizer puts a space before every text, which the answer to a prompt has not."""
+    spacing = build_tokenizer("<s> $A")
+    spacing.backend_tokenizer.normalizer = Prepend(" ")
+    (example,) = load_sft(config(write_jsonl([{"prompt": "a", "response": response}])), spacing).examples
+    assert [*example.prompt_ids, *example.response_ids] == [*spacing("a" + response)["input_ids"], VOCAB["</s>"]]
+    assert example.prompt_ids == tuple(VOCAB[token] for token in ("<s>", " ", "a"))
+    assert example.response_ids == tuple(VOCAB[token] for token in (*response, "</s>"))
+
+
+def test_a_response_that_would_share_a_token_with_its_prompt_has_its_own_tokens(write_jsonl: Write) -> None:
+    merging = build_tokenizer("<s> $A")
+    merging.backend_tokenizer.pre_tokenizer = Split(Regex("=2|."), "isolated")
+    (example,) = load_sft(config(write_jsonl(ROWS[:1])), merging).examples
+    assert example.prompt_ids == tuple(VOCAB[token] for token in ("<s>", *"1+1="))
+    assert example.response_ids == (VOCAB["2"], VOCAB["</s>"])
 
 
 def test_a_response_that_has_its_end_token_gets_no_second_one(
