@@ -16,6 +16,7 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
+from fivefold.engine.scoring import N_APPENDED
 from fivefold.experience.samples import accuracy, judge, sample_metrics
 from fivefold.families.check import layout_problems, replica_problems, sampling_problems, server_problems
 from fivefold.families.read import load_shape
@@ -30,7 +31,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.launch import replica_spec
-from fivefold.roles.launch_frozen import check_frozen, launch_frozen
+from fivefold.roles.launch_frozen import check_frozen, frozen_shape, launch_frozen
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_followers import launch_followers, rollout_role
@@ -102,6 +103,25 @@ class Evaluator:
         )
 
 
+def check_judged(
+    shape: ModelShape, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> None:
+    """Refuse requests whose answers the reward model cannot score.
+
+    Args:
+        shape: the reward model.
+        tokenizer: the actor's tokenizer.
+        prompts: the prompts.
+        sampling: options of the completions.
+
+    Raises:
+        ValueError: a tokenizer without an end-of-sequence token, or completions that could exceed the model's
+            positions.
+    """
+    end_token(tokenizer)
+    check_requests(shape, prompts, sampling, model="reward model", n_appended=N_APPENDED)
+
+
 def check_requests(
     shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams, *, model: str = "model", n_appended: int = 0
 ) -> None:
@@ -134,7 +154,8 @@ def evaluate(
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, its actor starts from a
-            Megatron-Core checkpoint, or the model's weight files are broken or of another model.
+            Megatron-Core checkpoint, the model's weight files are broken or of another model, or the prompts and their
+            completions are too long for a model.
         RunFailed: a worker or the reward failed.
     """
     if model is None and (checkpoint := recipe.actor.megatron.dist_checkpointing_path) is not None:
@@ -155,6 +176,8 @@ def evaluate(
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)
+    if recipe.reward.model is not None:
+        check_judged(frozen_shape(recipe, "reward"), tokenizer, evaluator.data.prompts, evaluator.sampling)
     status = StatusLine() if status is None else status
     timers = PhaseTimers(on_change=status.enter)
     # A failure leaves the folder, because its message names a log file in it, until the next evaluation.

@@ -6,7 +6,7 @@ for something that could have been told at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from fivefold.config.paths import resolve_model_path
@@ -57,7 +57,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
     shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
     problems += replica_problems(placement)
-    problems += [*engine_problems(recipe), *recipe_problems(recipe, shape, others)]
+    problems += [*engine_problems(recipe), *_profile_problems(recipe, layouts), *recipe_problems(recipe, shape, others)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
@@ -105,7 +105,11 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[str]:
             yield from fsdp_problems(ROLE_SECTIONS[role.role], section.fsdp, role)
 
 
-def _profile_problems(recipe: Recipe, actor: ParallelLayout) -> Iterator[str]:
-    strays = [rank for rank in recipe.profile.ranks if rank >= actor.world_size]
+def _profile_problems(recipe: Recipe, layouts: Mapping[str, ParallelLayout]) -> Iterator[str]:
+    """Yield a line if a rank is to be recorded that no model that is trained has."""
+    ranks = {role: layouts[role].world_size for role in ("actor", "critic") if role in layouts}
+    most = max(ranks.values())
+    strays = [rank for rank in recipe.profile.ranks if rank >= most]
     if recipe.profile.steps and strays:
-        yield f"profile.ranks has {strays[0]}, and the actor's ranks are 0 to {actor.world_size - 1}: remove it"
+        last = " and ".join(f"{size - 1} of the {role}" for role, size in ranks.items())
+        yield f"profile.ranks has {strays[0]}, but the last rank is {last}: leave it out"

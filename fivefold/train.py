@@ -26,8 +26,7 @@ from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
 from fivefold.engine.contract import OFFLOADABLE
-from fivefold.engine.scoring import N_APPENDED
-from fivefold.evaluate import Evaluator, check_requests
+from fivefold.evaluate import Evaluator, check_judged, check_requests
 from fivefold.experience.idle import idle_shares
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
 from fivefold.experience.source import Experience, Source
@@ -153,8 +152,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
     rewards.check_sources(prompts)
     check_requests(ground.shape, prompts, sampling)
     if recipe.reward.model is not None:
-        end_token(ground.tokenizer)
-        check_requests(ground.others["reward"], prompts, sampling, model="reward model", n_appended=N_APPENDED)
+        check_judged(ground.others["reward"], ground.tokenizer, prompts, sampling)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     check_methods(recipe, data.prompts)
     return TrainSetup(

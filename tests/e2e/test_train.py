@@ -21,6 +21,7 @@ from fivefold.rollout.servers import command
 from fivefold.train import set_up
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import README, as_listed, listed_metrics, shell_commands
+from tests.e2e.reward_models import write_reward_model
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
@@ -213,6 +214,19 @@ def test_an_evaluation_that_cannot_work_is_refused_before_a_process_starts(overr
     overrides = ["rollout.backend=transformers:d2", override]
     with pytest.raises(ValueError, match=expected):
         evaluate(load_recipe(QUICKSTART, overrides, TrainRecipe))
+
+
+@pytest.mark.parametrize("run", [set_up, evaluate])
+def test_completions_that_a_reward_model_cannot_read_are_refused(
+    run: Callable[[TrainRecipe], object], tmp_path: Path
+) -> None:
+    """A prompt of 12 tokens with its completion has the actor's 512, and an end token is behind it."""
+    rewards = {"right": {"fn": "exact_match"}, "liked": {"fn": "model"}}
+    reward = {"rewards": rewards, "model": {"path": str(write_reward_model(tmp_path)), "colocate": False}}
+    overrides = [f"reward={json.dumps(reward)}", "rollout.backend=transformers:d1", "gconfig.max_new_tokens=500"]
+    recipe = load_recipe(QUICKSTART, overrides, TrainRecipe)
+    with pytest.raises(ValueError, match="make 514 tokens, but the reward model has 512 positions"):
+        run(recipe)
 
 
 def no_package(name: str) -> None:

@@ -256,6 +256,18 @@ def test_a_reference_that_follows_the_actor_has_its_shape() -> None:
         check_recipe(asked, MOE, {"ref": DENSE})
 
 
+def test_only_ranks_of_trained_models_are_recorded() -> None:
+    actor, profile = {"path": "m", "backend": "megatron:d2"}, {"steps": [1], "ranks": [0, 3]}
+    critic = {"path": "c", "backend": "megatron:d4", "colocate": False}
+    ppo = {"critic": critic, "actor": {**actor, "advantage": "gae"}, "rollout": {"backend": "vllm:d1t2"}}
+    with pytest.raises(RecipeError, match=r"profile\.ranks has 3, but the last rank is 1 of the actor"):
+        check_recipe(recipe(actor=actor, profile=profile), MOE)
+    check_recipe(recipe(actor=actor, profile={**profile, "steps": []}), MOE)
+    check_recipe(recipe(profile=profile, **ppo), MOE)
+    with pytest.raises(RecipeError, match="the last rank is 1 of the actor and 3 of the critic"):
+        check_recipe(recipe(profile={**profile, "ranks": [4]}, **ppo), MOE)
+
+
 def test_recipes_of_fine_tuning_are_checked() -> None:
     values = {
         "experiment_name": "check",
