@@ -36,9 +36,20 @@ class LabelledAnswers:
     n_appended = 0
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Labelled], Examples[Labelled] | None]:
-        """Read answers with labels."""
-        train, valid = self.recipe.train_dataset, self.recipe.valid_dataset
-        return load_labelled(train, tokenizer), None if valid is None else load_labelled(valid, tokenizer)
+        """Read answers with labels.
+
+        Raises:
+            ValueError: one held-out answer alone, too.
+        """
+        recipe = self.recipe
+        train = load_labelled(recipe.train_dataset, tokenizer)
+        valid = None if recipe.valid_dataset is None else load_labelled(recipe.valid_dataset, tokenizer)
+        if valid is not None and len(valid) < 2:
+            raise ValueError(
+                "actor.loss_type=kto compares each answer with those to other prompts, and valid_dataset has one "
+                f"answer ({valid.usage}): add rows, or drop valid_dataset"
+            )
+        return train, valid
 
     def update(self, models: Models, examples: Sequence[Labelled], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on answers."""

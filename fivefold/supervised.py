@@ -138,10 +138,12 @@ class Setup(RunSetup[Item]):
 
     def facts(self) -> Mapping[str, object]:
         """Return what the banner says about this kind of run."""
+        left_over = self.sampler.n_dropped
+        unused = f"; {left_over} examples of each epoch fill no step" if left_over else ""
         return {
             "examples": self.data.usage,
             **({"held out": self.valid.usage} if self.valid else {}),
-            "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} examples",
+            "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} examples{unused}",
         }
 
     @property
@@ -199,7 +201,8 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
     saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
     profiler = StepProfiler(recipe.profile, run.folder.profile, {"actor": actor})
     peak = known_peak(recipe.cluster, actor.device_names(), run.screen.note)
-    speed = SupervisedSpeed(recipe, setup.ground.placement, setup.ground.shape, peak)
+    ground = setup.ground
+    speed = SupervisedSpeed(recipe, ground.placement, ground.shape, ground.others, peak)
     guard = SkipGuard()
     guard.in_a_row = state.skips_in_a_row
     with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:

@@ -26,11 +26,15 @@ from fivefold.config.schema.data import DPORowsConfig, PreferenceRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
 from fivefold.data.rows import load_rows, require_column
-from fivefold.data.sft import Answers, SFTExample, is_chat
+from fivefold.data.sft import Answers, SFTExample, is_chat, read_answer
 from fivefold.types import Columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+"""What the values of a CSV file, which are texts, say as labels."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +112,23 @@ def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> 
     labelled: list[Labelled] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        label = row[config.label_key]
-        if label not in (0, 1):
-            raise ValueError(f"{where}: {config.label_key!r} must be true or false, not {label!r:.200}")
-        prompt, answer = row[config.prompt_key], row[config.response_key]
+        is_desirable = _label(row[config.label_key], config.label_key, where)
+        prompt, answer = row[config.prompt_key], read_answer(row[config.response_key], config)
         example = Answers(prompt, config, tokenizer, where, as_chat=is_chat(answer)).tokenized(
             answer, config.response_key
         )
         if example.n_tokens <= config.max_length:
-            labelled.append(Labelled(example, bool(label)))
+            labelled.append(Labelled(example, is_desirable))
     require_examples(labelled, len(rows), config.path, config.max_length)
     return Examples(tuple(labelled), n_rows=len(rows), n_too_long=len(rows) - len(labelled))
+
+
+def _label(label: Any, key: str, where: str) -> bool:
+    """Return whether a label says that its answer is desirable."""
+    value = _LABELS.get(label.strip().lower()) if isinstance(label, str) else label
+    if value not in (0, 1):
+        raise ValueError(f"{where}: {key!r} must be true or false, not {label!r:.200}")
+    return bool(value)
 
 
 def score_columns(examples: Sequence[SFTExample]) -> Columns:
@@ -142,13 +152,19 @@ def _refuse_answers(config: PreferenceRowsConfig) -> None:
 
 
 def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> Pair:
-    chosen, rejected = row[config.chosen_key], row[config.rejected_key]
+    chosen, rejected = (read_answer(row[key], config) for key in (config.chosen_key, config.rejected_key))
     if is_chat(chosen) != is_chat(rejected):
         raise ValueError(
             f"{where}: {config.chosen_key!r} and {config.rejected_key!r} must both be texts, or both lists of messages"
         )
     prompt = row.get(config.prompt_key)
-    if is_chat(chosen) and _is_conversation(chosen) and _is_conversation(rejected):
+    is_whole, is_other_whole = (is_chat(answer) and _is_conversation(answer) for answer in (chosen, rejected))
+    if is_whole != is_other_whole:
+        raise ValueError(
+            f"{where}: one of {config.chosen_key!r} and {config.rejected_key!r} is a whole conversation, and the other "
+            "an answer alone: write both in one form"
+        )
+    if is_whole:
         n = _n_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
         if not prompt or not chosen or not rejected:
@@ -157,9 +173,12 @@ def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizer
                 "same messages, the prompt, and each must go on with another answer: change them, or drop the row"
             )
     elif prompt is None:
+        lacks = (
+            f": {config.prompt_key!r} is null" if config.prompt_key in row else f" has no column {config.prompt_key!r}"
+        )
         raise ValueError(
-            f"{where} has no column {config.prompt_key!r}, which prompt_key asks for unless {config.chosen_key!r} and "
-            f"{config.rejected_key!r} are whole conversations; its columns are {sorted(row)}: set prompt_key"
+            f"{where}{lacks}, which prompt_key asks for unless {config.chosen_key!r} and {config.rejected_key!r} are "
+            f"whole conversations; its columns are {sorted(row)}: set prompt_key, or fill the row"
         )
     answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(chosen))
     return Pair(answers.tokenized(chosen, config.chosen_key), answers.tokenized(rejected, config.rejected_key))

@@ -84,7 +84,7 @@ def _parts(row: Row, config: SFTRowsConfig, where: str) -> tuple[Any, Any]:
         ValueError: a conversation that does not end with an answer.
     """
     if config.messages_key is None:
-        return row[config.prompt_key], row[config.response_key]
+        return row[config.prompt_key], read_answer(row[config.response_key], config)
     messages = read_messages(row[config.messages_key])
     last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
@@ -104,6 +104,11 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token: set its eos_token")
     return int(tokenizer.eos_token_id)
+
+
+def read_answer(answer: Any, config: RowsConfig) -> Any:
+    """Return the chat messages that an answer holds as a text of JSON, under the rule of prompts; else `answer`."""
+    return answer if config.apply_chat_template is False else read_messages(answer)
 
 
 def is_chat(answer: Any) -> bool:

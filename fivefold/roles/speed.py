@@ -97,14 +97,19 @@ class SupervisedSpeed:
     """Turns the seconds of a step of supervised training into metrics of speed."""
 
     def __init__(
-        self, recipe: SFTRecipe | DPORecipe | RMRecipe, placement: Placement, shape: ModelShape, peak: float | None
+        self,
+        recipe: SFTRecipe | DPORecipe | RMRecipe,
+        placement: Placement,
+        shape: ModelShape,
+        others: Mapping[str, ModelShape],
+        peak: float | None,
     ) -> None:
         """Take what the run knows before its first step; see `StepSpeed`."""
         self._peak = peak
         shape = shape.as_reward_model() if isinstance(recipe, RMRecipe) else shape
         beside = placement["ref" if "ref" in placement else "actor"].layout
         self._actor = _Model(shape, placement["actor"].layout, recipe.actor, epochs=1)
-        self._reference = _Model(shape, beside, recipe.actor, epochs=1)
+        self._reference = _Model(others.get("ref", shape), beside, recipe.actor, epochs=1)
 
     def metrics(self, trained: RemoteBatch, scored: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step.

@@ -80,7 +80,8 @@ class SFTRowsConfig(RowsConfig):
     """Prompts, each with the response to learn."""
 
     response_key: str = "response"
-    """Column of the response, a text or a list of chat messages; the end-of-sequence token is appended to it."""
+    """Column of the response, a text or a list of chat messages, also as a text of JSON; the end-of-sequence token is
+    appended to it."""
     messages_key: str | None = None
     """Column of whole conversations, whose last message is the response and all before it the prompt; null: prompt and
     response have columns of their own."""
@@ -143,7 +144,8 @@ class PreferenceRowsConfig(RowsConfig):
     """Pairs of answers to a prompt, of which one was preferred (docs/preferences.md)."""
 
     chosen_key: str = "chosen"
-    """Column of the preferred answer: a text, or a list of chat messages, with or without those of the prompt."""
+    """Column of the preferred answer: a text, or a list of chat messages, with or without those of the prompt, also as
+    a text of JSON."""
     rejected_key: str = "rejected"
     """Column of the other answer, in the same form."""
     max_length: Positive = 1024
@@ -161,8 +163,8 @@ class DPORowsConfig(PreferenceRowsConfig):
     response_key: str = "response"
     """Column of a single answer, with `label_key`."""
     label_key: str | None = None
-    """Column that says whether a single answer is desirable, true or false, for `actor.loss_type: kto`; null: rows are
-    pairs."""
+    """Column that says whether a single answer is desirable, true or false (1 or 0), for `actor.loss_type: kto`; null:
+    rows are pairs."""
 
 
 class DPODatasetConfig(DPORowsConfig, BatchesConfig):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from fivefold.config.schema.data import DPODatasetConfig, DPORowsConfig, PreferenceDatasetConfig, PreferenceRowsConfig
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.roles import FrozenReferenceConfig
-from fivefold.config.schema.run import RunConfig
+from fivefold.config.schema.supervised import SupervisedConfig
 
 
 class DPOModelConfig(EngineConfig):
@@ -47,7 +47,7 @@ class DPOModelConfig(EngineConfig):
         return self
 
 
-class DPORecipe(RunConfig):
+class DPORecipe(SupervisedConfig):
     """A recipe of `fivefold dpo`: training on preferences, without a reward model (docs/preferences.md)."""
 
     actor: DPOModelConfig
@@ -80,7 +80,7 @@ class RMModelConfig(EngineConfig):
     """Weight of the squared sum of a pair's two scores, which keeps scores around 0 (Eisenstein et al. 2023)."""
 
 
-class RMRecipe(RunConfig):
+class RMRecipe(SupervisedConfig):
     """A recipe of `fivefold rm`: a Bradley-Terry reward model (docs/preferences.md)."""
 
     actor: RMModelConfig

@@ -79,7 +79,7 @@ TrackerName = Literal["tensorboard"] | PackagedTracker
 
 
 class StatsConfig(Section):
-    """Records of every step, besides its metrics."""
+    """Records of every step, besides its metrics; those of completions are for `fivefold train` alone."""
 
     trackers: list[TrackerName] = ["tensorboard"]
     """Where every step's metrics go besides `metrics.jsonl`. `tensorboard`: events in the run's folder. `wandb`,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fivefold.config.schema.data import SFTDatasetConfig, SFTRowsConfig
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
-from fivefold.config.schema.run import RunConfig
+from fivefold.config.schema.supervised import SupervisedConfig
 
 
 class SFTModelConfig(EngineConfig):
@@ -13,7 +13,7 @@ class SFTModelConfig(EngineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
-class SFTRecipe(RunConfig):
+class SFTRecipe(SupervisedConfig):
     """A recipe of `fivefold sft`: supervised fine-tuning, with the loss on the response tokens."""
 
     actor: SFTModelConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,10 @@ def test_answers_in_texts_follow_the_prompt_and_end(tokenizer: PreTrainedTokeniz
         {"prompt": "hi", "chosen": [answer("yes")], "rejected": [answer("no")]},
         {"chosen": [USER, answer("yes")], "rejected": [USER, answer("no")]},
         {"prompt": "hi", "chosen": [USER, answer("yes")], "rejected": [USER, answer("no")]},
+        {"prompt": "hi", "chosen": json.dumps([answer("yes")]), "rejected": json.dumps([answer("no")])},
+        {"chosen": json.dumps([USER, answer("yes")]), "rejected": json.dumps([USER, answer("no")])},
     ],
-    ids=["messages", "a text and messages", "conversations", "conversations beside their prompt"],
+    ids=["messages", "a text and messages", "conversations", "conversations beside their prompt", "JSON", "JSON whole"],
 )
 def test_chat_messages_are_rendered_whole_and_split_behind_the_prompt(
     tokenizer: PreTrainedTokenizerFast, write_jsonl: Write, row: dict[str, Any]
@@ -95,7 +98,13 @@ def test_a_pair_with_one_answer_that_is_too_long_is_dropped(
     [
         ({"prompt": "a", "chosen": "b"}, {}, "no column 'rejected', which rejected_key asks for"),
         ({"chosen": "b", "rejected": "c"}, {}, "no column 'prompt', which prompt_key asks for unless"),
+        ({"prompt": None, "chosen": "b", "rejected": "c"}, {}, ": 'prompt' is null, which prompt_key asks for unless"),
         ({"prompt": "a", "chosen": "b", "rejected": [answer("c")]}, {}, "must both be texts, or both lists"),
+        (
+            {"prompt": "a", "chosen": [USER, answer("b")], "rejected": [answer("c")]},
+            {},
+            "one of 'chosen' and 'rejected' is a whole conversation, and the other an answer alone",
+        ),
         (
             {"prompt": "a", "chosen": 1, "rejected": "c"},
             {},
@@ -126,6 +135,14 @@ def test_answers_have_labels_or_come_from_pairs(tokenizer: PreTrainedTokenizerFa
     swapped = [{**row, "label": not row["label"]} for row in rows]
     other = load_labelled(labelled(write_jsonl(swapped, "swapped.jsonl"), label_key="label"), tokenizer)
     assert other.fingerprint() != single.fingerprint()
+    messages = [{**row, "response": json.dumps([answer(str(row["response"]))])} for row in rows]
+    in_json = load_labelled(labelled(write_jsonl(messages, "messages.jsonl"), label_key="label"), tokenizer)
+    assert [each.answer.response_ids for each in in_json.examples] == [ids("2", "</s>"), ids(*"30", "</s>")]
+    assert in_json.examples[0].answer.prompt_ids == ids("<|user|>", *"1+1=", "<|assistant|>")
+    for texts in (("True", "False"), ("1", "0")):
+        written = [{**row, "label": text} for row, text in zip(rows, texts, strict=True)]
+        csv = load_labelled(labelled(write_jsonl(written, "texts.jsonl"), label_key="label"), tokenizer)
+        assert csv.examples == single.examples
     rows[0]["label"] = "good"
     with pytest.raises(ValueError, match="'label' must be true or false, not 'good'"):
         load_labelled(labelled(write_jsonl(rows), label_key="label"), tokenizer)

@@ -43,6 +43,8 @@ def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedToken
     assert [VOCAB["<|user|>"] for _ in range(2)] == [id_ for id_ in second.prompt_ids if id_ == VOCAB["<|user|>"]]
     pair = [{"prompt": [USER], "response": [ANSWER]}]
     assert load_sft(config(write_jsonl(pair)), tokenizer).examples == (first,)
+    in_json = [{"prompt": "hi", "response": json.dumps([ANSWER])}]
+    assert load_sft(config(write_jsonl(in_json)), tokenizer).examples == (first,)
     with pytest.raises(ValueError, match="prompt_key=a has no effect with messages_key=talk"):
         config("unused", messages_key="talk", prompt_key="a")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,11 +95,16 @@ def test_supervised_training_counts_the_passes_that_it_makes() -> None:
     recipe = load_recipe(QUICKSTART.with_name("quickstart-dpo.yaml"), ["actor.loss_type=kto"], DPORecipe)
     shape, placement = find_shape(recipe.actor.path), place(recipe)
     scored = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
-    speed = SupervisedSpeed(recipe, placement, shape, peak=1e12)
-    metrics = speed.metrics(scored.select([0]), scored, {"train": 2.0, "scores": 1.0, "reference": 0.5})
+    seconds = {"train": 2.0, "scores": 1.0, "reference": 0.5}
+    speed = SupervisedSpeed(recipe, placement, shape, {}, peak=1e12)
+    metrics = speed.metrics(scored.select([0]), scored, seconds)
     ranks = placement["actor"].layout.world_size
     assert metrics["tokens_per_second"] == 20.0
     assert metrics["train/tflops_per_device"] == metrics["mfu/train"]
     assert metrics["mfu/train"] == pytest.approx(training_flops(shape, [40], 8) / 2 / ranks / 1e12)
     assert metrics["mfu/scores"] == pytest.approx(training_flops(shape, [40, 20], 12) / 3 / ranks / 1e12)
     assert metrics["mfu/reference"] == pytest.approx(2 * metrics["mfu/scores"])
+    larger = replace(shape, n_layers=2 * shape.n_layers, moe_layers=2 * shape.moe_layers)
+    other = SupervisedSpeed(recipe, placement, shape, {"ref": larger}, peak=1e12)
+    metrics |= {"mfu/reference": training_flops(larger, [40, 20], 12) / 3 / 0.5 / ranks / 1e12}
+    assert other.metrics(scored.select([0]), scored, seconds) == pytest.approx(metrics)

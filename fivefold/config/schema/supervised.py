@@ -1,0 +1,29 @@
+"""What the recipes of `fivefold sft`, `dpo` and `rm` share: they learn from given answers, and sample none."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from fivefold.config.schema.run import RunConfig, StatsConfig
+
+
+class SupervisedConfig(RunConfig):
+    """The keys of every recipe of supervised training."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> SupervisedConfig:
+        default = StatsConfig()
+        for name in ("n_logged_samples", "logged_tokens", "shown_samples_freq_steps"):
+            if getattr(self.stats, name) != getattr(default, name):
+                raise ValueError(f"stats.{name} is about completions, and this run samples none: drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_best(self) -> SupervisedConfig:
+        best = self.recover.keep_best
+        if best is not None and best.startswith("eval/"):
+            raise ValueError(
+                f"recover.keep_best={best} is measured after the last step alone, so it compares no checkpoints: name "
+                "a metric of the training steps"
+            )
+        return self

@@ -1,0 +1,64 @@
+"""What supervised runs say, and what they refuse, before a process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold.dpo import LabelledAnswers
+from fivefold.sft import FineTuning
+from fivefold.supervised import set_up
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+
+
+def test_the_banner_tells_the_examples_that_fill_no_step(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": f"{n + 1}"}) + "\n" for n in range(11)))
+    keys = [f"train_dataset.path={rows}", "valid_dataset=null", "total_train_epochs=2"]
+    said = []
+    for batch_size in (4, 11):
+        batch = f"train_dataset.batch_size={batch_size}"
+        recipe = load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, batch], SFTRecipe)
+        said.append(set_up(recipe, FineTuning(recipe)).facts()["steps"])
+    assert said == ["4 of 4 examples; 3 examples of each epoch fill no step", "2 of 11 examples"]
+
+
+def test_kto_compares_no_held_out_answer_with_itself(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "response": "2", "label": True}
+    files = [tmp_path / f"{n}.jsonl" for n in (1, 2)]
+    for n, file in enumerate(files, start=1):
+        file.write_text((json.dumps(row) + "\n") * n)
+    keys = [
+        "actor.loss_type=kto",
+        "train_dataset.batch_size=2",
+        "train_dataset.limit=4",
+        "valid_dataset.label_key=label",
+    ]
+    one, two = (
+        load_recipe(RECIPES / "quickstart-dpo.yaml", [*keys, f"valid_dataset.path={file}"], DPORecipe) for file in files
+    )
+    with pytest.raises(ValueError, match=r"valid_dataset has one answer \(1 of 1 rows\): add rows"):
+        set_up(one, LabelledAnswers(one))
+    assert set_up(two, LabelledAnswers(two)).facts()["held out"] == "2 of 2 rows"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("stats.n_logged_samples=all", "stats.n_logged_samples is about completions, and this run samples none"),
+        ("stats.logged_tokens=false", "stats.logged_tokens is about"),
+        ("stats.shown_samples_freq_steps=null", "stats.shown_samples_freq_steps is about"),
+        ("recover.keep_best=eval/accuracy", "recover.keep_best=eval/accuracy is measured after the last step alone"),
+    ],
+)
+def test_keys_without_effect_are_refused(override: str, problem: str) -> None:
+    for name, schema in (("tiny-moe-sft", SFTRecipe), ("quickstart-dpo", DPORecipe), ("quickstart-rm", RMRecipe)):
+        load_recipe(RECIPES / f"{name}.yaml", ["stats.trackers=[]", "recover.keep_best=accuracy"], schema)
+        with pytest.raises(ValueError, match=problem):
+            load_recipe(RECIPES / f"{name}.yaml", [override], schema)
