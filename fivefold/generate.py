@@ -43,12 +43,12 @@ def generate(
 
     Raises:
         ValueError: there is no prompt, a prompt has no tokens or is too long for the model, the model has no chat
-            template, or its weight files are broken or of another model.
+            template, its weight files are broken or of another model, or this machine lacks the device.
     """
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, --file PATH, or write prompts to standard input")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    place = _device(device)
+    dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     tokenizer = load_tokenizer(resolve_model_path(model))
     rows = DatasetConfig(path=model, apply_chat_template=chat)
     token_ids = [
@@ -57,12 +57,25 @@ def generate(
     folder = resolve_model_folder(model)
     _check_weights(folder)
     engine = TransformersEngine.from_path(
-        str(folder), dtype=dtype, device=device, max_batch_size=256, tokenizer_path=None, load_weights=True
+        str(folder), dtype=dtype, device=place, max_batch_size=256, tokenizer_path=None, load_weights=True
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
     completions = engine.generate(requests, SamplingParams.from_config(config))
     texts = decoded(tokenizer, [completion.token_ids.tolist() for completion in completions])
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
+
+
+def _device(name: str | None) -> torch.device:
+    """Return the device of a name; None: the GPU if there is one.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(["cuda"] if n_gpus else []), *(f"cuda:{index}" for index in range(n_gpus))]
+    if name is not None and name not in known:
+        raise ValueError(f"this machine has no device {name!r}: give one of {', '.join(known)}")
+    return torch.device(name or ("cuda" if n_gpus else "cpu"))
 
 
 def _check_weights(folder: Path) -> None:

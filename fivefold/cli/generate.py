@@ -104,7 +104,8 @@ def _lines(file: IO[str] | None) -> list[str]:
     if file is None:
         return []
     try:
-        return [line.rstrip("\n") for line in file]
+        # Programs of Windows put a byte-order mark before the first line.
+        return [line.rstrip("\n").removeprefix("\ufeff") for line in file]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.name} is not a text in UTF-8 ({error.reason}): save it as UTF-8") from error
 

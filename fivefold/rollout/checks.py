@@ -35,7 +35,7 @@ def _check_request(request: GenerationRequest, sampling: SamplingParams, config:
     if length + sampling.max_new_tokens > config.max_position_embeddings:
         raise ValueError(
             f"a prompt of {length} tokens with max_new_tokens={sampling.max_new_tokens} exceeds the model's "
-            f"{config.max_position_embeddings} positions: lower gconfig.max_new_tokens or train_dataset.max_length"
+            f"{config.max_position_embeddings} positions: lower max_new_tokens, or shorten the prompt"
         )
     if strays := [token for token in request.token_ids if not 0 <= token < vocabulary]:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +64,34 @@ def test_a_seed_gives_the_same_samples_again(model: str) -> None:
     assert [len(samples) for samples in first] == [3, 3]
     assert first == completions(model, "--n", "3", "--seed", "7")
     assert first != completions(model, "--n", "3", "--seed", "8")
+
+
+def test_the_prompts_of_a_file_are_its_lines(model: str, tmp_path: Path) -> None:
+    """Programs of Windows put a byte-order mark before the first line, and end each with two characters."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfabc\r\n\r\nx\r\n")
+    words = ["generate", "--model", model, "--file", str(file), "--max-new-tokens", str(N_TOKENS), "--json"]
+    result = CliRunner().invoke(app, [*words, "--greedy"])
+    assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == [*PROMPTS]
+    assert [json.loads(line)["completions"] for line in result.stdout.splitlines()] == completions(model, "--greedy")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--device", "cuda:99"], "this machine has no device 'cuda:99': give one of cpu"),
+        (["--device", "gpu"], "this machine has no device 'gpu'"),
+        (
+            ["--max-new-tokens", "9999"],
+            "a prompt of 3 tokens with max_new_tokens=9999 exceeds the model's 2048 positions",
+        ),
+    ],
+)
+def test_devices_and_lengths_that_do_not_exist_are_told(model: str, words: list[str], problem: str) -> None:
+    result = generate(model, *words)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+    assert "gconfig" not in result.stderr
 
 
 def test_what_cannot_be_done_is_said_in_a_line(model: str) -> None:
