@@ -29,10 +29,10 @@ class Gpu:
     """A GPU that the driver lists."""
 
     name: str
-    memory: int
-    """Size of its memory, in bytes."""
-    used: int
-    """Memory that programs hold, in bytes."""
+    memory: int | None
+    """Size of its memory, in bytes; None: nvidia-smi does not tell it, as of GPUs that share the host's memory."""
+    used: int | None
+    """Memory that programs hold, in bytes; None: nvidia-smi does not tell it, as in a container on a part of a GPU."""
     capability: tuple[int, int]
     """Compute capability, such as (9, 0)."""
     driver: str
@@ -91,10 +91,18 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """
     gpus = []
     for line in filter(None, text.splitlines()):
-        name, memory, used, capability, driver = (cell.strip() for cell in line.split(","))
-        major, minor = capability.split(".")
-        gpus.append(Gpu(name, int(memory) * MIB, int(used) * MIB, (int(major), int(minor)), driver))
+        try:
+            name, memory, used, capability, driver = (cell.strip() for cell in line.split(","))
+            major, minor = capability.split(".")
+            gpus.append(Gpu(name, _bytes(memory), _bytes(used), (int(major), int(minor)), driver))
+        except ValueError:
+            raise ValueError(f"it says {line!r} in place of the values {FIELDS}") from None
     return tuple(gpus)
+
+
+def _bytes(mebibytes: str) -> int | None:
+    """Return the bytes of a cell; None for one such as `[N/A]` or `[Insufficient Permissions]`."""
+    return None if mebibytes.startswith("[") else int(mebibytes) * MIB
 
 
 def parse_links(text: str, n: int) -> dict[Pair, str]:
@@ -136,14 +144,15 @@ def _kinds(gpus: tuple[Gpu, ...]) -> Finding:
 
 
 def _memory(gpus: tuple[Gpu, ...]) -> Finding:
-    busy = [index for index, gpu in enumerate(gpus) if gpu.used > BUSY * gpu.memory]
-    if not busy:
-        return Finding(
-            "GPU memory", "ok", f"{gib(min(gpu.memory for gpu in gpus))} each, free", "all of it can be used"
-        )
-    held = gib(max(gpus[index].used for index in busy))
-    found = f"up to {held} in use on GPU {', '.join(map(str, busy))}"
-    return Finding("GPU memory", "warning", found, "end the programs that nvidia-smi shows, or hide these GPUs")
+    known = {index: (gpu.memory, gpu.used) for index, gpu in enumerate(gpus) if gpu.memory and gpu.used is not None}
+    busy = {index: used for index, (memory, used) in known.items() if used > BUSY * memory}
+    if busy:
+        found = f"up to {gib(max(busy.values()))} in use on GPU {', '.join(map(str, busy))}"
+        return Finding("GPU memory", "warning", found, "end the programs that nvidia-smi shows, or hide these GPUs")
+    if len(known) < len(gpus):
+        return Finding("GPU memory", "ok", "nvidia-smi does not tell it", "fivefold plan says how much a recipe takes")
+    least = gib(min(memory for memory, _ in known.values()))
+    return Finding("GPU memory", "ok", f"{least} each, free", "all of it can be used")
 
 
 def _connection(gpus: Gpus) -> Finding:

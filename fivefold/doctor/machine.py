@@ -42,17 +42,19 @@ class Place:
 
 def look_at_places() -> tuple[Place, ...]:
     """Return the folders for outputs (as recipes have them by default), downloaded models and temporary files."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    setting = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
+    home = os.environ.get(setting) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return (
         _place("outputs", Path("runs"), "cluster.fileroot=FOLDER"),
-        _place("model downloads", Path(home), "HF_HOME=FOLDER"),
+        _place("model downloads", Path(home), f"{setting}=FOLDER"),
         _place("temporary files", Path(tempfile.gettempdir()), "TMPDIR=FOLDER"),
     )
 
 
 def _place(title: str, folder: Path, setting: str) -> Place:
     path = folder.expanduser().absolute()
-    while not path.is_dir():
+    # pathlib would raise an error for a folder in one that this user may not open.
+    while not os.path.isdir(path):
         path = path.parent
     return Place(title, path, shutil.disk_usage(path).free, os.access(path, os.W_OK | os.X_OK), setting)
 
@@ -84,11 +86,15 @@ def available_cores() -> float:
 
 
 def available_memory() -> int:
-    """Return the memory that this process and its children can still take, in bytes."""
+    """Return the memory that this process and its children can still take, in bytes.
+
+    A container's files in memory that have not been read lately are given up for it.
+    """
     free = psutil.virtual_memory().available
-    limit, current = CGROUP / "memory.max", CGROUP / "memory.current"
+    limit, current, statistics = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.is_file() and current.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(current.read_text()))
+        counts = dict(line.split() for line in statistics.read_text().splitlines()) if statistics.is_file() else {}
+        free = min(free, int(text) - int(current.read_text()) + int(counts.get("inactive_file", 0)))
     return max(0, free)
 
 

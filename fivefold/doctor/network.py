@@ -66,7 +66,7 @@ def check_host_name(name: str, resolvable: bool) -> Finding:
 def check_ray_address(address: str | None, *, listening: bool) -> Finding:
     """Check whether there is a Ray cluster to join."""
     join = "scheduler.type=ray joins it"
-    if address is not None:
+    if address:
         return Finding("Ray cluster", "ok", f"RAY_ADDRESS={address}", join)
     if listening:
         return Finding("Ray cluster", "ok", f"something listens on port {RAY_PORT}", join)

@@ -34,4 +34,4 @@ class WandbTracker:
         if samples:
             self._run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(samples))})
         self._run.summary.update(dict(summary))
-        self._run.finish()
+        self._run.finish(exit_code=0 if summary else 1)  # a run without a summary has not come to its end

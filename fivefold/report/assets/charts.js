@@ -59,7 +59,7 @@ const CURVES = [
   ["speed", "Load of the replicas", [/^replica_busy\//], "share"],
   ["speed", "Seconds of a step", ["seconds/step"], "s"],
 ];
-const LAYERED = /^(.*?)[\/_-]?layers?[\/_-]?(\d+)(?:[\/_-](.*))?$/i, EXPERT = /experts?[\/_-]?(\d+)$/i;
+const LAYERED = /^(?:(.*?)[\/_-])?layers?[\/_-]?(\d+)(?:[\/_-](.*))?$/i, EXPERT = /experts?[\/_-]?(\d+)$/i;
 
 function baseLayout(chart) {
   const grid = css("--grid"), faint = css("--faint");
@@ -258,7 +258,7 @@ function buildCharts() {
       plan([], parents.speed, PAGE.runs.length > 1 ? `Phases of ${run.name}` : "Phases of a step", phasesNote(run), (chart) => drawPhases(chart, run), { wide: true, canLog: false });
     }
     const groups = new Map();
-    layered.filter((name) => hasValues(run, name)).forEach((name) => { const [, before, , after] = name.match(LAYERED); const key = `${before} ${(after || "").replace(EXPERT, "").replace(/[\/_-]$/, "")}`.trim() || "layers"; groups.set(key, [...(groups.get(key) || []), name]); });
+    layered.filter((name) => hasValues(run, name)).forEach((name) => { const [, before = "", , after] = name.match(LAYERED); const key = `${before} ${(after || "").replace(EXPERT, "").replace(/[\/_-]$/, "")}`.trim() || "layers"; groups.set(key, [...(groups.get(key) || []), name]); });
     groups.forEach((names, key) => plan(names, byId("expert-charts"), PAGE.runs.length > 1 ? `${key} of ${run.name}` : key, "by layer", (chart) => drawHeat(chart, run, names), { canLog: false }));
   });
   all.filter((name) => name.startsWith("seconds/")).forEach((name) => used.add(name));

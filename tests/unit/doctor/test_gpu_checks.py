@@ -33,8 +33,15 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     assert first == Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, (9, 0), "580.65.06")
     statuses = {finding.name: finding.status for finding in check_gpus(Gpus((first, second)))}
     assert statuses == {"GPUs": "warning", "GPU memory": "warning", "GPU links": "ok"}
-    with pytest.raises(ValueError, match="values"):
+    with pytest.raises(ValueError, match="it says 'No devices were found' in place of the values name,memory"):
         parse_gpus("No devices were found")
+
+
+@pytest.mark.parametrize("cells", ["[N/A], [N/A]", "81559, [Insufficient Permissions]"])
+def test_a_gpu_whose_memory_nvidia_smi_does_not_tell_is_no_problem(cells: str) -> None:
+    gpus = parse_gpus(f"NVIDIA GB10, {cells}, 12.1, 580.65.06\n")
+    assert gpus[0].used is None
+    assert {finding.name: finding.status for finding in check_gpus(Gpus(gpus))} == {"GPUs": "ok", "GPU memory": "ok"}
 
 
 def test_links_are_read_and_the_linked_pairs_are_named() -> None:

@@ -6,9 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.doctor import machine
 from fivefold.doctor.finding import GIB
-from fivefold.doctor.machine import Place, check_cores, check_machine, check_memory, check_place, check_shared_memory
-from fivefold.doctor.network import check_addresses, check_host_name, check_loopback, check_network, check_proxies
+from fivefold.doctor.machine import (
+    Place,
+    available_memory,
+    check_cores,
+    check_machine,
+    check_memory,
+    check_place,
+    check_shared_memory,
+    look_at_places,
+)
+from fivefold.doctor.network import (
+    check_addresses,
+    check_host_name,
+    check_loopback,
+    check_network,
+    check_proxies,
+    check_ray_address,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +53,31 @@ def test_few_cores_a_high_load_and_little_memory_are_warnings() -> None:
         "warning",
     ]
     assert [check_memory(64 * GIB).status, check_memory(GIB).status] == ["ok", "warning"]
+
+
+def test_memory_that_a_container_can_give_up_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    for name, text in (("max", GIB), ("current", GIB - 2**20), ("stat", f"anon 7\ninactive_file {GIB // 2}")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert available_memory() == GIB // 2 + 2**20
+    (tmp_path / "memory.stat").unlink()
+    assert available_memory() == 2**20
+
+
+def test_the_folder_of_models_is_found_though_it_may_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", f"/{'x' * 300}/models")  # refused as a folder without permission is
+    [models] = [place for place in look_at_places() if place.title == "model downloads"]
+    assert (models.path, models.setting) == (Path("/"), "HF_HOME=FOLDER")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    [models] = [place for place in look_at_places() if place.title == "model downloads"]
+    assert (models.path, models.setting) == (tmp_path, "HF_HUB_CACHE=FOLDER")
+
+
+def test_an_empty_address_names_no_cluster() -> None:
+    assert check_ray_address("", listening=False).found == "none here"
 
 
 def test_a_proxy_that_is_also_for_this_machine_is_a_warning() -> None:

@@ -102,7 +102,7 @@ def test_wandb_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     twice(tmp_path, "wandb")
     folder = RunDir.of(recipe(tmp_path)).trackers
-    history, ids, config, summary = {}, set(), {}, {}
+    history, ids, config, summary, exits = {}, set(), {}, {}, []
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for record in wandb_records(file):
             if record.run.run_id:
@@ -112,11 +112,13 @@ def test_wandb_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatc
             if "reward/mean" in row:
                 history[row["_step"]] = row["reward/mean"]
             summary |= {item.key or item.nested_key[-1]: json.loads(item.value_json) for item in record.summary.update}
+            exits += [record.exit.exit_code] if record.HasField("exit") else []
     assert history == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
     assert ids == {json.loads((folder / "key.json").read_text())["key"]}
     assert config["train_dataset.batch_size"] == 4
     assert config["places.checkpoints"].endswith("sums/trial-0/checkpoints")
     assert summary["accuracy_after"] == 0.9
+    assert exits == [1, 0]  # the first start was interrupted
 
 
 def test_mlflow_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
