@@ -46,8 +46,8 @@ GPUS = {
 
 
 _KIND = re.compile(r"([a-z]+)(\d+s?)")
-_SLOWER = re.compile(r"h[12]00.*(pcie|nvl)", re.IGNORECASE)
-"""Cards that share a chip's name, and have fewer of its cores or less power than the modules above."""
+_SLOWER = re.compile(r"h[128]00.*(pcie|nvl)|4090 (d|laptop)\b|\bmig\b", re.IGNORECASE)
+"""Cards that share a chip's name, and have fewer of its cores or less power than those above; and parts of cards."""
 
 
 def peak_flops(device: str) -> float | None:

@@ -105,6 +105,7 @@ def run_whole(
         open_screen(screen, columns).note(start.reason)
         return start.summary
     setup = set_up()
+    _check_profile(setup)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, setup.expert_sampler)
     banner = {
         "model": setup.ground.describe_model(recipe),
@@ -127,3 +128,16 @@ def run_whole(
         run.trackers.summary(summary)
         run.screen.end(setup.headline(state), run.folder.saved())
     return summary
+
+
+def _check_profile(setup: RunSetup[Any]) -> None:
+    """Refuse to record a step that the run does not have.
+
+    Raises:
+        ValueError: as it says.
+    """
+    late = [step for step in setup.recipe.profile.steps if step > setup.total_steps]
+    if late:
+        raise ValueError(
+            f"profile.steps has {late[0]}, but the last step of the run is {setup.total_steps}: name steps up to it"
+        )

@@ -29,6 +29,8 @@ QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.y
         ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA B200", 2250),
         ("NVIDIA H20", 148), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362), ("NVIDIA L40", None),
         ("NVIDIA H100 PCIe", None), ("NVIDIA H200 NVL", None), ("NVIDIA GB200", None), ("Tesla T4", None),
+        ("NVIDIA H800 PCIe", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
     ],
 )  # fmt: skip
 def test_the_speed_of_a_gpu_is_known_by_its_name(name: str, tflops: float | None) -> None:

@@ -11,7 +11,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.dpo import LabelledAnswers
-from fivefold.sft import FineTuning
+from fivefold.sft import FineTuning, sft
 from fivefold.supervised import set_up
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -27,6 +27,16 @@ def test_the_banner_tells_the_examples_that_fill_no_step(tmp_path: Path) -> None
         recipe = load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, batch], SFTRecipe)
         said.append(set_up(recipe, FineTuning(recipe)).facts()["steps"])
     assert said == ["4 of 4 examples; 3 examples of each epoch fill no step", "2 of 11 examples"]
+
+
+def test_a_step_that_the_run_does_not_have_cannot_be_recorded(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"prompt": "1+1=", "response": "2"}) + "\n") * 4)
+    keys = [f"train_dataset.path={rows}", "train_dataset.batch_size=2", "valid_dataset=null", "total_train_epochs=1"]
+    places = [f"cluster.fileroot={tmp_path / 'runs'}", "profile.steps=[2, 3]"]
+    with pytest.raises(ValueError, match=r"profile\.steps has 3, but the last step of the run is 2: name"):
+        sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, *places], SFTRecipe))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_kto_compares_no_held_out_answer_with_itself(tmp_path: Path) -> None:
