@@ -126,12 +126,16 @@ def build_model(
 def _take_local_shapes(
     model: PackedModel, mappings: Mapping[str, WeightMapping], groups: Groups, dtype: torch.dtype
 ) -> None:
-    """Give every parameter the shape that this tensor-parallel rank has of it."""
+    """Give every parameter the shape that this tensor-parallel rank has of it, and the offsets of routers float32."""
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             mapping = mappings.get(f"{module_name}.{name}")
             shape = parameter.shape if mapping is None else mapping.local_shape(groups.weights)
             setattr(module, name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            # transformers makes some in the dtype of the file's config.
+            if f"{module_name}.{name}" in mappings:
+                setattr(module, name, buffer.float())
 
 
 def _fits_grouped_matmul(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:

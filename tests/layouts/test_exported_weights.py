@@ -44,7 +44,7 @@ CASES = [
     *((layout, names, "float32") for layout, names in EIGHT_RANKS.items()),
     ("megatron:p2v2", DENSE, "bfloat16"),
     ("megatron:(attn:t2p2v2|ffn:e2)", ("qwen2_moe",), "bfloat16"),
-    ("fsdp:d2t2", ("mixtral",), "bfloat16"),
+    ("fsdp:d2t2", ("mixtral", "deepseek_v3"), "bfloat16"),
 ]
 """Layout, models and dtype. The dtype of a tensor has no say in how it is split."""
 OPTIMIZER = OptimizerConfig()
