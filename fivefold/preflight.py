@@ -56,14 +56,15 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
         layouts.setdefault("ref", layouts["actor"])
     shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += replica_problems(placement)
-    problems += [*engine_problems(recipe), *_profile_problems(recipe, layouts), *recipe_problems(recipe, shape, others)]
+    problems += [*replica_problems(placement), *_profile_problems(recipe, layouts)]
+    problems += recipe_problems(recipe, shape, others)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
 
 
 def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
+    yield from engine_problems(recipe)
     yield from _megatron_problems(recipe, shape, others)
     yield from _fsdp_problems(recipe)
     yield from server_problems(recipe)
@@ -100,9 +101,13 @@ def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
 def _fsdp_problems(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each key of a section `fsdp` that the role's layout cannot take."""
     for role in recipe_allocation(recipe).roles:
+        if role.backend != "fsdp":
+            continue
         section = role_section(recipe, role.role)
-        if isinstance(section, EngineConfig) and role.backend == "fsdp":
+        if isinstance(section, EngineConfig):
             yield from fsdp_problems(ROLE_SECTIONS[role.role], section.fsdp, role)
+        else:  # a reference, which has the actor's options
+            yield from (f"{role.role}: {line}" for line in fsdp_problems("actor", recipe.actor.fsdp, role))
 
 
 def _profile_problems(recipe: Recipe, layouts: Mapping[str, ParallelLayout]) -> Iterator[str]:

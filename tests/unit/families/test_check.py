@@ -244,6 +244,20 @@ def test_keys_of_another_engine_are_refused() -> None:
     check_recipe(recipe(actor={"path": "m", "backend": "fsdp:d2", "fsdp": {"recompute": "full"}}), MOE)
 
 
+def test_weights_are_kept_in_shares_that_divide_the_ranks() -> None:
+    def asked(share: int, layouts: str) -> TrainRecipe:
+        actor = {"path": "m", "kl_ctl": 0.1, "fsdp": {"reshard_after_forward": share}}
+        return recipe(actor=actor, allocation_mode=layouts, rollout={}, cluster={"n_nodes": 2, "n_gpus_per_node": 8})
+
+    alone = "vllm[rollout]:d2+fsdp[actor]:d2c2"
+    check_recipe(asked(2, alone), MOE)
+    for share in (3, 4):
+        with pytest.raises(RecipeError, match=rf"actor\.fsdp\.reshard_after_forward={share} must be .* the 4 ranks"):
+            check_recipe(asked(share, alone), MOE)
+    with pytest.raises(RecipeError, match=r"ref: actor\.fsdp\.reshard_after_forward=2 must be .* the 3 ranks"):
+        check_recipe(asked(2, f"{alone}+fsdp[ref]:d3"), MOE)
+
+
 def test_a_reference_model_of_its_own_shape_is_checked_in_the_actors_layout() -> None:
     with pytest.raises(RecipeError, match="ref: e2 splits experts"):
         check_recipe(recipe(), MOE, {"ref": DENSE})
