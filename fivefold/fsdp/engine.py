@@ -19,6 +19,7 @@ from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
@@ -84,6 +85,8 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         Raises:
             ValueError: a layout that the model cannot take, or weights that do not fit.
         """
+        if config.fsdp.use_deterministic_algorithms:
+            make_deterministic()
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         stored = load_shape(self._folder)

@@ -278,7 +278,7 @@ def replica_spec(
         new_tokens_per_chunk=config.new_tokens_per_chunk,
         recomputes=bool(config.recompute_kv_cache),
         route=route,
-        deterministic=recipe.actor.megatron.use_deterministic_algorithms,
+        deterministic=recipe.actor.is_deterministic,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
     )
 

@@ -14,6 +14,7 @@ import megatron_cases
 import pytest
 import torch
 from compare import assert_close
+from fsdp_cases import FSDPCase
 from hf_reference import Tensors
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -23,7 +24,7 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig, FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
@@ -187,16 +188,20 @@ def trained_deterministically(case: Case, folder: Path) -> tuple[list[float], Te
     """In a worker: return the gradient norms of two steps, and the weights behind them."""
     try:
         run = megatron_cases.train(case, folder, uneven_batch(), SFTLoss(), OptimizerConfig(lr=1e-2), 2)
+        assert torch.are_deterministic_algorithms_enabled()
         return [step.grad_norm for step in run.steps], run.weights
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:c2|ffn:t2)", "megatron:(attn:t2p2|ffn:e2)"])
+@pytest.mark.parametrize(
+    "layout", ["megatron:d1", "megatron:(attn:c2|ffn:t2)", "megatron:(attn:t2p2|ffn:e2)", "fsdp:t2c2"]
+)
 def test_two_runs_of_a_deterministic_model_are_the_same_to_the_bit(workers: Workers, models: Path, layout: str) -> None:
     fields = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
     options = MegatronConfig(use_deterministic_algorithms=True, transformer=fields)
-    case = Case(layout, options, dtype="bfloat16")
+    on_fsdp = FSDPCase(layout, FSDPConfig(use_deterministic_algorithms=True), dtype="bfloat16")
+    case = on_fsdp if layout.startswith("fsdp") else Case(layout, options, dtype="bfloat16")
     first, second = (
         workers(case.world_size).run(trained_deterministically, case, models / "qwen3_moe-bf16")[0] for _ in range(2)
     )

@@ -105,6 +105,11 @@ class EngineConfig(Section):
     megatron: MegatronConfig = MegatronConfig()
     fsdp: FSDPConfig = FSDPConfig()
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the model's engine computes the same bits in every run."""
+        return self.megatron.use_deterministic_algorithms or self.fsdp.use_deterministic_algorithms
+
     @model_validator(mode="after")
     def _check_precision(self) -> EngineConfig:
         if self.dtype == "float32" and self.attn_impl == "flash_attention_4":

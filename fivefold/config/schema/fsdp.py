@@ -56,7 +56,20 @@ class FSDPConfig(TorchParameters):
     """Settings that only the FSDP engine reads: parameters of PyTorch's `fully_shard`, and others."""
 
     owner = "fully_shard"
-    added = frozenset({"recompute", "forward_prefetch", "backward_prefetch", "logprob_chunk_size", "optimizer"})
+    added = frozenset(
+        {
+            "use_deterministic_algorithms",
+            "recompute",
+            "forward_prefetch",
+            "backward_prefetch",
+            "logprob_chunk_size",
+            "optimizer",
+        }
+    )
+
+    use_deterministic_algorithms: bool = False
+    """Use kernels and collectives whose results are the same bit for bit in every run, in the rollout's embedded engine
+    too; they are slower."""
 
     recompute: Literal["none", "full"] = "none"
     """Which activations the backward pass computes again: none, or those of whole layers."""
