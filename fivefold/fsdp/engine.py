@@ -95,7 +95,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             self.shape = stored.as_critic() if value_bias else stored.as_reward_model()
         check_layout(layout, self.shape)
         check_fsdp(config.fsdp, layout)
-        self.groups = make_groups(layout, timeout_s)
+        self.groups = make_groups(layout, timeout_s, config.fsdp.reshard_after_forward)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -193,6 +193,9 @@ class FSDPEngine(SharedVerbs[Optimizer]):
                 count(1)
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
+            if self.groups.shares is not None:
+                # What a layer keeps in shares is freed only where it is gathered again.
+                unit.unshard()
             unit.reshard()
         return assemble_predictions(kept, n_names, share.batch.n_tokens, self._device).cpu()
 

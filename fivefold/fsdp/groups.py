@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.layout.grid import Axis, rank_groups
@@ -24,6 +26,9 @@ class Groups:
     """Ranks of the same place in each replica."""
     shard: dist.ProcessGroup
     """Ranks that differ in `cp` or `dp`: they hold the same weights, which FSDP shards over them."""
+    shares: DeviceMesh | None
+    """The ranks of `shard`, [ranks / n, n], of which n neighbours keep gathered weights between the passes; None: each
+    rank keeps all of them, or none."""
 
     @property
     def weights(self) -> ShardGroups:
@@ -34,12 +39,17 @@ class Groups:
         )
 
 
-_made: list[tuple[dist.ProcessGroup, ParallelLayout, Groups]] = []
-"""The groups that this process has made, with the world and the layout that they are of."""
+_made: list[tuple[dist.ProcessGroup, ParallelLayout, bool | int, Groups]] = []
+"""The groups that this process has made, with the world, the layout and the shares that they are of."""
 
 
-def make_groups(layout: ParallelLayout, timeout_s: float) -> Groups:
+def make_groups(layout: ParallelLayout, timeout_s: float, kept: bool | int = True) -> Groups:
     """Return the groups of `layout`, created by the first call. All processes call this together.
+
+    Args:
+        layout: the layout.
+        timeout_s: longest time, in seconds, that a collective may wait for another rank.
+        kept: what is kept of gathered weights between the passes (`FSDPConfig.reshard_after_forward`).
 
     Raises:
         ValueError: the number of processes is not the layout's world size.
@@ -52,18 +62,30 @@ def make_groups(layout: ParallelLayout, timeout_s: float) -> Groups:
             "start one process a rank"
         )
     _made[:] = [entry for entry in _made if entry[0] is world]
-    for _, known, groups in _made:
-        if known == layout:
+    for _, known, known_kept, groups in _made:
+        if (known, known_kept) == (layout, kept):
             return groups
 
-    def make(*axes: Axis) -> dist.ProcessGroup:
-        ranks = [list(members) for members in rank_groups(layout, *axes)]
+    def make(ranks: list[list[int]]) -> dist.ProcessGroup:
         if len(ranks) == 1:
             return world
         own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=timeout_s))
         assert own is not None
         return own
 
-    groups = Groups(tp=make("tp"), cp=make("cp"), dp=make("dp"), shard=make("cp", "dp"))
-    _made.append((world, layout, groups))
+    def along(*axes: Axis) -> list[list[int]]:
+        return [list(members) for members in rank_groups(layout, *axes)]
+
+    shares = None
+    if not isinstance(kept, bool):
+        grids = [torch.tensor(ranks).view(-1, kept) for ranks in along("cp", "dp")]
+        apart = make([ranks for grid in grids for ranks in grid.T.tolist()])
+        near = make([ranks for grid in grids for ranks in grid.tolist()])
+        own = next(grid for grid in grids if dist.get_rank() in grid)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        shares = DeviceMesh.from_group([apart, near], device, own, mesh_dim_names=("apart", "near"))
+    groups = Groups(
+        tp=make(along("tp")), cp=make(along("cp")), dp=make(along("dp")), shard=make(along("cp", "dp")), shares=shares
+    )
+    _made.append((world, layout, kept, groups))
     return groups

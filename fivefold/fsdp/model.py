@@ -30,6 +30,7 @@ from fivefold.engine.micro_batches import MicroBatch
 from fivefold.engine.passes import predict
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.attention import ATTENTION_NAME, register_attention
+from fivefold.fsdp.compat import sharing_between_passes
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.tensor_parallel import VocabEmbedding, copy_to_group, split_layer
 
@@ -160,8 +161,9 @@ def _shard(
     mesh = DeviceMesh.from_group(groups.shard, device.type)
     reduced = getattr(torch, config.fsdp.mp_policy.reduce_dtype) if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.fsdp.reshard_after_forward)
+    with sharing_between_passes(groups.shares):
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.fsdp.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     _prefetch(list(model.model.layers), config.fsdp)
     for unit in units(model):

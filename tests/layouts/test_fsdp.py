@@ -112,10 +112,7 @@ RECOMPUTING = FSDPConfig(recompute="full", reshard_after_forward=False, logprob_
         (FSDPCase("fsdp:c2"), "qwen3_moe"),
         (FSDPCase("fsdp:d2t2", RECOMPUTING), "qwen3_moe"),
         (FSDPCase("fsdp:t2c2", RECOMPUTING), "qwen2"),
-        (
-            FSDPCase("fsdp:d4", AHEAD),
-            "qwen3_moe",
-        ),
+        (FSDPCase("fsdp:d4t2", AHEAD), "qwen3_moe"),
         (FSDPCase("fsdp:d2", micro_batches=MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=5)), "qwen3_moe"),
     ],
     ids=lambda value: value.layout if isinstance(value, FSDPCase) else value,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 from cases import AnyCase, case_of
-from fsdp_cases import OpenFSDPEngine
+from fsdp_cases import FSDPCase, OpenFSDPEngine
 from hf_reference import Tensors
 from megatron_cases import Case, OpenEngine, whole
 from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 
@@ -95,6 +96,28 @@ def test_state_that_is_on_the_host_anyway_frees_nothing(workers: Workers, models
     case = Case("megatron:d1", MegatronConfig(optimizer={"state_on": "host", **SMALL}), dtype="bfloat16")
     (found,) = workers(1).run(freed, case, models / "qwen3_moe")
     assert [n_bytes > 0 for _, n_bytes, _, _ in found] == [True, True, False]
+
+
+def kept_by_scoring(case: AnyCase, folder: Path) -> tuple[int, int]:
+    """In a worker: return the bytes of all tensors, and how many more there are when log-probs have been computed."""
+    engine, before = case.engine(folder), bytes_alive()
+    engine.logprobs_of(uneven_batch(), temperature=1.0)
+    return before, bytes_alive() - before
+
+
+def bytes_alive() -> int:
+    """Return the bytes of all tensors in this process."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("kept", [True, False, 2])
+def test_nothing_stays_gathered_when_log_probs_are_computed(workers: Workers, models: Path, kept: bool | int) -> None:
+    case = FSDPCase("fsdp:d4", FSDPConfig(reshard_after_forward=kept), dtype="bfloat16")
+    for before, more in workers(4).run(kept_by_scoring, case, models / "qwen3_moe"):
+        assert more < before / 100
 
 
 def use_while_away(case: Case, folder: Path) -> list[str]:
