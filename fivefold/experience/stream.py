@@ -42,7 +42,7 @@ from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import Job
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests, n_begun
 from fivefold.types import Prompt, Sample
 
 
@@ -116,7 +116,8 @@ class StreamSource:
         self._groups: dict[int, Group] = {}
         """Groups that are not taken, without their rewards, by prompt."""
         self._so_far: dict[int, Sequence[Begun | None]] = {}
-        """What completions had in the checkpoint from which the run goes on, by prompt, until they are finished."""
+        """What completions had in the checkpoint from which the run goes on, or when their server died, until
+        they are finished, by prompt."""
         self._finished = FinishedGroups()
         self._judged: dict[int, Judged] = {}
         self._failure: BaseException | None = None
@@ -262,10 +263,15 @@ class StreamSource:
     def _running(self) -> dict[int, Sequence[GenerationRequest]]:
         """Return the requests of groups that are being answered, with their tokens up to the last weights."""
         self.settle()
+        # In this order: a replica forgets what it has lost only after this process has noted it.
+        told = {index // self._size: requests for index, requests in self._rollout.unfinished().items()}
         with self._changed:
-            restored = {number: self._job(number).requests for number in self._so_far}
-        begun = {index // self._size: requests for index, requests in self._rollout.unfinished().items()}
-        return restored | begun
+            noted = {number: self._job(number).requests for number in self._so_far}
+            return {
+                number: max(told.get(number, ()), noted.get(number, ()), key=n_begun)
+                for number in told.keys() | noted.keys()
+                if self._turns.turn_of(number) in self._read
+            }
 
     def _restore(self, saved: Saved, turn: int) -> None:
         """Take over groups of a checkpoint after which step `turn` + 1 is the next."""
@@ -329,6 +335,8 @@ class StreamSource:
             with self._timers.phase("generation"):
                 groups = self._stream.advance()
             with self._changed:
+                for index, requests in self._stream.take_lost().items():
+                    self._so_far[index // self._size] = [request.begun for request in requests]
                 for group in groups:
                     self._turns.finish(group.number // self._size)
                     self._groups[group.number // self._size] = group

@@ -23,7 +23,7 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.gate import Gate
 from fivefold.roles.responses import Generated, Group, Responses, generated, groups_of
 from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests, n_begun
 from fivefold.sync.offer import WeightOffer
 from fivefold.types import Prompt, Sample
 
@@ -106,8 +106,14 @@ class Rollout:
         return all(self._group.call(RolloutWorker.can_generate))
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return the jobs of a stream that replicas have begun, by their first index, with their tokens so far."""
-        return {index: job for jobs in self._group.call(RolloutWorker.unfinished) for index, job in jobs.items()}
+        """Return the jobs of a stream that replicas have begun, by their first index, with their tokens so far.
+
+        One that a replica has lost may have gone on in another, which then has the more of its tokens.
+        """
+        found: dict[int, list[GenerationRequest]] = {}
+        for jobs in self._group.call(RolloutWorker.unfinished):
+            found |= {index: max(job, found.get(index, []), key=n_begun) for index, job in jobs.items()}
+        return found
 
     def meet(self, actor: Actor) -> None:
         """Enter an NCCL group with the actor, if weights are about to come over one and a server is in none.

@@ -9,13 +9,14 @@ Between two slices a replica does what else it is asked for: it takes new weight
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.cluster.group import KeptCall
 from fivefold.roles.responses import Group, Responses, groups_of
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 
 SLICE_S = 0.2
 """Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon."""
@@ -48,6 +49,8 @@ class RolloutStream:
         """The call in progress on each replica, the oldest first."""
         self._without_weights: set[int] = set()
         """Replicas whose server was started again, and which get no jobs before the next weights."""
+        self._lost: dict[int, Sequence[GenerationRequest]] = {}
+        """Jobs that replicas have lost, with their tokens so far, by number; `take_lost` forgets them."""
         self.busy_s = [0.0] * n
         """Seconds that each replica has worked."""
 
@@ -94,6 +97,11 @@ class RolloutStream:
         del self._calls[call.rank]
         return self._done(call, report)
 
+    def take_lost(self) -> dict[int, Sequence[GenerationRequest]]:
+        """Return the jobs that replicas have lost since the last call, and that wait for others, with their tokens."""
+        lost, self._lost = self._lost, {}
+        return lost
+
     def _hand_out(self) -> None:
         """Give jobs to replicas that have fewer requests than they can answer at one time.
 
@@ -117,6 +125,7 @@ class RolloutStream:
             # What it was to get with its next call goes to others too.
             self._queue.extendleft(jobs.pop(job.indices.start) for job in reversed(self._news[call.rank]))
             self._news[call.rank] = []
+        self._lost |= report.lost
         # First in the queue, in their order: their turn comes before that of all others.
         lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
         self._queue.extendleft(reversed(lost))

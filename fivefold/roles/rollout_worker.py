@@ -74,6 +74,8 @@ class RolloutWorker:
         self._engine = build_engine(spec, place, save)
         self._jobs: dict[int, Job] = {}
         """Jobs of a stream that are not done, by their first index."""
+        self._told: dict[int, list[GenerationRequest]] = {}
+        """Jobs that were lost, as the last report tells, which the driver may not have read before the next call."""
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
     def generate(
@@ -128,16 +130,16 @@ class RolloutWorker:
         began = time.perf_counter()
         if not self._engine.has_weights:
             # Its server has died while it took weights, which is told here.
-            lost = self._take_lost() | {job.indices.start: list(job.requests) for job in jobs}
-            return replace(self._reported((), began)[0], lost=lost, has_weights=False), None
+            self._told = self._take_lost() | {job.indices.start: list(job.requests) for job in jobs}
+            return replace(self._reported((), began)[0], lost=self._told, has_weights=False), None
         for job in jobs:
             self._jobs[job.indices.start] = job
             self._engine.submit(job.indices.start, job.requests, sampling)
         done = self._engine.collect(seconds)
         report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
-        lost = self._take_lost()
+        self._told = self._take_lost()
         n_running, has_weights = self._engine.n_running, self._engine.has_weights
-        return replace(report, n_running=n_running, lost=lost, has_weights=has_weights), columns
+        return replace(report, n_running=n_running, lost=self._told, has_weights=has_weights), columns
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Forget the jobs that the engine has lost; return their requests with what is known of their completions."""
@@ -152,7 +154,7 @@ class RolloutWorker:
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs of the stream that are not done, by their first index, with their tokens so far."""
-        return self._engine.unfinished()
+        return self._told | self._engine.unfinished()
 
     def _reported(
         self, answers: Sequence[tuple[Job, list[Completion]]], began: float

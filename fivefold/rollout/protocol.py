@@ -65,6 +65,11 @@ class GenerationRequest:
     random numbers."""
 
 
+def n_begun(requests: Sequence[GenerationRequest]) -> int:
+    """Return the number of tokens that completions have so far."""
+    return sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen. The fields up to `stop` are documented on `GenerationConfig`."""
@@ -187,7 +192,7 @@ class RolloutEngine(Protocol):
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the submitted jobs that are not done, by number: requests with their tokens up to the last update.
 
-        Jobs that would begin anew are not among them.
+        Those that `take_lost` has not told are among them, and not those that would begin anew.
         """
 
     def take_lost(self) -> dict[int, list[GenerationRequest]]:

@@ -196,7 +196,7 @@ class ServerEngine:
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the submitted jobs with their tokens up to the last update (`RolloutEngine`)."""
-        return {} if self._stream is None else self._stream.unfinished()
+        return self._lost | ({} if self._stream is None else self._stream.unfinished())
 
     def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs that were lost with their server since the last call (`RolloutEngine`)."""

@@ -31,7 +31,7 @@ class LocalWorker(RolloutWorker):
             MODEL, dtype="float32", device="cpu", max_batch_size=max_batch_size, tokenizer_path=None, load_weights=True
         )
         self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
-        self._jobs = {}
+        self._jobs, self._told = {}, {}
         self._end: int | None = None
         self._held: list[Job] = []
 

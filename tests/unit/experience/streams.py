@@ -83,6 +83,9 @@ class ScriptedWorker(RolloutWorker):
     def take_version(self, version: int) -> None:
         self.has_weights = True
 
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        return {}
+
     def advance(
         self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
     ) -> tuple[Responses, Columns | None]:

@@ -92,7 +92,7 @@ class TossingWorker(RolloutWorker):
     def __init__(self, seed: int) -> None:
         self._engine = self.engine = TossingEngine(seed)  # type: ignore[assignment]
         self._tokenizer = load_tokenizer("fivefold/models/tiny-moe")
-        self._jobs = {}
+        self._jobs, self._told = {}, {}
 
     def set_version(self, version: int) -> None:
         self.engine.set_version(version)

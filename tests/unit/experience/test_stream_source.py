@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
-from fivefold.roles.rollout_worker import Job
+from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Columns, Prompt
+from fivefold.types import Columns, Completion, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
@@ -199,6 +200,57 @@ def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: 
     # One that is alone gets its weights while the trainer waits for it.
     assert sent or others
     assert sum(worker.n_gone_on for worker in workers) > 0, "jobs come back with the tokens that they have"
+
+
+def test_a_checkpoint_has_the_tokens_of_jobs_that_wait_for_another_server(tmp_path: Path) -> None:
+    worker = ScriptedWorker(dies=frozenset({1}))
+    with scripted(worker, full_marks) as source:
+        source.weights_sent(0)
+        wait_until(source, lambda: source._stream.needs_weights)
+        [owner] = source.owners.values()
+        owner.snapshot(tmp_path)
+        finish(tmp_path, owner.write_snapshot())
+        saved = read_waiting(tmp_path).begun
+        assert [group.number for group in saved] == list(range(3 * BATCH))
+        assert all(begun is not None and len(begun.token_ids) == 1 for group in saved for begun in group.begun)
+        worker.has_weights = True
+        source.weights_sent(0)
+        source.take(1)
+    assert source._so_far.keys().isdisjoint(range(BATCH))
+
+
+class LosingEngine:
+    """An engine whose server has died with a job; it has weights again."""
+
+    n_running, has_weights = 0, True
+
+    def __init__(self, lost: dict[int, list[GenerationRequest]]) -> None:
+        self._lost = lost
+
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        return {}
+
+    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        """Take a job and do nothing with it."""
+
+    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+        return []
+
+
+def test_a_replica_knows_the_jobs_that_it_has_lost_until_its_report_was_read() -> None:
+    request, worker = GenerationRequest((3, 4), 0), object.__new__(RolloutWorker)
+    worker._engine = LosingEngine({8: [request]})  # type: ignore[assignment]
+    worker._jobs, worker._told = {}, {}
+    sampling = SamplingParams.for_training(recipe_of())
+    report, _ = worker.advance([Job(range(8, 9), [Prompt(0, "", (3, 4), "")], [request])], sampling, 0.0)
+    assert report.lost == worker.unfinished() == {8: [request]}
+    # The next call shows that the driver has read the report.
+    worker.advance([], sampling, 0.0)
+    assert worker.unfinished() == {}
 
 
 def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:

@@ -420,8 +420,10 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
         assert not engine.has_weights
     served.update(2)
     assert engine.has_weights
+    assert sorted(engine.unfinished()) == [4, 8], "a checkpoint has what nobody was told yet"
     lost = engine.take_lost()
     assert sorted(lost) == [4, 8]
+    assert engine.unfinished() == {}
     assert engine.take_lost() == {}
     assert engine.n_running == 0
     assert len(served.log.rows("start")) == 2
