@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,15 +84,19 @@ class Evaluator:
         rewards.check_prompts(data.prompts)
         return cls(recipe, data, rewards)
 
-    def run(self, rollout: Rollout, reward_model: RewardModel | None = None) -> Evaluation:
+    def run(
+        self, rollout: Rollout, reward_model: RewardModel | None = None, renew: Callable[[], None] | None = None
+    ) -> Evaluation:
         """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation.
 
         Args:
             rollout: generates the completions.
             reward_model: the model of which one of the rewards is the score, if there is one.
+            renew: gives weights to replicas whose server died and was started again; None: such a server is an error.
         """
         prompts = self.data.prompts
-        generated = rollout.generate(prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
+        key = (self._seed, "evaluation")
+        generated = rollout.generate(prompts, self._n_samples, self.sampling, key, renew=renew)
         samples = judge(generated, self._rewards, reward_model)
         return Evaluation(
             accuracy=accuracy(samples),

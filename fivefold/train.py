@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -280,11 +280,17 @@ class _Loop:
     def _evaluate(self, step: int) -> dict[str, float] | None:
         """Evaluate the model after a step, whose weights are those that were sent last."""
         self.source.settle()
-        if self.setup.evaluator is not None and not self.roles.rollout.can_generate():
-            # A server that answers a stream may have died since, or while it took them, and was started again.
+        if self.setup.evaluator is None:
+            return None
+        # A server that answers a stream may have died since, or while it took them.
+        self._renew(step)
+        return _evaluate(self.setup.evaluator, self.setup, self.roles, self.run, step, partial(self._renew, step))
+
+    def _renew(self, step: int) -> None:
+        """Give the rollout the weights after a step again if a replica has none: its server was started again."""
+        if not self.roles.rollout.can_generate():
             self.roles.send_weights(step, self.run.timers)
             self.source.weights_sent(step)
-        return _evaluate(self.setup, self.roles, self.run, step)
 
     def _write_samples(self, samples: Sequence[Sample], step: int) -> int:
         """Log the samples of a step, as many as the recipe wants. Returns their number."""
@@ -371,11 +377,11 @@ def _source(
         yield source
 
 
-def _evaluate(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> dict[str, float] | None:
-    if setup.evaluator is None:
-        return None
+def _evaluate(
+    evaluator: Evaluator, setup: TrainSetup, roles: Roles, run: OpenRun, step: int, renew: Callable[[], None]
+) -> dict[str, float]:
     with run.timers.phase("evaluation"):
-        evaluation = setup.evaluator.run(roles.rollout, setup.reward_model(roles))
+        evaluation = evaluator.run(roles.rollout, setup.reward_model(roles), renew)
     when = f"after step {step}" if step else "before training"
     result = f"{evaluation.accuracy:.3f} on {evaluation.n_prompts} prompts"
     run.screen.note(f"held-out accuracy {when}: {result}", style="cyan")

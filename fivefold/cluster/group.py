@@ -314,7 +314,8 @@ class WorkerGroup:
 
         The iterators take their items from `jobs`, in order. A rank gets its next job when it asks for one, so that
         none is without work while another has a backlog. The generator yields pairs (summary, payload), of which the
-        payload stays in the object store for as long as its reference is held.
+        payload stays in the object store for as long as its reference is held. A rank whose generator ends early gets
+        no more items; those that no rank takes are left.
 
         Yields:
             Some results: rank, summary and reference to the payload. There are none if nothing has come for a second,
@@ -334,15 +335,15 @@ class WorkerGroup:
             if found is None:
                 yield []
                 continue
-            ref, summary = found
+            ref, answer = found
             if ref in coming:
                 rank, payload = coming.pop(ref)
-                if summary is not None:
+                if answer is not None:
                     coming.update([self._next_result(rank, feed_id)])
-                    yield [(rank, summary, payload)]
+                    yield [(rank, answer, payload)]
                 continue
-            rank = asking.pop(ref)
-            if queue:
+            rank, is_wanted = asking.pop(ref), answer
+            if queue and is_wanted:
                 # A worker's feed runs its calls in their order, so that the question comes after the job.
                 calls.append(self._in_feed(rank, "push", feed_id, queue.popleft()))
                 asking[self._in_feed(rank, "wanted", feed_id)] = rank

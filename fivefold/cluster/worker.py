@@ -62,10 +62,11 @@ class Feed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._items or self._closed)
 
-    def wait_until_wanted(self) -> None:
-        """Return once the reader waits for an item, or has ended."""
+    def wait_until_wanted(self) -> bool:
+        """Return True once the reader waits for an item; False: it has ended."""
         with self._changed:
             self._changed.wait_for(lambda: (self._is_wanted and not self._items) or self._closed)
+            return not self._closed
 
     def end(self) -> None:
         """Tell the reader that no item follows."""
@@ -210,9 +211,9 @@ class Worker:
         """Return the next pair (summary, payload) of `serve`, as two objects of the store; None twice at the end."""
         return self._feed(feed_id).next_result()
 
-    def wanted(self, feed_id: int) -> None:
-        """Return once `consume` or `serve` waits for an item."""
-        self._feed(feed_id).wait_until_wanted()
+    def wanted(self, feed_id: int) -> bool:
+        """Return True once `consume` or `serve` waits for an item; False: it has ended."""
+        return self._feed(feed_id).wait_until_wanted()
 
     def push(self, feed_id: int, item: Any) -> None:
         """Hand one item to `consume`; return once it was taken."""

@@ -65,6 +65,7 @@ class Rollout:
         sampling: SamplingParams,
         key: tuple[int | str, ...],
         finished: Finished = ignore,
+        renew: Callable[[], None] | None = None,
     ) -> Generated:
         """Generate `n_samples` completions of each prompt.
 
@@ -74,6 +75,8 @@ class Rollout:
             sampling: how tokens are chosen.
             key: decides the random choices, together with a prompt's place and the sample's place in its group.
             finished: is told of each group once, and at least every second of no group; what it raises ends the wait.
+            renew: gives weights to replicas that have none, because their server died and was started again; what it
+                was answering is then asked for once more. None: a server that dies is an error.
         """
         asked = [prompt for prompt in prompts for _ in range(n_samples)]
         requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key, sampling.logprob_share)
@@ -88,15 +91,22 @@ class Rollout:
         began = time.perf_counter()
         kept: list[list[tuple[Responses, Remote]]] = [[] for _ in range(len(self._group))]
         with counting("generating", len(requests)) as count:
-            for results in self._group.deal(RolloutWorker.generate, jobs, sampling, n_samples):
-                groups = []
-                for rank, report, columns in results:
-                    kept[rank].append((report, columns))
-                    indices = groupby(sorted(report.indices_N.tolist()), key=lambda index: index // n_samples)
-                    by_group = [[(index, asked[index]) for index in own] for _, own in indices]
-                    groups += groups_of(by_group, report, columns)
-                    count(len(report.indices_N))
-                finished(groups)
+            while jobs:
+                done = set[int]()
+                for results in self._group.deal(RolloutWorker.generate, jobs, sampling, n_samples, renew is not None):
+                    groups = []
+                    for rank, report, columns in results:
+                        kept[rank].append((report, columns))
+                        indices = groupby(sorted(report.indices_N.tolist()), key=lambda index: index // n_samples)
+                        by_group = [[(index, asked[index]) for index in own] for _, own in indices]
+                        groups += groups_of(by_group, report, columns)
+                        count(len(report.indices_N))
+                        done.update(report.indices_N.tolist())
+                    finished(groups)
+                jobs = [job for job in jobs if not done.issuperset(job.indices)]
+                if jobs:
+                    assert renew is not None, "jobs are lost only where that is allowed"
+                    renew()
         result = generated(asked, kept, time.perf_counter() - began)
         self._expected.learn(result.samples)
         return result

@@ -79,7 +79,7 @@ class RolloutWorker:
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
     def generate(
-        self, jobs: Iterator[Job], sampling: SamplingParams, group_size: int
+        self, jobs: Iterator[Job], sampling: SamplingParams, group_size: int, may_end: bool = False
     ) -> Iterator[tuple[Responses, Columns | None]]:
         """Generate one trajectory for each request of the jobs, each of which is taken when the engine has room.
 
@@ -87,6 +87,7 @@ class RolloutWorker:
             jobs: the jobs.
             sampling: how tokens are chosen.
             group_size: number of neighbouring requests that are a group.
+            may_end: whether a server that dies ends this early, with jobs that are not reported; see `RolloutEngine`.
 
         Yields:
             The report on groups whose requests of a job have all been answered, and the columns of their trajectories.
@@ -104,7 +105,7 @@ class RolloutWorker:
                 taken.append((job, job.split(group_size)))
                 yield job.requests
 
-        for number, completions in self._engine.generate_each(requests(), sampling):
+        for number, completions in self._engine.generate_each(requests(), sampling, may_end=may_end):
             job, groups = taken[number]
             for place, completion in completions.items():
                 index = job.indices[place]

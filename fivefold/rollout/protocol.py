@@ -165,11 +165,17 @@ class RolloutEngine(Protocol):
         """Return one completion for each request, in the order of the requests."""
 
     def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
+        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams, *, may_end: bool = False
     ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
         """Yield a job's number, counted from 0, and completions by the index of their request in it, as they end.
 
         Each completion comes once. A job is taken from `jobs`, which may wait, when the engine has room for it.
+
+        Args:
+            jobs: the requests of each job.
+            sampling: how tokens are chosen.
+            may_end: whether the engine may end early and begin anew, without weights, if what answers the jobs dies.
+                Those that it has not yielded are then lost. Otherwise that is an error.
         """
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:

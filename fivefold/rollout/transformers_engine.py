@@ -116,7 +116,7 @@ class TransformersEngine:
         return [completions[index] for index in range(len(requests))]
 
     def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
+        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams, *, may_end: bool = False
     ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
         """Yield completions as they end, with their job's number and by the index of their request in it.
 

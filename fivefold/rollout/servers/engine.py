@@ -116,7 +116,7 @@ class ServerEngine:
         return [done[number][index] for number, job in enumerate(jobs) for index in range(len(job))]
 
     def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
+        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams, *, may_end: bool = False
     ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
         """Yield each job's number and its completions, all at once, as jobs finish (`RolloutEngine`).
 
@@ -132,7 +132,12 @@ class ServerEngine:
         def complete(ask: Ask) -> list[Completion]:
             return [answer.completion(version) for answer in self._read(self._send(ask, sampling), ask)]
 
-        yield from answered(map(asks, jobs), complete, most)
+        try:
+            yield from answered(map(asks, jobs), complete, most)
+        except ServerDied as death:
+            if not may_end:
+                raise
+            self._restart(death)
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         """Begin to answer the requests of job `number` (`RolloutEngine`).

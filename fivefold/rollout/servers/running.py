@@ -61,20 +61,32 @@ class RunningServer:
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Return once the server of the last start is ready.
+        """Return once the server of the last start is ready. One that was started again may be so once more.
 
         Raises:
-            ServerDied: the server ended before that.
+            ServerDied: the server ended before that, at its first start or too often.
             RuntimeError: another process gets its requests.
         """
         if self._is_ready:
             return
         with counting("starting the server"):
-            self._process.wait_until_ready(self.http)
+            while not self._has_become_ready():
+                self.start()
         if self._spec.route.transport != "folder":
             devices = [uuid for follower in self._spec.followers for uuid in follower.devices]
             self._loader = self._dialect.loader(self.http, self._spec, [*self._dialect.devices(self._spec), *devices])
         self._is_ready = True
+
+    def _has_become_ready(self) -> bool:
+        """Wait until the server is ready, and return True; False: it has died, and may be started again."""
+        try:
+            self._process.wait_until_ready(self.http)
+        except ServerDied as death:
+            if self._n_restarts == 0:
+                raise
+            self.close_after(death)
+            return False
+        return True
 
     @property
     def loader(self) -> WeightLoader:

@@ -127,6 +127,18 @@ def test_jobs_of_a_queue_go_to_the_rank_that_asks(session: Session, tmp_path: Pa
     assert [result for some in group.deal(Engine.work, []) for result in some] == []
 
 
+def test_a_rank_that_ends_early_gets_no_more_jobs_of_a_queue(session: Session, tmp_path: Path) -> None:
+    group = launch(session, 2)
+    results = [result for some in group.deal(Engine.work_till_the_second, range(40), str(tmp_path)) for result in some]
+    assert [rank for rank, _, _ in results].count(0) == 1
+    done = {job for _, job, _ in results}
+    assert len(done) == 39, "only the job is lost that the rank had taken"
+    alone = launch(session, 1, "alone")
+    assert [job for some in alone.deal(Engine.work_till_the_second, range(4), str(tmp_path)) for _, job, _ in some] == [
+        0
+    ]
+
+
 def test_results_of_a_queue_come_while_the_ranks_are_at_work(session: Session) -> None:
     """The ranks end only after the driver has had all other results; between these, it is asked whether it goes on."""
     group, told, was_told = launch(session, 2), [], False

@@ -154,6 +154,34 @@ def test_a_server_that_dies_in_a_request_is_an_error(model_folder: Folder, tmp_p
     engine.close()
 
 
+def test_a_server_that_dies_may_end_its_jobs_early_and_is_started_again(model_folder: Folder, tmp_path: Path) -> None:
+    model = model_folder("qwen3_moe")
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    served = Served(spec, start(spec), tmp_path, load_file(model / "model.safetensors"))
+    served.update(1)
+    jobs = [[request] for request in [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(30)]]
+    taken: list[int] = []
+
+    def asked() -> Iterator[list[GenerationRequest]]:
+        for number, job in enumerate(jobs):
+            taken.append(number)
+            yield job
+
+    done = dict(served.engine.generate_each(asked(), sampling(), may_end=True))
+    assert done.keys() <= set(taken) - {10}
+    assert len(taken) < len(jobs), "the others are left to those who can answer them"
+    assert not served.engine.has_weights
+    served.update(1)
+    left = [jobs[number] for number in range(len(jobs)) if number not in {10, *done}]
+    answers = done | dict(enumerate(dict(served.engine.generate_each(iter(left), sampling())).values(), len(jobs)))
+    assert len(answers) == len(jobs) - 1
+    assert len(served.log.rows("start")) == 2
+    # It may die as often as the recipe says.
+    with pytest.raises(RuntimeError, match=DEAD):
+        list(served.engine.generate_each(iter([jobs[10]]), sampling(), may_end=True))
+    served.engine.close()
+
+
 def test_a_server_that_dies_while_it_loads_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
     model = model_folder("qwen3_moe")
     python = write_python(tmp_path, **{fake_server.DIES_IN: REFUSED["sglang"]})

@@ -24,6 +24,7 @@ from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.types import Completion
+from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
 from tests.unit.rollout.served import Served, requests_of, sampling, start
@@ -51,10 +52,10 @@ def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
     return answers
 
 
-def restartable(model_folder: Folder, tmp_path: Path) -> Served:
-    """Return a server with weights of version 0 that may be started again once."""
+def restartable(model_folder: Folder, tmp_path: Path, max_restarts: int = 1) -> Served:
+    """Return a server with weights of version 0 that may be started again so often."""
     model = model_folder("qwen3_moe")
-    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
+    spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=max_restarts)
     served = Served(spec, start(spec), tmp_path, load_file(model / "model.safetensors"))
     served.update(0)
     return served
@@ -452,6 +453,26 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     die()
     with pytest.raises(RuntimeError, match="the server ended with status"):
         engine.collect(LONGEST_S)
+    engine.close()
+
+
+def test_a_server_that_dies_while_it_starts_again_is_started_once_more(model_folder: Folder, tmp_path: Path) -> None:
+    """Such as one whose predecessor's memory is not free yet."""
+    served = restartable(model_folder, tmp_path, max_restarts=2)
+    engine = served.engine
+    engine.submit(4, [long_request(1)], sampling(max_new_tokens=20))
+    assert engine.collect(0.1) == []
+    served.wait_for_long(1)
+    lives = (tmp_path / "python").read_text()
+    write_python(tmp_path, **{fake_server.DIES_IN: "start"})
+    os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
+    assert engine.collect(LONGEST_S) == []
+    while len(served.log.rows("start")) < 2:
+        time.sleep(0.01)
+    (tmp_path / "python").write_text(lives)
+    served.update(1)
+    assert engine.has_weights
+    assert len(served.log.rows("start")) == 3
     engine.close()
 
 

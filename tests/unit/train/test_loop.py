@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,13 @@ class FixedRollout(Rollout):
         self._n_answers = n_answers
 
     def generate(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: Any, key: Any, finished: Finished = ignore
+        self,
+        prompts: Sequence[Prompt],
+        n_samples: int,
+        sampling: Any,
+        key: Any,
+        finished: Finished = ignore,
+        renew: Callable[[], None] | None = None,
     ) -> Generated:
         if self._n_answers == 0:
             raise OSError("the rollout is out of answers")
@@ -85,6 +91,26 @@ class DyingRollout(FixedRollout):
 
     def take_weights(self, offer: WeightOffer) -> None:
         self.taken.append(offer.version)
+
+
+class DyingInEvaluation(DyingRollout):
+    """Has a server that dies in the evaluation after step 1."""
+
+    is_dead = False
+
+    def can_generate(self) -> bool:
+        return not self.is_dead
+
+    def generate(self, *args: Any, renew: Callable[[], None] | None = None, **kwargs: Any) -> Generated:
+        if self.taken == [0, 1]:
+            self.is_dead = True
+            assert renew is not None, "the death of a server ends the evaluation"
+            renew()
+        return super().generate(*args, **kwargs)
+
+    def take_weights(self, offer: WeightOffer) -> None:
+        super().take_weights(offer)
+        self.is_dead = False
 
 
 class FixedActor(Actor):
@@ -135,8 +161,11 @@ def test_samples_of_a_step_are_written_even_if_its_update_fails(tmp_path: Path) 
     assert {sample["step"] for sample in samples} == {1}
 
 
-def test_a_server_that_was_started_again_gets_its_weights_before_an_evaluation(tmp_path: Path) -> None:
-    rollout = DyingRollout(3)
+@pytest.mark.parametrize("dies", [DyingRollout, DyingInEvaluation])
+def test_a_server_that_was_started_again_gets_its_weights_for_an_evaluation(
+    dies: type[DyingRollout], tmp_path: Path
+) -> None:
+    rollout = dies(3)
     metrics, _ = loop(tmp_path, FixedActor(1.0), rollout)
     assert rollout.taken == [0, 1, 1]
     assert [row["step"] for row in metrics if "eval/accuracy" in row] == [1]
