@@ -20,4 +20,4 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     pip install --quiet "${TORCH:-torch==2.13.0}"
 fi
 pip install --quiet --editable '.[dev,gguf,report]'
-echo "Installed Fivefold $("$venv/bin/fivefold" --version | cut -d' ' -f2) into $venv"
+echo "Installed Fivefold $("$venv/bin/fivefold" --version | cut -d' ' -f2) into $venv: source $venv/bin/activate"

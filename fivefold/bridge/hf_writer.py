@@ -220,7 +220,7 @@ def _require_room(folder: Path, n_bytes: int) -> None:
     if usage.total > 0 and usage.free < n_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"the model needs {n_bytes:,} bytes, and {usage.free:,} are free: free some, or write it elsewhere",
+            f"the model needs {n_bytes:,} bytes, and {usage.free:,} are free",
             str(folder.parent),
         )
 

@@ -137,7 +137,7 @@ def _prune(found: list[Checkpoint], run: Path, keep: int) -> None:
     best = None if values is None else values.best([each.step for each in found])
     deleted = CheckpointStore(root).prune(keep, () if best is None else (best,))
     kept = [each.step for each in found if each.step not in deleted]
-    typer.echo(f"Deleted the checkpoints of steps {_numbers(deleted)}; kept {_numbers(kept)}.")
+    typer.echo(f"Deleted {_steps(deleted)}; kept {_steps(kept)}.")
 
 
 def _examined(found: list[Checkpoint], *, deep: bool) -> Listing:
@@ -192,8 +192,10 @@ def _value(listing: Listing, row: Row) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _numbers(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"
+def _steps(steps: list[int]) -> str:
+    if not steps:
+        return "no step"
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps))
 
 
 def _print(table: Table) -> None:

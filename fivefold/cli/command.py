@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,7 +106,25 @@ def _reason(error: OSError) -> str:
     """Return the path and what is wrong with it; the whole message if the error is not about a path."""
     if error.filename is None or error.strerror is None:
         return str(error)
-    return f"{error.filename}: {error.strerror}; name a path that you may use"
+    fix = "free some space, or name another path" if error.errno == ENOSPC else "name a path that you may use"
+    return f"{error.filename}: {error.strerror}; {fix}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of the user's.
+
+    Raises:
+        OSError: it cannot be written; the error names it, and no part of the text is left there.
+    """
+    from fivefold.observe.durable import naming
+
+    with naming(path):
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            if error.errno == ENOSPC and path.is_file():
+                path.unlink()
+            raise
 
 
 def _saved_results(recipe: RunConfig | None) -> str:

@@ -31,8 +31,11 @@ def arithmetic(out: OutFolder, seed: Seed = 1) -> None:
     """Sums and differences of several numbers: the quickstart's task, and the demonstrations its model learnt from."""
     with reporting_errors():
         from fivefold.data.arithmetic import write_arithmetic
+        from fivefold.observe.durable import naming
 
-        _print_row_counts(write_arithmetic(out, seed=seed).values())
+        with naming(out):
+            files = write_arithmetic(out, seed=seed)
+        _print_row_counts(files.values())
 
 
 @data_app.command()
@@ -40,15 +43,21 @@ def additions(out: OutFolder, seed: Seed = 1) -> None:
     """Sums of two numbers, asked with worked examples: the task of recipes/smollm2-addition.yaml."""
     with reporting_errors():
         from fivefold.data.additions import write_additions
+        from fivefold.observe.durable import naming
 
-        _print_row_counts(write_additions(out, seed=seed))
+        with naming(out):
+            files = write_additions(out, seed=seed)
+        _print_row_counts(files)
 
 
 def _write_task(name: str, source: str | None, out: Path) -> None:
     with reporting_errors():
         from fivefold.data.tasks import write_task
+        from fivefold.observe.durable import naming
 
-        for path, count in write_task(name, source, out).items():
+        with naming(out):
+            counts = write_task(name, source, out)
+        for path, count in counts.items():
             typer.echo(f"{path}  {count:,} rows")
 
 

@@ -28,14 +28,13 @@ app = typer.Typer(
     help="Reinforcement learning for large language models on Megatron-Core.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        # Without it, a call such as `fivefold train --help` leaves the group's own --help without a value, which Typer
+        # Without it, a call such as `fivefold train --help` leaves the group's own options without values, which Typer
         # imports pydantic to convert: that takes longer than all the rest.
-        "default_map": {"help": False},
+        "default_map": {"help": False, "install_completion": False, "show_completion": False},
     },
 )
 

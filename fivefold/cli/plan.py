@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.command import FAILED, reporting_errors
+from fivefold.cli.command import FAILED, reporting_errors, write_text
 from fivefold.config.limits import LARGEST, MOST_DEVICES
 from fivefold.planning.defaults import (
     DEFAULT_GPU,
@@ -273,13 +273,8 @@ def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
             options = " and ".join(option for option, _, _ in wanted)
             typer.echo(f"{options}: nothing was written, for there is no layout that fits to draw", err=True)
         return
-    for option, path, render in wanted:
-        try:
-            path.write_text(render(answer.blueprint), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"{option} {path} cannot be written ({error.strerror}); name a file in a folder that exists"
-            ) from error
+    for _, path, render in wanted:
+        write_text(path, render(answer.blueprint))
 
 
 def _print_effective(recipe: Path, overrides: list[str], *, as_json: bool) -> None:

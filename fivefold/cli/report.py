@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.command import reporting_errors
+from fivefold.cli.command import reporting_errors, write_text
 
 if TYPE_CHECKING:
     from fivefold.report.run import Run
@@ -47,7 +47,7 @@ def report(runs: Runs, out: Out = Path("report.html")) -> None:
         from fivefold.report.run import Run
 
         content = page([Run.read(path) for path in runs])
-        out.write_text(content, encoding="utf-8")
+        write_text(out, content)
         typer.echo(f"{out}: {len(content.encode()) / 1e6:.1f} MB")
 
 
@@ -91,11 +91,11 @@ def timeline(run: OneRun, out: TraceFile = Path("trace.json"), steps: Steps = No
             raise ValueError(f"{run} has no events: its logs are not here, or an earlier version has made them")
         if steps is not None:
             events = events.between(*_first_and_last(steps))
-        out.write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+        write_text(out, json.dumps(chrome_trace(events)))
         n_processes = len({event.process for event in events.events})
         typer.echo(f"{out}: {len(events.events):,} events of {n_processes} processes")
         if html is not None:
-            html.write_text(page([read]), encoding="utf-8")
+            write_text(html, page([read]))
             typer.echo(f"{html}#timeline")
 
 

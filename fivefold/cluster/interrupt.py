@@ -18,6 +18,8 @@ from types import FrameType
 INTERRUPTED = 130
 """Exit code: 128 + SIGINT, as shells have it."""
 
+SHOW_CURSOR = b"\x1b[?25h"
+
 
 def keep_exit_statuses() -> None:
     """Stop ignoring SIGCHLD. While it is ignored, the kernel drops exit statuses, and every child seems to end with 0.
@@ -118,4 +120,16 @@ def _end_at_once() -> None:
             child.kill()
         except psutil.NoSuchProcess:
             continue
+    _show_cursors()
+    _tell("Ended at once: what was not saved is lost.")
     os._exit(INTERRUPTED)
+
+
+def _show_cursors() -> None:
+    """Show the cursor again on each terminal among the standard streams, which a live status line hides."""
+    if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return
+    for stream in (1, 2):
+        with suppress(OSError):
+            if os.isatty(stream):
+                os.write(stream, SHOW_CURSOR)

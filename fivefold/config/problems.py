@@ -216,7 +216,9 @@ def _rule(detail: ErrorDetails) -> str:
         return f"must be {words} {_number(context[limit])}"
     if kind == "literal_error":
         close = difflib.get_close_matches(
-            str(value), [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")], n=1
+            str(value).lower().replace("-", "_"),
+            [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")],
+            n=1,
         )
         return f"must be {context['expected']}" + (f"; did you mean {close[0]}?" if close else "")
     if kind == "string_pattern_mismatch":

@@ -72,10 +72,10 @@ class EpochSampler(Generic[Item]):
         Raises:
             ValueError: fewer items than a batch has.
         """
-        if not 1 <= batch_size <= len(items):
+        if batch_size > len(items):
             raise ValueError(
-                f"batch_size={batch_size} must be between 1 and {len(items)}, the number of usable rows of the "
-                f"data set: lower batch_size, or add rows"
+                f"batch_size={batch_size} is more than the data set has usable rows, {len(items)}: "
+                "lower batch_size, or add rows"
             )
         self._items = items
         self._batch_size = batch_size

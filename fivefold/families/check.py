@@ -75,7 +75,8 @@ def describe(layout: ParallelLayout) -> str:
     if BACKENDS[layout.backend].folds_experts:
         names += ["ep", "etp", "edp"]
     degrees = [f"{name}{value}" for name in names if (value := getattr(layout, name)) > 1]
-    return f"{' '.join([layout.backend, *degrees])} ({layout.world_size} ranks)"
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    return f"{' '.join([layout.backend, *degrees])} ({ranks})"
 
 
 def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:

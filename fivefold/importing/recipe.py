@@ -57,7 +57,7 @@ YIELDING = (
     "rollout.max_head_offpolicyness",
 )
 """If two keys of the recipe contradict each other, the one that is listed here is taken back."""
-LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave, because they are not offloaded"
+LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave"
 SAME_COLUMNS = (
     *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
     *("max_length", "apply_chat_template"),
@@ -169,13 +169,21 @@ def convert(
     conversion.after_layout(draft)
     settle_clip_range(draft)
     settle_staleness(draft)
-    draft.finish(f"not a key of {dialect.title} that is known here")
+    unknown_key = f"not a key of {dialect.title} that is known here"
+    draft.finish(unknown_key)
     draft.notes[:0] = source.notes
     if unknown := draft.unknown_defaults:
         draft.notes.append(
             f"{dialect.title}'s defaults are not known here, so that Fivefold's hold: {', '.join(unknown)}"
         )
     draft.problems[:0] = source.problems
+    strangers = sum(entry.note == unknown_key for entry in draft.entries)
+    if files and 2 * strangers > len(values):
+        draft.problems.insert(
+            0,
+            f"{strangers} of {len(values)} keys are not known as {dialect.title}'s: "
+            "name with --from the framework that the files are written for",
+        )
     to_give = _complete(draft, documents)
     recipe = _check(draft, to_give)
     return recipe, Report(

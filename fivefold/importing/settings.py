@@ -127,19 +127,21 @@ def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> 
     draft.mapped(key, TOKEN_BUDGET_KEY, count * length, note)
 
 
-def warmup(draft: Draft, key: str, total_steps: int | None, *, counts_updates: bool = False) -> None:
-    """Convert warm-up steps: to as many if they are updates of the optimizer, else to a share of all steps."""
+def warmup(draft: Draft, key: str, total_steps: int | None, *, updates: int = 1) -> None:
+    """Convert warm-up steps: to a share of all steps if their number is known, else to updates of the optimizer.
+
+    Args:
+        draft: receives the entry.
+        key: the source's key of the warm-up.
+        total_steps: steps of the whole run, if known.
+        updates: updates of the optimizer in each of the steps.
+    """
     steps = draft.read(key, whole)
     if steps <= 0:
         draft.implied(key, "it is 0, so nothing is warmed up by a number of steps")
-    elif counts_updates:
-        draft.mapped(key, "actor.optimizer.warmup_steps", steps)
     elif total_steps is None or total_steps < 1:
-        draft.unsupported(
-            key,
-            "the warm-up is a share of all steps, whose number is not known here: "
-            "set actor.optimizer.warmup_steps_proportion",
-        )
+        note = f"{steps} steps of {updates} updates" if updates > 1 else ""
+        draft.mapped(key, "actor.optimizer.warmup_steps", steps * updates, note)
     else:
         # The share is not rounded: the trainer turns it back into steps, and has to get the same number.
         share = min(1.0, steps / total_steps)

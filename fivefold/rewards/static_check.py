@@ -6,6 +6,7 @@ The source of a user's module is read, not imported. `resolve_reward` imports it
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,10 +60,16 @@ def built_in_reward(config: OneRewardConfig) -> BuiltInReward:
 
 def no_such_reward(name: str) -> ValueError:
     """Return the error for a name that is no reward's."""
+    names = sorted([*BUILT_IN, OF_MODEL])
     return ValueError(
-        f"reward.fn={name!r} is neither one of {sorted([*BUILT_IN, OF_MODEL])} nor of the form module:function or "
-        "file.py:function"
+        f"reward.fn={name!r} is neither one of {names} nor of the form module:function or file.py:function"
+        f"{_nearest(name, names)}"
     )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def reward_problems(config: RewardConfig) -> Iterator[str]:
@@ -109,7 +116,7 @@ def _check(config: OneRewardConfig) -> None:
     defined = dict(_defined(tree.body))
     if function not in defined:
         if not _may_define_more(tree):
-            raise ValueError(f"reward.fn={config.fn!r}: {file} defines no {function!r}")
+            raise ValueError(f"reward.fn={config.fn!r}: {file} defines no {function!r}{_nearest(function, defined)}")
         return
     definition = defined[function]
     if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef) and not definition.decorator_list:

@@ -174,7 +174,7 @@ def count_updates(draft: Draft) -> None:
         _updates(draft, per_device, steps, replicas)
     draft.unsupported(ACCUMULATION, "the updates in a step cannot be counted here: set actor.ppo_n_minibatches")
     if draft.writes(WARMUP):
-        warmup(draft, WARMUP, None, counts_updates=True)
+        warmup(draft, WARMUP, None)
 
 
 def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> None:
@@ -250,7 +250,7 @@ def _critics_batches(draft: Draft) -> None:
     if draft.writes(own + "per_device_train_batch_size"):
         per_device = draft.get(own + "per_device_train_batch_size")
         token_budget(critic, own + "per_device_train_batch_size", per_device, _sequence_length(draft))
-    warmup(critic, own + "warmup_steps", None, counts_updates=True)
+    warmup(critic, own + "warmup_steps", None)
     draft.unsupported(
         own + "gradient_accumulation_steps",
         "the critic makes as many updates as the actor: set critic.ppo_n_minibatches",

@@ -154,7 +154,7 @@ def _counting(section: str) -> Callable[[Draft], None]:
     def count(draft: Draft) -> None:
         accumulation, plan = section + ACCUMULATION, draft.plans.get("actor")
         if draft.writes(section + WARMUP):
-            warmup(draft, section + WARMUP, None, counts_updates=True)
+            warmup(draft, section + WARMUP, None)
         draft.implied(section + WARMUP, "nothing is warmed up by a number of steps")
         if plan is None or plan.n_devices is None:
             draft.unsupported(accumulation, f"the rows of a step cannot be counted here: set {BATCH_SIZE}")

@@ -77,12 +77,21 @@ def path_of_data(draft: Draft, section: str, target: str) -> None:
 def _optimizer(draft: Draft) -> None:
     """Convert the warm-up and the rates, which depend on the number of steps and on the schedule."""
     own, total = "algorithm.optimizer.", draft.get("buffer.total_steps", draft.get("trainer.total_steps"))
-    if draft.writes(own + "lr_warmup_steps"):
-        warmup(draft, own + "lr_warmup_steps", total if isinstance(total, int) else None)
+    steps = own + "lr_warmup_steps"
+    if draft.writes(steps):
+        passes = draft.get(TREE + ACTOR + "ppo_epochs", 1)
+        warmup(
+            draft, steps, total if isinstance(total, int) else None, updates=passes if isinstance(passes, int) else 1
+        )
+        if draft.read(steps, whole) > 0:
+            draft.implied(own + "lr_warmup_steps_ratio", f"{steps} overrides it")
     name = "warmup_style" if draft.writes(own + "warmup_style") else "lr_scheduler_type"
     if draft.get(own + name, "constant") == "constant":
         draft.implied(own + "min_lr_ratio", "the learning rate is constant")
-    verl_tree.warmup_and_rates(draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None)
+    # A step of the trainer is one update of `buffer.train_batch_size` experiences.
+    verl_tree.warmup_and_rates(
+        draft, TREE + ACTOR + "optim.", total if isinstance(total, int) else None, mini_batches=False
+    )
 
 
 def finish(draft: Draft, rules: Mapping[str, Rule]) -> None:

@@ -328,20 +328,24 @@ def training_steps(draft: Draft, at: str) -> int | None:
     return total if isinstance(total, int) and total > 0 else None
 
 
-def warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> None:
+def warmup_and_rates(draft: Draft, section: str, total_steps: int | None, *, mini_batches: bool = True) -> None:
     """Convert the optimizer's keys below `section` that need others; `lr_warmup_steps` overrides the ratio.
 
-    Those of the critic follow in the same call.
+    Those of the critic follow in the same call. With `mini_batches`, a step of the source trains on all of them.
     """
-    _warmup_and_rates(draft, section, total_steps)
+    _warmup_and_rates(draft, section, total_steps, "actor" if mini_batches else None)
     if has_critic(draft):
-        _warmup_and_rates(ForCritic(draft), section.replace(ACTOR, CRITIC), total_steps)
+        role = "critic" if mini_batches else None
+        _warmup_and_rates(ForCritic(draft), section.replace(ACTOR, CRITIC), total_steps, role)
 
 
-def _warmup_and_rates(draft: Draft, section: str, total_steps: int | None) -> None:
+def _warmup_and_rates(draft: Draft, section: str, total_steps: int | None, role: str | None) -> None:
+    """Convert the keys of one optimizer; `role` has the mini-batches of a step, None: a step is one of them."""
     steps = section + "lr_warmup_steps"
     if draft.writes(steps):
-        warmup(draft, steps, total_steps)
+        passes = draft.get(section.removesuffix("optim.") + "ppo_epochs", 1)
+        updates = draft.recipe.get(f"{role}.ppo_n_minibatches", 1) * (passes if isinstance(passes, int) else 1)
+        warmup(draft, steps, total_steps, updates=updates)
         if draft.read(steps, whole) > 0:
             draft.implied(section + "lr_warmup_steps_ratio", f"{steps} overrides it")
     if draft.writes(section + "min_lr"):

@@ -75,9 +75,9 @@ def test_a_verification_names_the_damaged_file_and_exits_with_1(run: Path) -> No
 
 
 def test_pruning_keeps_the_newest_and_the_best(run: Path) -> None:
-    assert invoke(run, "--prune", "1").stdout == "Deleted the checkpoints of steps 20; kept 10, 1000.\n"
+    assert invoke(run, "--prune", "1").stdout == "Deleted step 20; kept steps 10, 1000.\n"
     assert [each.step for each in CheckpointStore(run / "checkpoints").all()] == [10, 1000]
-    assert invoke(run, "--prune", "1").stdout == "Deleted the checkpoints of steps none; kept 10, 1000.\n"
+    assert invoke(run, "--prune", "1").stdout == "Deleted no step; kept steps 10, 1000.\n"
     assert (run / "checkpoints/step-001001").exists(), "a run may be writing it"
 
 

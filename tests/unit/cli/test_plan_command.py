@@ -130,10 +130,14 @@ def test_options_of_the_model_form_are_refused_with_a_recipe(recipe: str) -> Non
 
 
 def test_a_picture_that_cannot_be_written_is_the_only_message(tmp_path: Path) -> None:
-    for option, path in [("--svg", tmp_path), ("--html", tmp_path / "nowhere" / "plan")]:
+    for option, path, why in [
+        ("--svg", tmp_path, "Is a directory; name a path that you may use"),
+        ("--html", tmp_path / "nowhere" / "plan", "No such file or directory; name a path that you may use"),
+        ("--svg", Path("/dev/full"), "No space left on device; free some space, or name another path"),
+    ]:
         result = run("--model", "Qwen3-8B", "--gpus", "8", option, str(path))
         assert result.exit_code == 2
-        assert result.stderr.startswith(f"Error: {option} {path} cannot be written (")
+        assert result.stderr == f"Error: {path}: {why}\n"
         assert result.stdout == ""
 
 

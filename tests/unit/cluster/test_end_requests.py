@@ -78,6 +78,21 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
     result = run("SIGTERM", again=True)
     assert result.returncode == 130
     assert result.stdout.splitlines() == ["step ends"]
+    assert result.stderr.endswith("what was not saved is lost.\n")
+
+
+def test_a_process_that_ends_at_once_gives_the_terminal_its_cursor_back() -> None:
+    ours, terminal = os.openpty()
+    program = PROGRAM.format(first="SIGINT", again=True)
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], stdout=terminal, stderr=terminal, env=environment, timeout=60, check=False
+    )
+    shown = os.read(ours, 10_000)
+    os.close(terminal)
+    os.close(ours)
+    assert ended.returncode == 130
+    assert b"\x1b[?25h" in shown.partition(b"step ends")[2]
 
 
 def test_a_request_whose_exception_python_drops_still_ends_the_run() -> None:

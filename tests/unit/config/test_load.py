@@ -260,6 +260,11 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
         ),
         ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
         (
+            "actor.loss_aggregation=Token-Mean",
+            "actor.loss_aggregation='Token-Mean': must be 'token_mean', 'sequence_mean', 'sequence_sum' or "
+            "'sequence_sum_fixed'; did you mean token_mean?",
+        ),
+        (
             "actor.optimizer.lr_scheduler_type=cosin",
             "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear' or 'cosine'; did you mean cosine?",
         ),

@@ -68,5 +68,5 @@ def test_a_state_of_another_data_set_is_refused(other: EpochSampler[int], messag
 
 
 def test_fewer_items_than_a_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="batch_size=11 must be between 1 and 10"):
+    with pytest.raises(ValueError, match="batch_size=11 is more than the data set has usable rows, 10"):
         sampler(batch_size=11)

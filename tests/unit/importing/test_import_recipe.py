@@ -57,6 +57,21 @@ def test_what_a_plan_would_refuse_is_a_problem(tmp_path: Path) -> None:
             assert not (tmp_path / "new.yaml").exists()
 
 
+def test_files_of_another_framework_are_told(tmp_path: Path) -> None:
+    def told(framework: Framework, fixture: str) -> bool:
+        output, file = tmp_path / "recipe.yaml", FIXTURES / fixture
+        report = import_recipe(framework, [file], [], output, overwrite=True, environment=ENVIRONMENT)
+        return any("keys are not known as" in problem for problem in report.problems)
+
+    cases: list[tuple[Framework, Framework, str]] = [
+        ("areal", "roll", "areal_grpo_fsdp.yaml"),
+        ("roll", "verl", "roll_megatron.yaml"),
+    ]
+    for written_for, named, fixture in cases:
+        assert not told(written_for, fixture)
+        assert told(named, fixture)
+
+
 def _refused_by_plan(recipe: Path) -> str:
     try:
         plan_recipe(recipe, [])

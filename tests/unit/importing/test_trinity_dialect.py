@@ -200,3 +200,20 @@ def test_a_converted_checkpoint_is_where_the_actor_starts() -> None:
     )
     assert conversion.recipe["actor.megatron.use_dist_checkpointing"] is True
     assert conversion.recipe["actor.megatron.dist_checkpointing_path"] == "/data/mcore"
+
+
+def test_a_warmup_in_steps_of_the_trainer_is_one_in_updates() -> None:
+    """A step of the trainer trains `train_batch_size` experiences, of which a step here has several."""
+    optimizer = "algorithm.optimizer."
+    words = ["buffer.batch_size=64", "algorithm.repeat_times=8", "buffer.train_batch_size=256", "buffer.total_epochs=1"]
+    given = [
+        f"{optimizer}lr_warmup_steps=10",
+        f"{optimizer}lr_warmup_steps_ratio=0.1",
+        f"{TREE}actor_rollout_ref.actor.ppo_epochs=2",
+    ]
+    recipe = convert_words("trinity", *words, *given).recipe
+    assert recipe["actor.ppo_n_minibatches"] == 2
+    assert recipe["actor.optimizer.warmup_steps"] == 10 * 2
+    assert "actor.optimizer.warmup_steps_proportion" not in recipe
+    counted = convert_words("trinity", *words, *given, "buffer.total_steps=100").recipe
+    assert counted["actor.optimizer.warmup_steps_proportion"] == 0.1

@@ -376,6 +376,21 @@ def test_the_place_and_the_precision_of_the_optimizers_state() -> None:
     assert not conversion.unsupported()
 
 
+def test_a_warmup_of_a_run_without_a_number_of_steps_counts_updates() -> None:
+    """verl's schedule advances once a step, after all updates of the step; Fivefold's once an update."""
+    frameworks: list[Framework] = ["verl", "siirl"]
+    for framework in frameworks:
+        conversion = convert_words(
+            framework, "data.train_batch_size=512", f"{ACTOR}ppo_mini_batch_size=128", f"{ACTOR}ppo_epochs=2",
+            f"{ACTOR}optim.lr_warmup_steps=10", f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "algorithm.adv_estimator=gae",
+            "critic.optim.lr_warmup_steps=5", "critic.ppo_mini_batch_size=256",
+        )  # fmt: skip
+        assert conversion.recipe["actor.optimizer.warmup_steps"] == 10 * 4 * 2
+        assert conversion.recipe["critic.optimizer.warmup_steps"] == 5 * 2
+        assert "actor.optimizer.warmup_steps_proportion" not in conversion.recipe
+        assert conversion[ACTOR + "optim.lr_warmup_steps"].note == "10 steps of 8 updates"
+
+
 def test_what_cannot_be_converted_says_why() -> None:
     cases = [
         (f"data.train_batch_size=100 {ACTOR}ppo_mini_batch_size=30", ACTOR + "ppo_mini_batch_size", "100"),
@@ -386,7 +401,6 @@ def test_what_cannot_be_converted_says_why() -> None:
         ),
         ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator", "gdpo"),
         (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
-        (f"{ACTOR}optim.lr_warmup_steps=5", ACTOR + "optim.lr_warmup_steps", "share of all steps"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files", "2 files"),
         (
             f"data.max_response_length=9 {ROLLOUT}response_length=8",
