@@ -50,7 +50,7 @@ class StoredTensor:
     """A tensor of a file, as the file's header describes it."""
 
     file: str
-    """Name of the file in its folder."""
+    """Name of the file, relative to the model's folder."""
     dtype: str
     """Dtype as safetensors writes it, such as `BF16`."""
     shape: tuple[int, ...]
@@ -111,7 +111,7 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
     for file in files:
         claimed = {name for name, place in placed.items() if place == file}
         try:
-            held = _read_header(folder / file)
+            held = _read_header(folder, file)
         except _DamagedFileError as error:
             lost = f" ({len(claimed)} tensors, among them {min(claimed)})" if claimed else ""
             problems.append(f"{file}{lost} {error}")
@@ -169,19 +169,18 @@ class _DamagedFileError(Exception):
     """A file that cannot be read; the message goes on after the file's name."""
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name.
+def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """Return the tensors of the file `name` in a folder, which may lie in a folder within, by their names.
 
     Raises:
         _DamagedFileError: the file is missing, or it is not a whole safetensors file.
     """
+    file = folder / name
     try:
         with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            slices = {name: opened.get_slice(name) for name in names}
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (it is no mapping)
             return {
-                name: StoredTensor(file.name, tensor.get_dtype(), tuple(tensor.get_shape()))
-                for name, tensor in slices.items()
+                key: StoredTensor(name, tensor.get_dtype(), tuple(tensor.get_shape())) for key, tensor in slices.items()
             }
     except FileNotFoundError as error:
         raise _DamagedFileError("is missing: complete the download") from error

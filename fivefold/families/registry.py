@@ -43,5 +43,6 @@ def find_family(model_type: Any) -> Family:
     # A config.json may hold anything, lists included, which no mapping takes as a key.
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise ValueError(f"model_type is {model_type!r}; the families that are known are {', '.join(FAMILIES)}")
+        hint = "; write deepseek_v3, as transformers calls Kimi-K2's models" if model_type == "kimi_k2" else ""
+        raise ValueError(f"model_type is {model_type!r}; the families that are known are {', '.join(FAMILIES)}{hint}")
     return family

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fivefold.bridge.audit import WeightMismatchError, check_weights
+from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.weight_files import INDEX_FILE, SINGLE_FILE
 from fivefold.families.read import load_shape
@@ -195,6 +196,16 @@ def test_a_folder_of_pickled_weights_says_how_to_convert_them(whole: Path) -> No
     conversion = message.partition("convert it once with transformers: ")[2]
     exec(conversion, {"AutoModelForCausalLM": AutoModelForCausalLM})
     check_weights(whole, load_shape(whole))
+
+
+def test_shards_may_lie_in_a_folder_within(sharded: Path) -> None:
+    (sharded / "weights").mkdir()
+    for shard in set(placed(sharded).values()):
+        (sharded / shard).rename(sharded / "weights" / shard)
+    place(sharded, {name: f"weights/{file}" for name, file in placed(sharded).items()})
+    check_weights(sharded, load_shape(sharded))
+    with HFWeights(sharded) as weights:
+        assert weights.read(NORM).equal(load_file(sharded / weights.file(NORM))[NORM])
 
 
 def test_shards_without_their_index_say_that_it_is_missing(sharded: Path) -> None:

@@ -197,6 +197,7 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
     ("config", "message"),
     [
         (raw("llama", model_type="gpt2"), "model_type is 'gpt2'"),
+        (raw("deepseek_v3", model_type="kimi_k2"), "model_type is 'kimi_k2'.*write deepseek_v3"),
         ({}, "model_type is None"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         (raw("mixtral", sliding_window=64), "sliding_window=64"),
