@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+_NEEDED = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_WORDS = _WORDS % r"\p{N}"
 _LLAMA3_WORDS = _WORDS % r"\p{N}{1,3}"
@@ -106,14 +107,16 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file with these metadata.
 
     Raises:
-        ValueError: a tokenizer that is not a byte-level byte-pair encoding, one of unknown splitting, or one that adds
-            a token which the file does not name.
+        ValueError: a tokenizer that is not a byte-level byte-pair encoding or not whole, one of unknown splitting, or
+            one that adds a token which the file does not name.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise ValueError(
             f"tokenizer.ggml.model is {model!r}; only byte-level byte-pair encodings ('gpt2') can be converted"
         )
+    if missing := [key for key in _NEEDED if key not in metadata]:
+        raise ValueError(f"the file's tokenizer is not whole: {', '.join(missing)} is missing; fetch the file again")
     splitting = _splitting(metadata)
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]

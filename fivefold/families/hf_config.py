@@ -7,7 +7,7 @@ Defaults are those of transformers for keys that real files leave out. Sizes hav
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Values that hold for every family, unless the family has its own."""
 
 
+_MOST = sys.float_info.max
 MOST_LAYERS = 10_000
 """Most layers of a model; a shape lists them."""
 
@@ -118,7 +119,8 @@ class HFConfig:
         Raises:
             ValueError: it is not a number, or not a finite one.
         """
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        # NaN is within no bounds, and an integer may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
             raise self.error(f"config.json has {key}={value!r}; it must be a number")
         return float(value)
 

@@ -36,9 +36,16 @@ def read_rope(config: HFConfig, *, is_partial: bool = False) -> tuple[float, Rop
     if partial not in (None, 1) and not is_partial:
         raise config.error(f"partial_rotary_factor={partial} is not supported; it must be 1")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in _NEEDED:
+    if not isinstance(rope_type, str) or rope_type not in _NEEDED:
         raise config.error(f"rope type {rope_type!r} is not supported; use one of {', '.join(_NEEDED)}")
-    return config.as_number("rope_theta", stated), _scaling(config, rope_type, rope)
+    return _positive(config, "rope_theta", stated), _scaling(config, rope_type, rope)
+
+
+def _positive(config: HFConfig, key: str, value: Any) -> float:
+    number = config.as_number(key, value)
+    if number <= 0:
+        raise config.error(f"config.json has {key}={value!r}; it must be greater than 0")
+    return number
 
 
 def rotary_part(config: HFConfig, head_dim: int) -> int:
@@ -67,7 +74,7 @@ def _scaling(config: HFConfig, rope_type: str, rope: Mapping[str, Any]) -> RopeS
         return None
     if missing := [name for name in _NEEDED[rope_type] if rope.get(name) is None]:
         raise config.error(f"rope type {rope_type} needs {', '.join(missing)} in config.json")
-    factor = config.as_number("factor", rope["factor"])
+    factor = _positive(config, "factor", rope["factor"])
     if rope_type == "linear":
         return RopeScaling(rope_type, factor)
     if rope_type == "yarn":

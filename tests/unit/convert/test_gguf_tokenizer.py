@@ -78,6 +78,9 @@ def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does() -> None:
         assert build_tokenizer(metadata).encode("ab").ids == [ab]
         with pytest.raises(ValueError, match="add_bos_token is true, but the file has no"):
             build_tokenizer({**metadata, keys.ADD_BOS: True})
+        del metadata[keys.MERGES]
+        with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges is missing"):
+            build_tokenizer(metadata)
 
 
 @settings(max_examples=200, deadline=None)
