@@ -18,7 +18,7 @@ from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
 from fivefold.engine.scoring import N_APPENDED
 from fivefold.experience.samples import accuracy, judge, sample_metrics
-from fivefold.families.check import layout_problems, replica_problems, sampling_problems, server_problems
+from fivefold.families.check import check_tokens, layout_problems, replica_problems, sampling_problems, server_problems
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
@@ -139,8 +139,9 @@ def check_requests(
         n_appended: most tokens that are appended to a completion.
 
     Raises:
-        ValueError: completions that could exceed the model's positions.
+        ValueError: completions that could exceed the model's positions, or prompts with tokens that it does not have.
     """
+    check_tokens(shape, "a prompt", max(max(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens + n_appended
     if longest > shape.max_positions:
         raise ValueError(

@@ -160,9 +160,9 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item]) -> Setup[Item]:
     """
     ground = lay_groundwork(recipe)
     data, valid = method.load(ground.tokenizer)
-    check_examples(ground.shape, "train_dataset", data.longest, method.n_appended)
+    check_examples(ground.shape, "train_dataset", data.longest, data.largest_token, method.n_appended)
     if valid is not None:
-        check_examples(ground.shape, "valid_dataset", valid.longest, method.n_appended)
+        check_examples(ground.shape, "valid_dataset", valid.longest, valid.largest_token, method.n_appended)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     total_steps = recipe.n_steps(sampler.batches_per_epoch)
     return Setup(

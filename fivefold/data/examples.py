@@ -48,6 +48,11 @@ class Examples(Generic[Item]):
         """Tokens of the longest sequence."""
         return max(example.n_tokens for example in self.examples)
 
+    @property
+    def largest_token(self) -> int:
+        """The largest token of all examples."""
+        return max(max(ids) for example in self.examples for ids in example.parts())
+
     def sampler(self, config: BatchesConfig, seed: int) -> EpochSampler[Item]:
         """Return a sampler of lists of `config.batch_size` examples."""
         return EpochSampler(

@@ -48,18 +48,38 @@ def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
         )
 
 
-def check_examples(shape: ModelShape, section: str, longest: int, n_appended: int = 0) -> None:
-    """Refuse examples of which the model's positions hold not all tokens.
+def check_tokens(shape: ModelShape, data: str, largest: int) -> None:
+    """Refuse tokens outside the model's vocabulary, which slices of an embedding would take for tokens of others.
+
+    Args:
+        shape: the model.
+        data: what errors call the data.
+        largest: the largest token of the data.
+
+    Raises:
+        ValueError: there is such a token.
+    """
+    if largest >= shape.vocab:
+        raise ValueError(
+            f"{data} has token {largest}, but the model's vocabulary has {shape.vocab:,} tokens: tokenizer and model "
+            "do not belong together, so name the model's own tokenizer in tokenizer_path, or another model"
+        )
+
+
+def check_examples(shape: ModelShape, section: str, longest: int, largest_token: int, n_appended: int = 0) -> None:
+    """Refuse examples of which the model's positions hold not all tokens, or whose tokens the model does not have.
 
     Args:
         shape: the model.
         section: the recipe's section of the data set.
         longest: tokens of the longest example.
+        largest_token: the largest token of all examples.
         n_appended: tokens that are appended to every example.
 
     Raises:
-        ValueError: the longest example is longer than the model's positions.
+        ValueError: the longest example is longer than the model's positions, or a token is not in its vocabulary.
     """
+    check_tokens(shape, section, largest_token)
     if longest + n_appended > shape.max_positions:
         most = shape.max_positions - n_appended
         last = " and one behind each example" if n_appended else ""

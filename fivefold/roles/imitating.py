@@ -70,7 +70,7 @@ class ExpertExamples:
         if config is None:
             return None
         examples = load_sft(config, ground.tokenizer)
-        check_examples(ground.shape, "expert_dataset", examples.longest)
+        check_examples(ground.shape, "expert_dataset", examples.longest, examples.largest_token)
         return ExpertExamples(config, examples, recipe.actor.ppo_n_minibatches, recipe.seed)
 
     @property

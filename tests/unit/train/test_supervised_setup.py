@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.dpo import LabelledAnswers
 from fivefold.sft import FineTuning, sft
 from fivefold.supervised import set_up
+from fivefold.train import set_up as set_up_train
 
-RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES, TINY = ROOT / "recipes", ROOT / "fivefold" / "models" / "tiny-moe"
 
 
 def test_the_banner_tells_the_examples_that_fill_no_step(tmp_path: Path) -> None:
@@ -56,6 +60,36 @@ def test_kto_compares_no_held_out_answer_with_itself(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"valid_dataset has one answer \(1 of 1 rows\): add rows"):
         set_up(one, LabelledAnswers(one))
     assert set_up(two, LabelledAnswers(two)).facts()["held out"] == "2 of 2 rows"
+
+
+def with_new_token(folder: Path, row: dict[str, str]) -> list[str]:
+    """Return the keys of a recipe for a row in which `<new>` is the first token that the model does not have."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.add_tokens([*(f"<{n}>" for n in range(128 - len(tokenizer))), "<new>"])
+    tokenizer.save_pretrained(folder)
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps(row))
+    keys = [f"tokenizer_path={folder}", f"train_dataset.path={rows}", "train_dataset.batch_size=1"]
+    return [*keys, "valid_dataset=null"]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "1+<new>=", "response": "2"}, {"prompt": "1+1=", "response": "<new>"}])
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path, row: dict[str, str]) -> None:
+    """Slices of an embedding would take them for tokens of other ranks, and train on."""
+    recipe = load_recipe(RECIPES / "tiny-moe-sft.yaml", with_new_token(tmp_path, row), SFTRecipe)
+    with pytest.raises(ValueError, match="train_dataset has token 128, but the model's vocabulary has 128 tokens"):
+        set_up(recipe, FineTuning(recipe))
+
+
+def test_prompts_with_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    keys = with_new_token(tmp_path, {"prompt": "1+<new>=", "answer": "2"})
+    recipe = load_recipe(
+        RECIPES / "quickstart.yaml",
+        [*keys, "train_dataset.answer_key=answer", "actor.ppo_n_minibatches=1"],
+        TrainRecipe,
+    )
+    with pytest.raises(ValueError, match="a prompt has token 128, but the model's vocabulary has 128 tokens"):
+        set_up_train(recipe)
 
 
 @pytest.mark.parametrize(
