@@ -176,7 +176,8 @@ def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe, 
             *("--new-tokens", str(args.new_tokens), "--batch", str(recipe.rollout.max_batch_size)),
             *("--tensor-parallel", str(layout.tp), *options),
         ]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        # The model runner that the servers have.
+        env = {"VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         replicas.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     lines = [replica.communicate()[0].splitlines() for replica in replicas]
     # vLLM writes to the same stream.

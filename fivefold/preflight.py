@@ -17,6 +17,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.check import (
     RoleShapes,
+    attention_problems,
     distillation_problems,
     engine_problems,
     graph_problems,
@@ -65,6 +66,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
 def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
     yield from engine_problems(recipe)
+    yield from _attention_problems(recipe, shape, others)
     yield from _megatron_problems(recipe, shape, others)
     yield from _fsdp_problems(recipe)
     yield from server_problems(recipe)
@@ -87,6 +89,14 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
                 yield f"{role}.megatron.dist_checkpointing_path: {error}"
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)
+
+
+def _attention_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each role whose heads cannot have the kernels that its section asks for."""
+    for role in recipe_allocation(recipe).roles:
+        section = role_section(recipe, role.role)
+        if isinstance(section, EngineConfig):
+            yield from attention_problems(ROLE_SECTIONS[role.role], section, others.get(role.role, shape))
 
 
 def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:

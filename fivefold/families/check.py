@@ -32,6 +32,31 @@ _READS = {
 _ENGINE_SECTIONS = ("megatron", "fsdp")
 """Sections of a role that only one engine reads, which has their name."""
 
+_FLASH_ATTENTION_4_HEADS = ((64, 64), (128, 128), (192, 128))
+"""Widths of query and value heads of which FlashAttention 4's results were compared with a softmax in double precision.
+Its kernels for a Hopper GPU take more, and compute wrong gradients for some: 80."""
+
+
+def check_attention(config: EngineConfig, shape: ModelShape) -> None:
+    """Refuse kernels of attention that the model's heads cannot have.
+
+    Raises:
+        ValueError: the kernels, the widths of the heads, and what to choose.
+    """
+    for problem in attention_problems("actor", config, shape):
+        raise ValueError(problem)
+
+
+def attention_problems(role: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield a line if the model of a role cannot have the kernels of attention that its section asks for."""
+    if config.attn_impl == "flash_attention_4" and shape.head_widths not in _FLASH_ATTENTION_4_HEADS:
+        query, value = shape.head_widths
+        proven = ", ".join(f"{query}/{value}" for query, value in _FLASH_ATTENTION_4_HEADS)
+        yield (
+            f"{role}.attn_impl=flash_attention_4 has been proven right for query and value heads of {proven} channels, "
+            f"got {query}/{value}: set it to flash_attention_2"
+        )
+
 
 def check_layout(layout: ParallelLayout, shape: ModelShape) -> None:
     """Refuse a layout whose degrees do not divide the model's sizes.

@@ -206,6 +206,11 @@ class ModelShape:
         return self.n_heads * self._value_dim
 
     @property
+    def head_widths(self) -> tuple[int, int]:
+        """Channels of a query or key head, and those of a value head."""
+        return self._qk_dim, self._value_dim
+
+    @property
     def _qk_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.qk_dim
 

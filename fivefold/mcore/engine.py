@@ -46,7 +46,7 @@ from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.training_state import TrainingState
-from fivefold.families.check import check_layout
+from fivefold.families.check import check_attention, check_layout
 from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.layout.grid import rank_grid
@@ -111,6 +111,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         if value_head:
             self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
         check_layout(layout, shape)
+        check_attention(config, shape)
         check_megatron(config, shape, layout)
         check_deepep(config.megatron)
         self.groups = initialize_parallel(layout, seed, timeout_s)

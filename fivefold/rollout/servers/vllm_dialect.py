@@ -39,6 +39,15 @@ def _transfer(spec: ReplicaSpec) -> str:
     return json.dumps({"backend": spec.route.transport})
 
 
+def _second_runner() -> str:
+    """Return 1 where vLLM's second model runner is to be used: on GPUs, the only devices that it knows.
+
+    By itself, vLLM uses it for dense models and for few families of experts. It takes less of the host's time for a
+    step, on which the speed of small models depends, and has a sampler of its own.
+    """
+    return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") else "0"
+
+
 def _over_nodes(node: ReplicaNode) -> list[str]:
     """Return the arguments of one node of several."""
     if node.n_nodes == 1:
@@ -105,8 +114,7 @@ class VLLMDialect:
             "PYTHONPATH": os.pathsep.join(path),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # vLLM runs some families with a second model runner and its own sampler; all use the first one here.
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", _second_runner()),
             # Connections are idle while the actor trains, and must stay open.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.

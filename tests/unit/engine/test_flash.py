@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.load import load_recipe
-from fivefold.config.schema.engine import FlashAttention
+from fivefold.config.schema.engine import EngineConfig, FlashAttention
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine import flash
 from fivefold.engine.flash import flash_kernels
 from fivefold.engine.varlen import plan_attention, varlen_attention
+from fivefold.families.check import attention_problems
 from fivefold.families.read import load_shape
 from fivefold.preflight import check_recipe
 
@@ -64,6 +66,16 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flash, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'pip install "fivefold\[flash-attention-4\]"'):
         flash_kernels("flash_attention_4", "bfloat16", GPU)
+
+
+@pytest.mark.parametrize(("head_dim", "problems"), [(64, 0), (128, 0), (80, 1), (256, 1)])
+def test_widths_of_heads_that_are_not_proven_are_refused(head_dim: int, problems: int) -> None:
+    config = EngineConfig(path="x", backend="megatron:d1", dtype="bfloat16", attn_impl="flash_attention_4")
+    shape = replace(load_shape(resolve_model_folder("package:tiny-moe")), head_dim=head_dim)
+    found = list(attention_problems("actor", config, shape))
+    assert len(found) == problems
+    assert all(f"got {head_dim}/{head_dim}: set it to flash_attention_2" in line for line in found)
+    assert not list(attention_problems("actor", config.model_copy(update={"attn_impl": "flash_attention_2"}), shape))
 
 
 def stand_in(

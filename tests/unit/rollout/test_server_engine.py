@@ -60,6 +60,20 @@ ONE_SERVER = pytest.mark.parametrize("server", ["sglang"], indirect=True)
 """Marks tests of behaviour that does not depend on the kind of server."""
 
 
+@pytest.mark.parametrize(
+    ("devices", "chosen", "wanted"), [("0,1", None, "1"), ("", None, "0"), (None, None, "0"), ("0", "0", "0")]
+)
+def test_vllm_has_its_second_model_runner_on_gpus_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str | None, chosen: str | None, wanted: str
+) -> None:
+    for name, value in (("CUDA_VISIBLE_DEVICES", devices), ("VLLM_USE_V2_MODEL_RUNNER", chosen)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert DIALECTS["vllm"].environment(spec_of("vllm", tmp_path))["VLLM_USE_V2_MODEL_RUNNER"] == wanted
+
+
 @pytest.fixture
 def served(server: Served) -> Served:
     """The server with weights of version 7."""
