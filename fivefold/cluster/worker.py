@@ -24,6 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +34,7 @@ from ray import cloudpickle
 from fivefold.cluster.interrupt import keep_exit_statuses
 from fivefold.cluster.rendezvous import LOOPBACK
 from fivefold.imports import large_imports
-from fivefold.observe.events import SUFFIX, EventLog
+from fivefold.observe.events import MAIN, SUFFIX, EventLog
 from fivefold.observe.progress import Progress, counting, current_progress
 
 SIDES = {"feed": 1, "results": 1, "control": 2, "where": 1, "hold": 1}
@@ -121,6 +122,9 @@ class Worker:
         self._held: Any = None
         self._store: Any = None
         self._thread = 0
+        self._sides: set[int] = set()
+        """Numbers of the methods that run beside the one in progress."""
+        self._sides_lock = threading.Lock()
         self._feeds: dict[int, Feed] = {}
         self._feeds_lock = threading.Lock()
 
@@ -240,8 +244,23 @@ class Worker:
     @contextmanager
     def _running(self, method: str) -> Iterator[None]:
         """Record the time of a method of the held object, and report its failure."""
-        with self._events.event(method), _Reported():
+        with self._row() as row, self._events.event(method, row), _Reported():
             yield
+
+    @contextmanager
+    def _row(self) -> Iterator[str]:
+        """Give the thread's name among the events: of methods that run at once, each has one of its own."""
+        if threading.get_ident() == self._thread:
+            yield MAIN
+            return
+        with self._sides_lock:
+            number = next(number for number in count(1) if number not in self._sides)
+            self._sides.add(number)
+        try:
+            yield "beside" if number == 1 else f"beside {number}"
+        finally:
+            with self._sides_lock:
+                self._sides.remove(number)
 
     def _feed(self, feed_id: int) -> Feed:
         # `push` may come before `consume`, so the first of them makes the feed. Older feeds have ended.

@@ -6,6 +6,7 @@ logs/driver.events, logs/<role>-<rank>.events       one line an event, written a
     {"name": "rewards", "start": 1700000000.204, "seconds": 0.03, "thread": "rewards"}
     {"step": 12, "at": 1700000001.004}                                          the driver, at the end of a step
 
+Events of one thread lie one behind the other, or within each other: what goes on beside has a thread of its own.
 Start and end are on the clock of the process's machine. An event costs about 20 microseconds.
 """
 
@@ -31,26 +32,26 @@ class EventLog:
 
         Args:
             path: the file.
-            names_threads: whether events tell their threads apart, by the names that the program gives them; otherwise
-                all are those of one thread.
+            names_threads: whether the main thread's events are told from those of other threads, which have the names
+                that the program gives them; otherwise each event says its thread, or is the main one's.
         """
         self._file = path.open("w", buffering=1, encoding="utf-8")
         self._names_threads = names_threads
         self._lock = threading.Lock()
 
     @contextmanager
-    def event(self, name: str) -> Iterator[None]:
+    def event(self, name: str, thread: str = MAIN) -> Iterator[None]:
         """Record the time of the block, also of one that fails."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - began)
+            self.add(name, time.perf_counter() - began, thread)
 
-    def add(self, name: str, seconds: float) -> None:
+    def add(self, name: str, seconds: float, thread: str = MAIN) -> None:
         """Record an event that took `seconds` and has just ended."""
         start = time.time() - seconds
-        thread = _thread_name() if self._names_threads else MAIN
+        thread = _thread_name() if self._names_threads else thread
         line = {"name": name, "start": round(start, 6), "seconds": round(seconds, 6), "thread": thread}
         with self._lock:
             self._file.write(json.dumps(line) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,10 @@ def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(sessi
     assert group.feed_beside(Engine.total, items, 10) == [16, 16]
     assert group.control(Engine.tell_to_stop, "enough") == ["0 heard enough", "1 heard enough"]
     assert running.wait() == ["enough", "enough"]
+    # What goes on at once lies on rows of its own.
+    events = [json.loads(line) for line in (session.logs / "actor-0.events").read_text().splitlines()]
+    rows = {event["name"]: event["thread"] for event in events}
+    assert rows == {"build": "main", "run_until_told": "main", "total": "beside", "tell_to_stop": "beside"}
 
 
 def test_a_worker_tells_how_far_it_is_while_the_driver_waits(session: Session) -> None:
