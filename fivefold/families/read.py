@@ -22,6 +22,8 @@ from fivefold.families.shape import ModelShape
 SHAPES = Path(__file__).parent / "shapes"
 _VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
 """What is added to a model's name where it was trained further, such as `-Instruct-2507`."""
+_POSITIONS = {r"qwen2\.5-.+-instruct": 32_768, r"qwen3-.+-base": 32_768, r"qwen3-.+-2507": 262_144}
+"""Positions of such models by their name, where they are not those of the model with the shorter name."""
 
 
 def read_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -55,13 +57,16 @@ def find_shape(model: str) -> ModelShape:
 
     Args:
         model: a name that ships (`Qwen3-8B`, `Qwen/Qwen3-8B`), a model folder, `package:<name>`, or a `config.json`. A
-            variant that was trained further (`Qwen3-8B-Base`, `Qwen2.5-7B-Instruct`) has the shape of its model.
+            variant that was trained further (`Qwen3-8B-Base`, `Qwen2.5-7B-Instruct`) has the sizes of its model.
 
     Raises:
         ValueError: nothing of that name, or a model whose sizes cannot be read.
     """
     file = _config_file(model)
-    return read_shape(_parse(file), file.parent.name if file.name == "config.json" else file.stem)
+    shape = read_shape(_parse(file), file.parent.name if file.name == "config.json" else file.stem)
+    variant = _plain_name(model) if file.parent == SHAPES else ""
+    positions = next((count for name, count in _POSITIONS.items() if re.fullmatch(name, variant)), shape.max_positions)
+    return replace(shape, max_positions=positions)
 
 
 def is_quantized(folder: Path) -> bool:
@@ -92,7 +97,7 @@ def _config_file(model: str) -> Path:
 
 def _shipped(model: str) -> Path:
     """Return the file with the sizes of a model that ships."""
-    name = _VARIANT.sub("", model.rsplit("/", 1)[-1].removeprefix("Meta-")).lower()
+    name = _VARIANT.sub("", _plain_name(model))
     files = {path.stem.lower(): path for path in sorted(SHAPES.glob("*.json"))}
     if name in files:
         return files[name]
@@ -102,6 +107,11 @@ def _shipped(model: str) -> Path:
         f"no shape is known for the model {model!r}: {hint}Give a model folder, its config.json, "
         f"or one of {', '.join(path.stem for path in files.values())}"
     )
+
+
+def _plain_name(model: str) -> str:
+    """Return a model's name without its owner, in lower case."""
+    return model.rsplit("/", 1)[-1].lower().removeprefix("meta-")
 
 
 def _parse(file: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,24 @@ def test_shipped_shapes_have_the_published_sizes(name: str) -> None:
 )
 def test_names_and_variants_are_found_as_people_write_them(written: str, name: str) -> None:
     shape = find_shape(written)
-    assert (shape, shape.name) == (find_shape(name), name)
+    assert (replace(shape, max_positions=0), shape.name) == (replace(find_shape(name), max_positions=0), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 40_960),
+        ("Qwen/Qwen3-30B-A3B-Base", 32_768),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", 262_144),
+        ("Qwen/Qwen3-4B-Thinking-2507", 262_144),
+        ("Qwen/Qwen2.5-7B", 131_072),
+        ("Qwen/Qwen2.5-7B-Instruct", 32_768),
+        ("Qwen/Qwen2.5-0.5B", 32_768),
+        ("meta-llama/Llama-3.1-8B-Instruct", 131_072),
+    ],
+)
+def test_variants_have_the_positions_of_their_own_config(name: str, positions: int) -> None:
+    assert find_shape(name).max_positions == positions
 
 
 def test_files_and_folders_are_read_and_named(tmp_path: Path) -> None:
