@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fivefold.algorithms.preferences import Objective
@@ -152,13 +154,18 @@ class Setup(RunSetup[Item]):
         return self.method.measured
 
 
-def set_up(recipe: SupervisedRecipe, method: Method[Item]) -> Setup[Item]:
+def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | None = None) -> Setup[Item]:
     """Check and load everything that needs no worker.
+
+    Args:
+        recipe: the recipe.
+        method: the kind of training.
+        began: time of the run's first start; None: now.
 
     Raises:
         ValueError: a recipe, a model or a data set that cannot work.
     """
-    ground = lay_groundwork(recipe)
+    ground = lay_groundwork(recipe, began)
     data, valid = method.load(ground.tokenizer)
     check_examples(ground.shape, "train_dataset", data.longest, data.largest_token, method.n_appended)
     if valid is not None:
@@ -181,7 +188,7 @@ def run_supervised(
 ) -> dict[str, Any]:
     """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
     return run_whole(
-        recipe, method.columns, lambda: set_up(recipe, method), _execute, overwrite=overwrite, screen=screen
+        recipe, method.columns, partial(set_up, recipe, method), _execute, overwrite=overwrite, screen=screen
     )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -134,13 +135,17 @@ class TrainSetup(RunSetup[Prompt]):
         return None if model is None else Teacher(model, self.recipe.actor.distill, self.ground.shape.vocab)
 
 
-def set_up(recipe: TrainRecipe) -> TrainSetup:
+def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     """Check and load everything that needs no worker.
+
+    Args:
+        recipe: the recipe.
+        began: time of the run's first start; None: now.
 
     Raises:
         ValueError: a recipe, a model or a data set that cannot work.
     """
-    ground = lay_groundwork(recipe)
+    ground = lay_groundwork(recipe, began)
     route = choose_route(recipe, ground.placement)
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
@@ -171,7 +176,7 @@ def set_up(recipe: TrainRecipe) -> TrainSetup:
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
     """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
-    return run_whole(recipe, TRAIN_COLUMNS, lambda: set_up(recipe), _execute, overwrite=overwrite, screen=screen)
+    return run_whole(recipe, TRAIN_COLUMNS, partial(set_up, recipe), _execute, overwrite=overwrite, screen=screen)
 
 
 def _execute(setup: TrainSetup, start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:

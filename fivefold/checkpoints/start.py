@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, ClassVar, TypeVar
 
 from fivefold.checkpoints.changes import Change, is_below
@@ -35,6 +36,8 @@ class Anew:
     """Why, in words for the user."""
     overwrite: bool = False
     """Whether the results in the run's folder are deleted."""
+    began: datetime = field(default_factory=lambda: datetime.now(UTC), compare=False)
+    """Time of the run's first start, which is this one."""
 
     step: ClassVar[int] = 0
     """Number of steps that are done."""
@@ -71,6 +74,11 @@ class Resume:
     def step(self) -> int:
         """Number of steps that are done."""
         return self.state.step
+
+    @property
+    def began(self) -> datetime:
+        """Time of the run's first start, in UTC."""
+        return datetime.fromisoformat(self.state.began)
 
     @property
     def started_from(self) -> str | None:

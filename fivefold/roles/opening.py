@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.trackers.background import Trackers, check_installed
 from fivefold.preflight import check_recipe
 from fivefold.roles.launch_frozen import check_frozen
-from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rollout.tokenizer import fix_date, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,8 +71,12 @@ class Groundwork:
         return {"warnings": "\n".join(lines)} if lines else {}
 
 
-def lay_groundwork(recipe: Recipe) -> Groundwork:
+def lay_groundwork(recipe: Recipe, began: datetime | None = None) -> Groundwork:
     """Find and check the models with their weight files, the layouts and the tokenizer.
+
+    Args:
+        recipe: the recipe.
+        began: time of the run's first start; None: now.
 
     Raises:
         ValueError: a model that is missing or not supported, weight files that are broken or of another model, layouts
@@ -90,6 +95,7 @@ def lay_groundwork(recipe: Recipe) -> Groundwork:
     if isinstance(recipe, TrainRecipe):
         check_frozen(recipe, shape, placement)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    fix_date(tokenizer, began or datetime.now(UTC))
     return Groundwork(path, shape, placement, tokenizer, others)
 
 

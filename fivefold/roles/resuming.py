@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +53,7 @@ def state_at_start(
         weight_version=start.step,
         skips_in_a_row=0,
         seconds=0.0,
-        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        began=start.began.isoformat(timespec="seconds"),
         versions=versions(),
         backend=describe(layout),
         world_size=layout.world_size,
@@ -70,7 +69,6 @@ def state_at_start(
         algorithm=earlier.algorithm,
         critic_skips_in_a_row=earlier.critic_skips_in_a_row,
         seconds=earlier.seconds,
-        began=earlier.began,
         evaluation_before=earlier.evaluation_before,
         evaluation_last=earlier.evaluation_last,
         kept_metric=earlier.kept_metric,

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from fivefold.checkpoints.recovery import find_start
@@ -78,7 +79,7 @@ time on `time.perf_counter` at which the command began. Returns the state after 
 def run_whole(
     recipe: Recipe,
     columns: Sequence[Column],
-    set_up: Callable[[], S],
+    set_up: Callable[[datetime], S],
     execute: Execute[S],
     *,
     overwrite: bool,
@@ -89,7 +90,7 @@ def run_whole(
     Args:
         recipe: the recipe.
         columns: columns of the table of steps.
-        set_up: checks and loads everything that needs no worker.
+        set_up: checks and loads everything that needs no worker; it gets the time of the run's first start.
         execute: runs the loop.
         overwrite: delete the results of an earlier run of the same name.
         screen: what the screen shows.
@@ -104,7 +105,7 @@ def run_whole(
     if isinstance(start, Finished):
         open_screen(screen, columns).note(start.reason)
         return start.summary
-    setup = set_up()
+    setup = set_up(start.began)
     _check_profile(setup)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, setup.expert_sampler)
     banner = {

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+"""A call of the function by which a chat template knows the date; its second group is the format."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -28,6 +34,23 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
     return tokenizer
+
+
+def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
+    """Let the chat templates of a tokenizer write the date of `moment`, where they would write that of each call.
+
+    Templates such as Llama 3.2's write the date into every prompt, so that a run that goes on the next day would have
+    other prompts. transformers takes no function in the place of its `strftime_now`; templates call it with literals.
+    """
+
+    def written(template: str) -> str:
+        return _DATE.sub(lambda call: json.dumps(moment.strftime(call[2])), template)
+
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = written(template)
+    elif template:
+        tokenizer.chat_template = {name: written(one) for name, one in template.items()}
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[list[int]]) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fivefold.rollout.tokenizer import decoded
+from datetime import UTC, datetime
+
+import pytest
+
+from fivefold.rollout.tokenizer import decoded, fix_date
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 
 
@@ -11,3 +15,27 @@ def test_spaces_before_punctuation_stay_whatever_the_tokenizer_asks_for() -> Non
     tokenizer.clean_up_tokenization_spaces = True
     sequences = [[VOCAB["a"], VOCAB["."], VOCAB["</s>"]], [VOCAB["b"], VOCAB["?"]]]
     assert decoded(tokenizer, sequences) == ["a .", "b ?"]
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        # Llama 3.2's
+        ('{% if strftime_now is defined %}{% set day = strftime_now("%d %b %Y") %}{% endif %}{{ day }}', "05 Mar 2024"),
+        ("{{ strftime_now( '%Y-%m-%d' ) + ' ' + strftime_now('%A') }}", "2024-03-05 Tuesday"),
+        ("{{ messages[0].content }}", "strftime_now('%d')"),
+    ],
+)
+def test_a_chat_template_writes_the_date_that_was_fixed(template: str, written: str) -> None:
+    tokenizer, messages = build_tokenizer("$A"), [{"role": "user", "content": "strftime_now('%d')"}]
+    for templates in (template, {"default": template}):
+        tokenizer.chat_template = templates
+        fix_date(tokenizer, datetime(2024, 3, 5, 23, 59, tzinfo=UTC))
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == written
+
+
+def test_a_tokenizer_without_a_chat_template_stays_without() -> None:
+    tokenizer = build_tokenizer("$A")
+    tokenizer.chat_template = None
+    fix_date(tokenizer, datetime(2024, 3, 5, tzinfo=UTC))
+    assert tokenizer.chat_template is None

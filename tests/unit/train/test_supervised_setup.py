@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,21 @@ def test_a_step_that_the_run_does_not_have_cannot_be_recorded(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"profile\.steps has 3, but the last step of the run is 2: name"):
         sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, *places], SFTRecipe))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_goes_on_another_day_has_the_prompts_of_its_first_one(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d%m') }}+{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "1="}], "response": "2"}))
+    keys = [f"tokenizer_path={tmp_path}", f"train_dataset.path={rows}", "train_dataset.batch_size=1"]
+    recipe = load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, "valid_dataset=null"], SFTRecipe)
+    first, second = (datetime(2024, 3, day, tzinfo=UTC) for day in (5, 6))
+    prompts = [set_up(recipe, FineTuning(recipe), day).data.examples[0].prompt_ids for day in (first, second, first)]
+    assert [tokenizer.decode(prompt) for prompt in prompts] == ["0503+1=", "0603+1=", "0503+1="]
 
 
 def test_kto_compares_no_held_out_answer_with_itself(tmp_path: Path) -> None:
