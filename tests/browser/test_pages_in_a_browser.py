@@ -80,6 +80,9 @@ def test_a_report_shows_the_run_without_an_error(
 def test_two_runs_lie_over_each_other_with_the_differences_of_their_recipes(
     page: Page, runs: list[Path], tmp_path: Path
 ) -> None:
+    with JsonLines(runs[1] / "metrics.jsonl") as metrics:  # metrics that the first run does not have
+        for step in (13, 14):
+            metrics.write({"step": step, "advantage/mean": 0.0, "advantage/std": 1.0})
     file = tmp_path / "both.html"
     file.write_text(page_about([Run.read(run) for run in runs]))
     page.open(file.as_uri())
@@ -90,6 +93,10 @@ def test_two_runs_lie_over_each_other_with_the_differences_of_their_recipes(
     assert ["seed", "1", "2", "1"] in rows
     assert {row[0] for row in rows} == {"seed", "trial_name"}
     page.wait("document.querySelector('[data-chart=Reward] .plot').data?.length === 4")
+    page.run("document.querySelector('[data-chart=Advantage]').scrollIntoView()")
+    page.wait("document.querySelector('[data-chart=Advantage] .swatches').textContent")
+    assert page.text("[data-chart=Advantage] .swatches") == "— advantage/mean– – advantage/std"
+    page.run("scrollTo(0, 0)")
     page.run("document.querySelectorAll('#runs-table input')[1].click()")
     page.wait("document.querySelector('[data-chart=Reward] .plot').data?.length === 2")
     assert page.errors() == []

@@ -164,7 +164,7 @@ function redrawAll() { for (const chart of CHARTS) { if (chart.visible) redraw(c
 
 /* Draw lines of metrics of all runs; smoothing draws the values themselves faintly behind. */
 function drawLines(chart, names, unit, { marks, exact } = {}) {
-  const traces = [], labels = [], several = PAGE.runs.length > 1, log = chart.log || SETTINGS.log;
+  const traces = [], labels = [], dashed = new Set(), several = PAGE.runs.length > 1, log = chart.log || SETTINGS.log;
   const [from, to] = chart.range || [-Infinity, Infinity];
   PAGE.runs.forEach((run, r) => names.forEach((name, k) => {
     if (!hasValues(run, name) || run.hidden) return;
@@ -181,8 +181,9 @@ function drawLines(chart, names, unit, { marks, exact } = {}) {
       add(smoothed(values, SETTINGS.smoothing), { hovertemplate: `%{y:.4~g}` }, 2, 1);
     } else add(values, { hovertemplate: `%{y:.4~g}` }, 1.8, 1);
     if (!several && names.length > 1) labels.push([colour, name]);
-    else if (several && names.length > 1 && r === 0) labels.push([null, `${["—", "– –", "···", "–·"][k % 4]} ${name}`]);
+    else if (several && names.length > 1) dashed.add(k);
   }));
+  names.forEach((name, k) => { if (dashed.has(k)) labels.push([null, `${["—", "– –", "···", "–·"][k % 4]} ${name}`]); });
   const layout = baseLayout(chart);
   if (SETTINGS.axis === "time") Object.assign(layout, { margin: { ...layout.margin, b: 36 }, xaxis: { ...layout.xaxis, title: { text: "hours", standoff: 4 } } });
   layout.yaxis.type = log ? "log" : "linear";
