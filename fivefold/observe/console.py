@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
+from unicodedata import category
 
 from rich.console import Console
 from rich.live import Live
@@ -207,12 +208,19 @@ class RunConsole:
 
 
 def shortened(text: str, width: int) -> str:
-    """Put a text on one line of at most `width` characters, without its middle if it is too long."""
-    line = " ".join(text.split())
+    """Put a text on one line of at most `width` characters, without its middle if it is too long.
+
+    Characters that would move the cursor or clear the screen, and those that have no encoding, are written as codes.
+    """
+    line = "".join(_visible(letter) for letter in " ".join(text.split()))
     if len(line) <= width:
         return line
     tail = (width - len(CUT)) // 2
     return line[: width - len(CUT) - tail] + CUT + line[len(line) - tail :]
+
+
+def _visible(letter: str) -> str:
+    return letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter
 
 
 def _painted(row: str) -> Text:

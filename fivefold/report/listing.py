@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,11 @@ def n_bytes(folder: Path) -> int:
 
 
 def next_command(run: Run) -> str:
-    """Return the command that goes on with a run that has not finished; an empty text for one that needs none."""
-    if run.state == "finished" or run.state in GOING_ON:
+    """Return the command that goes on with a run that has not finished, from this folder; an empty text for one that
+    needs none.
+    """
+    command = str(run.about.get("command", ""))
+    if run.state == "finished" or run.state in GOING_ON or not command:
         return ""
-    return str(run.about.get("command", ""))
+    folder = str(run.about.get("folder", Path.cwd()))  # its recipe and its outputs may be named from there
+    return command if Path(folder) == Path.cwd() else f"cd {shlex.quote(folder)} && {command}"

@@ -248,6 +248,15 @@ def test_samples_are_cut_in_their_middle_and_stay_on_one_line() -> None:
     assert response.endswith("= 2")
 
 
+def test_samples_cannot_move_the_cursor_of_a_terminal() -> None:
+    console, out = screen(80, terminal=True)
+    console.samples(3, [(0.5, "clear \x1b[2J\x9b2J", "\x07half \ud83d, whole 😀, سلام\u200cها")])
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())  # colours
+    assert r"prompt    clear \x1b[2J\x9b2J" in shown
+    assert r"response  \x07half \ud83d, whole 😀, سلام" + "\u200cها" in shown
+    assert "\x1b" not in shown
+
+
 def test_the_best_and_the_worst_sample_are_shown_every_few_steps() -> None:
     def sample(reward: float) -> Sample:
         return Sample(Prompt(0, "p", (1,), None), "r", "stop", 2, 1, (0, 0), {"math": reward})

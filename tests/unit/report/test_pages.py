@@ -164,7 +164,11 @@ def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path
     lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output.splitlines()
     found = {Path(facts["folder"]).name: facts for facts in map(json.loads, lines)}
     assert found["trial-1"]["best"]["value"] == pytest.approx(1.0)
-    assert found["trial-2"]["command"].endswith("trial-2")
+    assert found["trial-2"]["command"] == "fivefold train made.yaml trial_name=trial-2"
+    about = json.loads((tmp_path / "made/trial-2/about.json").read_text())
+    write_json(tmp_path / "made/trial-2/about.json", about | {"folder": "/my work"})
+    lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output
+    assert '"cd \'/my work\' && fivefold train made.yaml trial_name=trial-2"' in lines
     assert found["trial-1"]["bytes"] > 1000
 
 
