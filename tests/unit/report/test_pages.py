@@ -168,7 +168,7 @@ def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path
     about = json.loads((tmp_path / "made/trial-2/about.json").read_text())
     write_json(tmp_path / "made/trial-2/about.json", about | {"folder": "/my work"})
     lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output
-    assert '"cd \'/my work\' && fivefold train made.yaml trial_name=trial-2"' in lines
+    assert "\"cd '/my work' && fivefold train made.yaml trial_name=trial-2\"" in lines
     assert found["trial-1"]["bytes"] > 1000
 
 
