@@ -15,7 +15,7 @@ from fivefold.cluster.rendezvous import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.roles.responses import Responses
-from fivefold.rollout.engines import build_engine, weights_device
+from fivefold.rollout.engines import DIALECTS, build_engine, weights_device
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
@@ -76,6 +76,10 @@ class RolloutWorker:
         """Jobs of a stream that are not done, by their first index."""
         self._told: dict[int, list[GenerationRequest]] = {}
         """Jobs that were lost, as the last report tells, which the driver may not have read before the next call."""
+        self._answers_beside = spec.backend in DIALECTS
+        """Whether the engine, a server, goes on with a stream between two calls."""
+        self._reported_at: float | None = None
+        """When the last report left such a server with requests, if nothing has interrupted it since."""
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
     def generate(
@@ -128,7 +132,7 @@ class RolloutWorker:
         Returns:
             The report on the jobs that are done, and the columns of their trajectories, as from `generate`.
         """
-        began = time.perf_counter()
+        began = self._take_reported_at() or time.perf_counter()
         if not self._engine.has_weights:
             # Its server has died while it took weights, which is told here.
             self._told = self._take_lost() | {job.indices.start: list(job.requests) for job in jobs}
@@ -140,7 +144,14 @@ class RolloutWorker:
         report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
         self._told = self._take_lost()
         n_running, has_weights = self._engine.n_running, self._engine.has_weights
+        if self._answers_beside and n_running:
+            self._reported_at = time.perf_counter()
         return replace(report, n_running=n_running, lost=self._told, has_weights=has_weights), columns
+
+    def _take_reported_at(self) -> float | None:
+        """Forget since when a server has gone on without a report, and return it."""
+        since, self._reported_at = self._reported_at, None
+        return since
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Forget the jobs that the engine has lost; return their requests with what is known of their completions."""
@@ -179,6 +190,7 @@ class RolloutWorker:
         The buckets are `Bucket`s with the weights, or with another transport than `folder` announcements of
         `DeviceBucket`s.
         """
+        self._take_reported_at()
         if self._route.transport == "folder":
             self._engine.update_weights(unpack(buckets, self._device), version)
         else:
@@ -190,6 +202,7 @@ class RolloutWorker:
 
     def swap_weights(self) -> None:
         """Replace all weights by those of the last `stage_weights`."""
+        self._take_reported_at()
         self._engine.swap_weights()
 
     def expect_transfer(self) -> bool:
@@ -197,6 +210,7 @@ class RolloutWorker:
 
         One that has died or hangs is started again, and is in none.
         """
+        self._take_reported_at()
         return self._server().expect_transfer()
 
     def meeting(self) -> Meeting:
@@ -209,6 +223,7 @@ class RolloutWorker:
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
+        self._take_reported_at()
         self._engine.sleep()
 
     def wake_weights(self) -> None:

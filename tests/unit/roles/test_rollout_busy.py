@@ -1,0 +1,88 @@
+"""The seconds that a replica of a stream says it has worked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.config.paths import resolve_model_path
+from fivefold.roles import rollout_worker
+from fivefold.roles.rollout_worker import RolloutWorker
+from tests.unit.rollout.conftest import spec_of
+from tests.unit.rollout.served import sampling
+
+SAMPLING = sampling()
+CALL_S, GAP_S = 2.0, 7.0
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """An engine on which one request never ends, and each call takes `CALL_S`."""
+
+    has_weights = True
+    n_running = 1
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def collect(self, seconds: float) -> list[Any]:
+        self._clock.now += CALL_S
+        return []
+
+    def take_lost(self) -> dict[int, Any]:
+        return {}
+
+    def swap_weights(self) -> None:
+        self._clock.now += CALL_S
+
+    def sleep(self) -> None:
+        self._clock.now += CALL_S
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rollout_worker, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(rollout_worker, "build_engine", lambda *arguments: Engine(clock))
+    for name, value in ((NODE, "0"), (PLACE_ON_NODE, "0"), (PROCESSES_ON_NODE, "1")):
+        monkeypatch.setenv(name, value)
+    return clock
+
+
+def busy(worker: RolloutWorker) -> float:
+    """Return the seconds of one more call."""
+    return worker.advance([], SAMPLING, seconds=1.0)[0].busy_s
+
+
+@pytest.mark.parametrize(("backend", "wanted"), [("vllm", GAP_S + CALL_S), ("transformers", CALL_S)])
+def test_a_server_works_between_two_calls(clock: Clock, backend: str, wanted: float) -> None:
+    worker = RolloutWorker(spec_of(backend, Path(resolve_model_path("package:tiny-moe"))))
+    assert busy(worker) == CALL_S
+    for _ in range(2):
+        clock.now += GAP_S
+        assert busy(worker) == wanted
+
+
+@pytest.mark.parametrize("interrupt", [RolloutWorker.swap_weights, RolloutWorker.sleep])
+def test_an_interrupted_server_does_not(clock: Clock, interrupt: Callable[[RolloutWorker], object]) -> None:
+    worker = RolloutWorker(spec_of("vllm", Path(resolve_model_path("package:tiny-moe"))))
+    busy(worker)
+    clock.now += GAP_S
+    interrupt(worker)
+    assert busy(worker) == CALL_S
+    clock.now += GAP_S
+    assert busy(worker) == GAP_S + CALL_S
