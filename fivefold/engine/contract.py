@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -73,6 +73,13 @@ class TrainingEngine(Protocol):
 
         Returns:
             float32 [T] each, on the CPU; 0 on tokens that are not trained.
+        """
+
+    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the most likely tokens before each of the share's trained tokens.
+
+        Returns:
+            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
         """
 
     def compute_values(self, share: Share) -> torch.Tensor:
@@ -146,15 +153,3 @@ class TrainingEngine(Protocol):
 
     def moving_weights(self, decay: float) -> MovingWeights:
         """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
-
-
-@runtime_checkable
-class Teaching(Protocol):
-    """An engine that tells which tokens its model finds most likely."""
-
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the most likely tokens before each of the share's trained tokens.
-
-        Returns:
-            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
-        """

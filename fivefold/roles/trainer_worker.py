@@ -22,7 +22,7 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
-from fivefold.engine.contract import PARAMS, Offloadable, Teaching, TrainingEngine
+from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.peak_memory import UPDATE, PeakMemory
 from fivefold.engine.profiling import Recording
 from fivefold.engine.scoring import for_scoring
@@ -192,15 +192,7 @@ class TrainerWorker(SendsWeights):
 
         Returns:
             No summary, and the columns.
-
-        Raises:
-            ValueError: the engine cannot tell them.
         """
-        if not isinstance(self._engine, Teaching):
-            raise ValueError(
-                f"{type(self._engine).__name__} gives no top tokens: set actor.distill.over=sampled, or let the "
-                "teacher run on megatron"
-            )
         tokens_TK, logprobs_TK = self._engine.compute_top_k(assemble(order, columns), k, temperature=temperature)
         values = {"teacher_tokens": tokens_TK.int().numpy(), "teacher_token_logprobs": logprobs_TK.numpy()}
         return None, Columns(order.lengths.astype(np.int32), values)

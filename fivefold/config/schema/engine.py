@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW's weight decay; norms and biases are exempt. It is decoupled from the gradient unless
-    `actor.megatron.optimizer.decoupled_weight_decay` is false."""
+    `decoupled_weight_decay` of `actor.megatron.optimizer` or `actor.fsdp.optimizer` is false."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
