@@ -37,6 +37,13 @@ from fivefold.fsdp.tensor_parallel import VocabEmbedding, copy_to_group, split_l
 _AUTO_MODEL: Any = AutoModel
 """The type is Any because transformers declares that its factories return a base class."""
 
+_ONLY_LAST_STATES = {
+    "return_dict": True,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "output_router_logits": False,
+}
+"""Keys of a config.json that say what transformers' models return, and what they keep in memory for it."""
 _ROW_BYTES = 16
 """The rows of the matrices that torch's grouped matmul takes begin at multiples of so many bytes."""
 
@@ -98,7 +105,7 @@ def build_model(
 ) -> PackedModel:
     """Build the model, sharded and with uninitialised weights: float32 if it is trained, else in the config's dtype."""
     register_attention()
-    hf_config = AutoConfig.from_pretrained(folder)
+    hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES)
     dtype = getattr(torch, config.dtype)
     with torch.device("meta"), no_init_weights():
         decoder = _AUTO_MODEL.from_config(hf_config, attn_implementation=ATTENTION_NAME)
@@ -108,8 +115,9 @@ def build_model(
             decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
         model = PackedModel(decoder, shape, head, groups)
         _take_local_shapes(model, mappings, groups, torch.float32 if trains else dtype)
-    if not _fits_grouped_matmul(model, dtype, device):
-        decoder.set_experts_implementation("eager")
+    if shape.is_moe:
+        fits = _fits_grouped_matmul(model, dtype, device)
+        decoder.set_experts_implementation("grouped_mm" if fits else "eager")
     for layer in decoder.layers:
         if groups.tp.size() > 1:
             split_layer(layer, groups.tp)

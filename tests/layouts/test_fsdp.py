@@ -5,6 +5,8 @@ The tolerances are those of `test_agreement.py`, for the same reasons.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -73,6 +75,21 @@ def test_predictions_and_gradients_are_those_of_hugging_face(
         torch.testing.assert_close(result.entropy_T, want_entropies * batch.mask_T, rtol=TOLERANCE, atol=TOLERANCE)
         assert result.loss == pytest.approx(want_loss, rel=TOLERANCE)
     assert_close(results[0].gradients, want_gradients, TOLERANCE)
+
+
+def test_what_a_config_says_about_outputs_and_kernels_changes_nothing(
+    workers: Workers, models: Path, tmp_path: Path
+) -> None:
+    model, batch, case = models / "qwen3_moe", uneven_batch(), FSDPCase("fsdp:d1")
+    keys = {"return_dict": False, "output_hidden_states": True, "experts_implementation": "deepgemm"}
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **keys}))
+    plain, odd = (
+        workers(1).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
+        for folder in (model, tmp_path / "model")
+    )
+    assert_close(odd.gradients, plain.gradients, 0.0)
 
 
 @pytest.fixture(scope="module")
