@@ -146,9 +146,19 @@ def engine_problems(recipe: Recipe) -> Iterator[str]:
         for name in _ENGINE_SECTIONS:
             if name != role.backend:
                 for key, value in _changed(getattr(section, name)):
-                    path = f"{ROLE_SECTIONS[role.role]}.{name}.{key}"
-                    engine = BACKENDS[role.backend].title
-                    yield f"{path}={value} is for {BACKENDS[name].title}, and the {role.role} runs on {engine}: drop it"
+                    path, engine = ROLE_SECTIONS[role.role], BACKENDS[role.backend].title
+                    own = getattr(section, role.backend)
+                    fix = f"set {path}.{role.backend}.{key} in its place" if _has_key(own, key) else "drop it"
+                    yield (
+                        f"{path}.{name}.{key}={value} is for {BACKENDS[name].title}, and the {role.role} runs on "
+                        f"{engine}: {fix}"
+                    )
+
+
+def _has_key(section: BaseModel, key: str) -> bool:
+    """Return whether a section has a dotted key."""
+    name, _, rest = key.partition(".")
+    return name in type(section).model_fields and (not rest or _has_key(getattr(section, name), rest))
 
 
 def _changed(section: BaseModel) -> Iterator[tuple[str, object]]:

@@ -235,9 +235,10 @@ def test_router_losses_need_a_router() -> None:
 
 def test_keys_of_another_engine_are_refused() -> None:
     for backend, section, message in (
-        ("fsdp:d2", {"megatron": {"recompute": "full"}}, r"actor\.megatron\.recompute=full is for Megatron-Core"),
-        ("fsdp:d2", {"megatron": {"transformer": {"moe_aux_loss_coeff": 0.1}}}, r"moe_aux_loss_coeff=0\.1 is for"),
+        ("fsdp:d2", {"megatron": {"recompute": "full"}}, r"recompute=full .* set actor\.fsdp\.recompute in its place"),
+        ("fsdp:d2", {"megatron": {"transformer": {"moe_aux_loss_coeff": 0.1}}}, r"coeff=0\.1 is for .*: drop it"),
         ("megatron:d2", {"fsdp": {"recompute": "full"}}, r"actor\.fsdp\.recompute=full is for FSDP"),
+        ("megatron:d2", {"fsdp": {"optimizer": {"state_on": "host"}}}, r"set actor\.megatron\.optimizer\.state_on in"),
     ):
         with pytest.raises(RecipeError, match=message):
             check_recipe(recipe(actor={"path": "m", "backend": backend, **section}), MOE)

@@ -255,7 +255,7 @@ def test_what_train_refuses_is_refused(small: Path) -> None:
         plan_recipe(small, [*keys, "rollout.memory_fraction=0.5"])
     with pytest.raises(RecipeError, match=r"gconfig\.temperature=3\.0: vLLM samples with"):
         plan_recipe(small, ["rollout.backend=vllm:d8", "gconfig.temperature=3"])
-    with pytest.raises(RecipeError, match=r"recompute=full is for Megatron-Core, and the actor runs on FSDP: drop it"):
+    with pytest.raises(RecipeError, match=r"recompute=full is for Megatron-Core, and the actor runs on FSDP: set "):
         plan_recipe(small, [*keys, "actor.backend=fsdp:d8", "actor.megatron.recompute=full"])
 
 
