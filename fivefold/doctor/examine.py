@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.doctor.finding import Finding, worst
-from fivefold.doctor.gpus import check_gpus, check_kernels, has_compiler, has_headers, look_at_gpus, unreachable_pairs
+from fivefold.doctor.gpus import (
+    check_gpus,
+    check_kernels,
+    has_compiler,
+    has_headers,
+    look_at_gpus,
+    unreachable_pairs,
+    visible,
+)
 from fivefold.doctor.machine import check_machine
 from fivefold.doctor.network import check_network
 from fivefold.doctor.packages import Needs, Packages
@@ -46,7 +54,7 @@ def doctor(*, self_test: bool, as_json: bool) -> bool:
 
 def examine(*, self_test: bool) -> Iterator[tuple[str, list[Finding]]]:
     """Yield the title and the findings of each topic."""
-    torch, gpus = look_at_torch(), look_at_gpus()
+    torch, gpus = look_at_torch(), visible(look_at_gpus(), os.environ)
     yield "Software", check_software(Packages.installed(), Needs.declared(), platform.python_version(), torch.cuda)
     gpus = replace(gpus, unreachable=unreachable_pairs(torch.n_devices))
     devices = check_gpus(gpus) + check_torch(torch, gpus.listed, os.environ.get("CUDA_VISIBLE_DEVICES"))

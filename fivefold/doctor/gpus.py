@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Gpu:
     """Compute capability, such as (9, 0)."""
     driver: str
     """Version of the driver."""
+    number: int = 0
+    """Its number, as nvidia-smi counts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,25 @@ def _links(n: int) -> Mapping[Pair, str] | None:
         return None
 
 
+def visible(gpus: Gpus, environment: Mapping[str, str]) -> Gpus:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by number; all if it names none, or CUDA may count otherwise.
+
+    CUDA counts GPUs of several kinds by their speed, unless CUDA_DEVICE_ORDER says otherwise.
+    """
+    counts_alike = len({gpu.name for gpu in gpus.listed}) == 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    named = [number.strip() for number in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if not counts_alike or not all(number.isdecimal() and int(number) < len(gpus.listed) for number in named):
+        return gpus
+    chosen = [int(number) for number in named]
+    pairs = combinations(range(len(chosen)), 2)
+    links = gpus.links and {
+        (i, j): gpus.links[min(chosen[i], chosen[j]), max(chosen[i], chosen[j])]
+        for i, j in pairs
+        if chosen[i] != chosen[j]
+    }
+    return replace(gpus, listed=tuple(gpus.listed[number] for number in chosen), links=links)
+
+
 def unreachable_pairs(n_devices: int) -> tuple[Pair, ...]:
     """Return the pairs of torch's devices of which one cannot access the other's memory directly."""
     if n_devices < 2:
@@ -90,11 +111,11 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
         ValueError: a line has another form.
     """
     gpus = []
-    for line in filter(None, text.splitlines()):
+    for number, line in enumerate(filter(None, text.splitlines())):
         try:
             name, memory, used, capability, driver = (cell.strip() for cell in line.split(","))
             major, minor = capability.split(".")
-            gpus.append(Gpu(name, _bytes(memory), _bytes(used), (int(major), int(minor)), driver))
+            gpus.append(Gpu(name, _bytes(memory), _bytes(used), (int(major), int(minor)), driver, number))
         except ValueError:
             raise ValueError(f"it says {line!r} in place of the values {FIELDS}") from None
     return tuple(gpus)
@@ -144,7 +165,7 @@ def _kinds(gpus: tuple[Gpu, ...]) -> Finding:
 
 
 def _memory(gpus: tuple[Gpu, ...]) -> Finding:
-    known = {index: (gpu.memory, gpu.used) for index, gpu in enumerate(gpus) if gpu.memory and gpu.used is not None}
+    known = {gpu.number: (gpu.memory, gpu.used) for gpu in gpus if gpu.memory and gpu.used is not None}
     busy = {index: used for index, (memory, used) in known.items() if used > BUSY * memory}
     if busy:
         found = f"up to {gib(max(busy.values()))} in use on GPU {', '.join(map(str, busy))}"

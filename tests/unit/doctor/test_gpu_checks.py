@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fivefold.doctor.finding import Finding
-from fivefold.doctor.gpus import Gpu, Gpus, check_gpus, check_kernels, parse_gpus, parse_links
+from fivefold.doctor.gpus import Gpu, Gpus, check_gpus, check_kernels, parse_gpus, parse_links, visible
 from fivefold.doctor.torch_build import TorchBuild, check_torch
 
 H100 = Gpu("NVIDIA H100", 80 * 2**30, 0, (9, 0), "580.65")
+OLD = replace(H100, name="NVIDIA GT 1030", capability=(6, 1))
 BUILD = TorchBuild(cuda="13.0", n_devices=2, architectures=("sm_80", "sm_90", "compute_120"), nccl="2.28", gloo=True)
 TOPOLOGY = """\
 \x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -21,6 +24,7 @@ NIC0\tPIX\tSYS\tSYS\tSYS\t X
 Legend:
   X    = Self
 """
+LINKS = {(i, j): "NV18" if (i, j) in ((0, 1), (2, 3)) else "SYS" for i in range(4) for j in range(i + 1, 4)}
 
 
 def links_of(gpus: Gpus) -> Finding:
@@ -30,7 +34,8 @@ def links_of(gpus: Gpus) -> Finding:
 def test_gpus_are_read_from_nvidia_smi() -> None:
     text = "NVIDIA H100 80GB HBM3, 81559, 4, 9.0, 580.65.06\nNVIDIA A100, 40960, 39000, 8.0, 580.65.06\n"
     first, second = parse_gpus(text)
-    assert first == Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, (9, 0), "580.65.06")
+    assert first == Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, (9, 0), "580.65.06", 0)
+    assert second.number == 1
     statuses = {finding.name: finding.status for finding in check_gpus(Gpus((first, second)))}
     assert statuses == {"GPUs": "warning", "GPU memory": "warning", "GPU links": "ok"}
     with pytest.raises(ValueError, match="it says 'No devices were found' in place of the values name,memory"):
@@ -60,6 +65,23 @@ def test_nvlink_is_ok_and_slower_links_are_a_warning() -> None:
     assert links_of(Gpus(two, {(0, 1): "NV18"})).status == "ok"
     assert links_of(Gpus(two, {(0, 1): "PHB"})).status == "warning"
     assert "0-1" in links_of(Gpus(two, {(0, 1): "PHB"}, unreachable=((0, 1),))).found
+
+
+def test_gpus_that_are_hidden_are_not_judged() -> None:
+    busy = replace(H100, used=70 * 2**30)
+    all_of_them = Gpus(tuple(replace(gpu, number=i) for i, gpu in enumerate((busy, H100, busy, H100))), LINKS)
+    assert "on GPU 0, 2" in check_gpus(all_of_them)[1].found
+    shown = visible(all_of_them, {"CUDA_VISIBLE_DEVICES": "3, 1"})
+    assert [gpu.number for gpu in shown.listed] == [3, 1]
+    assert shown.links == {(0, 1): "SYS"}
+    assert check_gpus(shown)[1].status == "ok"
+    assert "on GPU 2" in check_gpus(visible(all_of_them, {"CUDA_VISIBLE_DEVICES": "2,3"}))[1].found
+    for other in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "GPU-8a"}, {"CUDA_VISIBLE_DEVICES": "4"}):
+        assert visible(all_of_them, other) == all_of_them
+    # CUDA counts the faster one first.
+    mixed, first = Gpus((OLD, H100), {(0, 1): "PHB"}), {"CUDA_VISIBLE_DEVICES": "1"}
+    assert visible(mixed, first) == mixed
+    assert visible(mixed, {**first, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).listed == (H100,)
 
 
 def test_a_driver_that_does_not_answer_is_a_problem() -> None:
