@@ -33,7 +33,9 @@ Config = Annotated[
 ]
 WeightType = Annotated[
     Literal["float32", "bfloat16"] | None,
-    typer.Option(help="Number format of the weights.  [default: as it is; bfloat16 from GGUF]", show_default=False),
+    typer.Option(
+        help="Number format of the weights.  [default: as it is; bfloat16 from GGUF and fp8]", show_default=False
+    ),
 ]
 LayerSpec = Annotated[
     Literal["te", "local"],

@@ -9,6 +9,7 @@ both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -172,7 +173,7 @@ def _kept_and_temporary(
     counts = {
         is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
     }
-    share = stage.n_recomputed(work) / stage.n_layers if stage.n_layers else 0.0
+    recomputed = Counter(shape.moe_layers[layer] for layer in stage.recomputed(work))
     kept = temporary = 0.0
     for is_moe, count in counts.items():
         cost = costs[is_moe]
@@ -181,7 +182,7 @@ def _kept_and_temporary(
         if work.recompute == "full":
             # Uniformly, one input is kept for each few layers, which are computed again together.
             together = 1 if work.recompute_block else work.recompute_layers
-            kept += count * (share * cost.input / together + (1 - share) * cost.saved)
+            kept += recomputed[is_moe] * cost.input / together + (count - recomputed[is_moe]) * cost.saved
             again = together * cost.saved - cost.input
         elif work.recompute == "selective":
             parts = [cost.module_bytes(module, is_moe=is_moe) for module in work.recompute_modules]

@@ -28,11 +28,10 @@ class Stage:
         """Layers of all its virtual stages."""
         return sum(len(chunk) for chunk in self.chunks)
 
-    def n_recomputed(self, work: Workload) -> int:
-        """Return the layers that `full` recomputes."""
-        if not work.recompute_block:
-            return self.n_layers
-        return sum(min(len(chunk), work.recompute_layers) for chunk in self.chunks)
+    def recomputed(self, work: Workload) -> list[int]:
+        """Return the layers that `full` recomputes: all, or (`block`) the first ones of each virtual stage."""
+        most = work.recompute_layers if work.recompute_block else None
+        return [layer for chunk in self.chunks for layer in chunk[:most]]
 
     @property
     def spans(self) -> tuple[str, ...]:

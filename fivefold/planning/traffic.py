@@ -145,7 +145,7 @@ def _gathered(shape: ModelShape) -> float:
 def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:
     """Return how often the forward pass of a layer is computed again, collectives included: (attention, MLP)."""
     if work.recompute == "full":
-        share = stage.n_recomputed(work) / stage.n_layers
+        share = len(stage.recomputed(work)) / stage.n_layers
         return share, share
     repeats_mlp = work.recompute == "selective" and bool({"mlp", "moe"} & set(work.recompute_modules))
     return 0.0, float(repeats_mlp)

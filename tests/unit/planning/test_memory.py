@@ -17,6 +17,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.layout.parser import parse_backend
+from fivefold.planning.activations import layer_costs
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
 from fivefold.planning.question_sources import engine_work
@@ -142,6 +143,21 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert saved["layernorm"] == 3 * 12 * 8192 * 2 * 2048 * 2
     both = kept(recompute="selective", recompute_modules=("core_attn", "moe"))
     assert nothing - both == pytest.approx(saved["core_attn"] + saved["moe"], rel=1e-6)
+
+
+def test_recomputed_blocks_are_the_first_layers_of_their_stage_whatever_these_are() -> None:
+    """Of DeepSeek-V3's first stage, the three dense layers are recomputed, and the others keep what they save."""
+    shape, layout = find_shape("DeepSeek-V3"), parse_backend("megatron:(attn:p8|ffn:p8e1)")
+    work = Workload(sequence_length=4096, sequences=64, micro_tokens=8192)
+    dense, moe = (layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in (False, True))
+
+    def kept(n_layers: int) -> float:
+        changed = replace(work, recompute="full", recompute_block=True, recompute_layers=n_layers)
+        first = training_memory(layout, shape, changed)[0]
+        return first.activations / first.in_flight
+
+    assert kept(2) - kept(3) == pytest.approx(dense.saved - dense.input)
+    assert kept(3) - kept(4) == pytest.approx(moe.saved - moe.input)
 
 
 def test_a_stage_without_a_layer_is_refused() -> None:
