@@ -91,7 +91,8 @@ class SFTRowsConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _check_columns(self) -> SFTRowsConfig:
-        strays = [name for name in ("prompt_key", "response_key") if name in self.model_fields_set]
+        fields = SFTRowsConfig.model_fields
+        strays = [name for name in ("prompt_key", "response_key") if getattr(self, name) != fields[name].default]
         if self.messages_key is not None and strays:
             raise ValueError(
                 f"{strays[0]}={getattr(self, strays[0])} has no effect with messages_key={self.messages_key}: drop one"

@@ -47,6 +47,10 @@ def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedToken
     assert load_sft(config(write_jsonl(in_json)), tokenizer).examples == (first,)
     with pytest.raises(ValueError, match="prompt_key=a has no effect with messages_key=talk"):
         config("unused", messages_key="talk", prompt_key="a")
+    whole = config(
+        "unused", messages_key="talk"
+    )  # a run writes all keys to its recipe.yaml, from which it starts again
+    assert SFTDatasetConfig.model_validate(whole.model_dump()) == whole
 
 
 @pytest.mark.parametrize("response", ["yo", " yo", ""])
