@@ -26,6 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from fivefold.config.paths import user_path
+
 Split = Literal["train", "test"]
 Operator = Literal["+", "-"]
 
@@ -200,7 +202,7 @@ def write_arithmetic(
         The path of each file by its stem. With the default arguments, all but `sft` and `sft_test` are the files that
         ship, as `package:arithmetic/train` and so on.
     """
-    out = Path(out_dir)
+    out = user_path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     files: dict[str, Iterable[Mapping[str, Any]]] = {
         "train": rl_rows("train", n_train, seed),

@@ -26,8 +26,15 @@ _BARE = re.compile(r"[^\s${}]+")
 
 
 def after_hashes(solution: str) -> str:
-    """Return what stands behind the last `####` of a solution, without commas between digits."""
-    return solution.rpartition("####")[2].strip().replace(",", "")
+    """Return what stands behind the last `####` of a solution, without commas between digits.
+
+    Raises:
+        ValueError: there is nothing behind one.
+    """
+    answer = solution.rpartition("####")[2].strip().replace(",", "")
+    if "####" not in solution or not answer:
+        raise ValueError(f"no answer behind #### in {solution[-80:]!r}")
+    return answer
 
 
 def last_boxed(solution: str) -> str:
@@ -99,7 +106,7 @@ def write_task(name: str, source: str | None, out_dir: str | Path) -> dict[Path,
     """
     from datasets import Dataset
 
-    task, out = TASKS[name], Path(out_dir)
+    task, out = TASKS[name], user_path(out_dir)
     source = source or task.hub
     out.mkdir(parents=True, exist_ok=True)
     is_file = user_path(source).is_file()

@@ -45,6 +45,9 @@ def test_answers_are_taken_from_solutions() -> None:
     assert last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     with pytest.raises(ValueError, match=r"no .boxed"):
         last_boxed("The answer is 3.")
+    for solution in ("6*12=72, so 72.", "6*12=72\n####  "):
+        with pytest.raises(ValueError, match="no answer behind ####"):
+            after_hashes(solution)
 
 
 def test_an_answer_in_another_form_names_its_row(tmp_path: Path) -> None:
