@@ -10,7 +10,7 @@ from fivefold.config.presets import Algorithm
 from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, RowsConfig
 from fivefold.config.schema.fields import Sequences
 from fivefold.config.schema.rewards import RewardConfig
-from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from fivefold.config.schema.roles import ActorConfig, CriticConfig, DistillConfig, ReferenceConfig, TeacherConfig
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.run import PeriodicConfig, RunConfig
 
@@ -128,6 +128,11 @@ class TrainRecipe(RunConfig):
             raise ValueError(
                 "actor.distill.coeff is 0, so the teacher section has no effect: set algorithm=distill, or raise "
                 "actor.distill.coeff, or drop teacher"
+            )
+        if coeff == 0 and self.actor.distill != DistillConfig():
+            raise ValueError(
+                "actor.distill.coeff is 0, so the other keys of actor.distill have no effect: raise it and name "
+                "teacher.path, or drop them"
             )
         if self.actor.advantage == "none" and coeff == 0 and self.actor.kl_ctl == 0:
             raise ValueError(

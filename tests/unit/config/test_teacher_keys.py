@@ -14,6 +14,7 @@ from fivefold.config.schema.train import TrainRecipe
     [
         ({"distill": {"coeff": 0.5}}, None, r"actor\.distill\.coeff=0\.5 needs a teacher"),
         ({}, {"path": "t"}, "so the teacher section has no effect"),
+        ({"distill": {"over": "top_k"}}, None, r"the other keys of actor\.distill have no effect"),
         ({"advantage": "none"}, None, "trains on no reward, and there is no teacher"),
         ({"distill": {"coeff": 1.0, "direction": "forward"}}, {"path": "t"}, "more than the sampled token"),
         ({"distill": {"coeff": 1.0, "over": "full", "top_k": 4}}, {"path": "t"}, "has no effect with over=full"),
