@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
 from fivefold.engine.scoring import N_APPENDED
-from fivefold.experience.samples import accuracy, judge, sample_metrics
+from fivefold.experience.samples import accuracy, judge, pass_at_k, sample_metrics
 from fivefold.families.check import check_tokens, layout_problems, replica_problems, sampling_problems, server_problems
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
@@ -38,7 +38,7 @@ from fivefold.roles.rollout_followers import launch_followers, rollout_role
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Prompt, Sample
+from fivefold.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,18 @@ class Evaluation:
     response_length: float
     """Mean length of a completion, in tokens."""
     n_prompts: int
-    samples: tuple[Sample, ...]
+    pass_at: Mapping[str, float]
+    """`pass_at/<k>` of prompts with several completions: the chance that one of k is right."""
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """All that was measured, by name."""
+        return {
+            "accuracy": self.accuracy,
+            **self.pass_at,
+            "reward": self.reward,
+            "response_length": self.response_length,
+        }
 
 
 class Evaluator:
@@ -103,7 +114,7 @@ class Evaluator:
             reward=sum(sample.reward for sample in samples) / len(samples),
             response_length=sample_metrics(samples)["response_length/mean"],
             n_prompts=len(prompts),
-            samples=tuple(samples),
+            pass_at=pass_at_k(samples),
         )
 
 
@@ -199,9 +210,7 @@ def evaluate(
             result = _run(evaluator, rollout, reward_model)
     return {
         "model": path,
-        "accuracy": result.accuracy,
-        "reward": result.reward,
-        "response_length": result.response_length,
+        **result.measures,
         "n_prompts": result.n_prompts,
         "n_too_long": evaluator.data.n_too_long,
     }

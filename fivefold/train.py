@@ -390,11 +390,7 @@ def _evaluate(
     when = f"after step {step}" if step else "before training"
     result = f"{evaluation.accuracy:.3f} on {evaluation.n_prompts} prompts"
     run.screen.note(f"held-out accuracy {when}: {result}", style="cyan")
-    return {
-        "accuracy": evaluation.accuracy,
-        "reward": evaluation.reward,
-        "response_length": evaluation.response_length,
-    }
+    return evaluation.measures
 
 
 def _save(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,26 @@ def test_an_evaluation_that_fails_is_a_failed_run_and_leaves_its_logs_to_the_nex
         left.append(list(tmp_path.iterdir()))
     assert [len(each) for each in left] == [1, 1]
     assert left[0] != left[1]
+
+
+def test_an_evaluation_tells_the_chance_that_one_of_k_completions_is_right() -> None:
+    class Halves(FixedRollout):
+        """Answers each prompt rightly the first time, and wrongly the other three times."""
+
+        def generate(self, prompts: Sequence[Prompt], n_samples: int, *args: Any, **kwargs: Any) -> Generated:
+            generated = super().generate(prompts, n_samples, *args, **kwargs)
+            for index, sample in enumerate(generated.samples):
+                text = str(sample.prompt.ground_truth) if index % n_samples == 0 else "no number"
+                generated.samples[index] = replace(sample, response_text=text)
+            return generated
+
+    keys = ["valid_dataset.limit=3", "evaluator.greedy=false", "evaluator.n_samples=4"]
+    evaluator = train.set_up(load_recipe(QUICKSTART, keys, TrainRecipe)).evaluator
+    assert evaluator is not None
+    measures = evaluator.run(Halves(1)).measures
+    assert measures == {
+        "accuracy": 0.25, "pass_at/2": 0.5, "pass_at/4": 1.0, "reward": 0.25, "response_length": 2.0,
+    }  # fmt: skip
 
 
 class NotedTrainer(Trainer):
