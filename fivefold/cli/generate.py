@@ -85,7 +85,7 @@ def generate(
 
         completions = generate(model, prompts, config, seed=seed, chat=chat, dtype=dtype, device=device)
         for text, answers in zip(prompts, completions, strict=True):
-            _print_completions(text, answers, as_json=as_json)
+            _print_completions(text, answers, chat=chat, as_json=as_json)
 
 
 def _prompts(texts: Sequence[str], file: IO[str] | None) -> list[str]:
@@ -127,10 +127,11 @@ def _generation_config(**values: Any) -> GenerationConfig:
         raise RecipeError("command line", problems_of(error, GenerationConfig)) from error
 
 
-def _print_completions(prompt: str, completions: Sequence[str], *, as_json: bool) -> None:
+def _print_completions(prompt: str, completions: Sequence[str], *, chat: bool, as_json: bool) -> None:
+    """Print each completion behind its prompt, which it goes on; the answer to a message has a line of its own."""
     if as_json:
         typer.echo(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
         return
     for completion in completions:
-        typer.secho(prompt, dim=True, nl=False)
+        typer.secho(prompt, dim=True, nl=chat)
         typer.echo(completion)

@@ -20,7 +20,7 @@ def resolve_model_path(path: str) -> str:
     """Return what `from_pretrained` takes: the folder of `package:<name>` or of a local path, or the hub name as it is.
 
     Raises:
-        ValueError: no model of that name ships, or `path` is neither a folder nor the form of a hub name.
+        ValueError: no model of that name ships, or `path` is neither a folder of a model nor the form of a hub name.
     """
     if path.startswith(PACKAGE_PREFIX):
         return str(_shipped_folder(path))
@@ -32,7 +32,20 @@ def resolve_model_path(path: str) -> str:
             f"model path {path!r}: there is no such folder. Give a Hugging Face model folder, a hub name such as "
             f"'Qwen/Qwen3-0.6B', or {PACKAGE_PREFIX}<name> (ships: {', '.join(shipped_models()) or 'none'})"
         )
+    if not (folder / "config.json").exists():
+        _refuse_folders_of_runs(path, folder)
     return str(folder.resolve())
+
+
+def _refuse_folders_of_runs(path: str, folder: Path) -> None:
+    """Say where the model is, for a folder without one that is a run's or a checkpoint's."""
+    if (folder / "weights" / "config.json").is_file():
+        raise ValueError(f"model path {path!r} is the folder of a run: its model is in {folder / 'weights'}")
+    if (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"model path {path!r} is a checkpoint: write its model to a folder by "
+            f"`fivefold checkpoints {path} --export latest -o FOLDER`"
+        )
 
 
 def user_path(path: str | Path) -> Path:

@@ -203,7 +203,10 @@ def _described(key: str, detail: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "value_error":
         message = str(detail["ctx"]["error"])
         return f"{key}: {message}" if key else message
-    return f"{key}={show(value)}: {_rule(detail)}"
+    line = f"{key}={show(value)}: {_rule(detail)}"
+    if kind == "greater_than" and key.rpartition(".")[2] == "temperature":
+        line += "; greedy=true takes the most likely token"
+    return line
 
 
 def _rule(detail: ErrorDetails) -> str:

@@ -35,8 +35,8 @@ def print_topic(console: Console, title: str, findings: Sequence[Finding]) -> No
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(width=STATUS_WIDTH, no_wrap=True)
     table.add_column(width=NAME_WIDTH)
-    table.add_column(ratio=1)
-    table.add_column(ratio=1)
+    table.add_column(ratio=1, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
     for finding in findings:
         good = finding.status == "ok"
         table.add_row(

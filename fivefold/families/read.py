@@ -104,7 +104,7 @@ def _shipped(model: str) -> Path:
     near = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
     hint = f"did you mean {files[near[0]].stem}? " if near else ""
     raise ValueError(
-        f"no shape is known for the model {model!r}: {hint}Give a model folder, its config.json, "
+        f"no shape is known for the model {model!r}: {hint}{'Give' if hint else 'give'} a model folder, its config.json, "
         f"or one of {', '.join(path.stem for path in files.values())}"
     )
 

@@ -40,8 +40,10 @@ class Stage:
 
     @property
     def summary(self) -> str:
-        """Its layers as a text, such as `0-3, 8-11`, which names the first three of many virtual stages."""
-        return ", ".join(self.spans[:3]) + (f", ... ({len(self.spans)} parts)" if len(self.spans) > 3 else "")
+        """Its layers as a text, such as `0-3, 8-11`, which names the first two of many virtual stages."""
+        if len(self.spans) <= 3:
+            return ", ".join(self.spans)
+        return f"{', '.join(self.spans[:2])}, ... ({len(self.spans)} parts)"
 
 
 def _span(chunk: range) -> str:

@@ -94,6 +94,13 @@ def test_devices_and_lengths_that_do_not_exist_are_told(model: str, words: list[
     assert "gconfig" not in result.stderr
 
 
+def test_an_answer_to_a_message_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.generate.generate", lambda model, prompts, config, **options: [["5", "6"]])
+    words = ["generate", "--model", "m", "--prompt", "2+3=", "--n", "2"]
+    assert CliRunner().invoke(app, words).stdout == "2+3=5\n2+3=6\n"
+    assert CliRunner().invoke(app, [*words, "--chat"]).stdout == "2+3=\n5\n2+3=\n6\n"
+
+
 def test_what_cannot_be_done_is_said_in_a_line(model: str) -> None:
     no_template = generate(model, "--chat")
     assert no_template.exit_code == 2

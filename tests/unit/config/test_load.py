@@ -238,7 +238,10 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
         ),
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr=inf: must be a finite number"),
         ("actor.optimizer.beta1=1", "actor.optimizer.beta1=1: must be less than 1"),
-        ("gconfig.temperature=0", "gconfig.temperature=0: must be greater than 0"),
+        (
+            "gconfig.temperature=0",
+            "gconfig.temperature=0: must be greater than 0; greedy=true takes the most likely token",
+        ),
         ("gconfig.top_p=1.5", "gconfig.top_p=1.5: must be at most 1"),
         ("gconfig.greedy=1", "gconfig.greedy=1: must be true or false, not a number"),
         (

@@ -18,8 +18,8 @@ FINE = Finding("Python", "ok", "3.12", "nothing to do")
 BAD = Finding("GPUs", "problem", "none of 8", "pip install 'torch>=2.11' " * 4, details=("[brackets] are no markup",))
 
 
-def shown(findings: list[Finding]) -> str:
-    console = Console(file=io.StringIO(), width=100)
+def shown(findings: list[Finding], width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
     print_topic(console, "Devices", findings)
     print_summary(console, {"Devices": findings})
     assert isinstance(console.file, io.StringIO)
@@ -33,6 +33,7 @@ def test_the_text_is_folded_to_the_width_without_a_loss() -> None:
     assert "[brackets] are no markup" in text
     assert text.rstrip().endswith("1 problem.")
     assert "All is well." in shown([FINE])
+    assert "…" not in shown([Finding("vLLM", "ok", "none", "for rollout.backend=vllm:d128t8p16")], width=60)
 
 
 @pytest.mark.parametrize(("finding", "code"), [(FINE, 0), (BAD, 1), (Finding("CPU", "warning", "busy", "wait"), 0)])

@@ -79,6 +79,13 @@ def test_virtual_stages_are_listed() -> None:
     assert ["1", "3-5", "9-11", "15-17", "21-23", "27-29", "33-35", "39-41", "45-47"] in lines
 
 
+def test_a_rank_of_many_virtual_stages_has_one_line_of_80_characters() -> None:
+    lines = text_of(plan_model("Qwen3-30B-A3B", 32, actor="megatron:d8t2p2v8e4"), width=80).splitlines()
+    rows = lines[next(i for i, line in enumerate(lines) if line.startswith("rank  node")) + 1 :]
+    assert [row.split()[0] for row in rows[:16]] == [str(rank) for rank in range(16)]
+    assert "0-2, 6-8, ... (8 parts)" in rows[0]
+
+
 def test_what_does_not_fit_says_who_and_what_to_do() -> None:
     text = " ".join(text_of(plan_model("Qwen3-8B", 8, actor="megatron:d8", gpu="h100")).split())
     assert "rank 0 (stage 0) needs" in text

@@ -65,6 +65,18 @@ def test_folders_and_hub_names_stay_as_they_are(tmp_path: Path) -> None:
         paths.resolve_model_path(str(tmp_path / "absent"))
 
 
+def test_the_folder_of_a_run_or_of_a_checkpoint_is_no_model(tmp_path: Path) -> None:
+    weights, checkpoint = tmp_path / "run" / "weights", tmp_path / "run" / "checkpoints" / "step-000002"
+    for folder, file in ((weights, "config.json"), (checkpoint, "manifest.json")):
+        folder.mkdir(parents=True)
+        (folder / file).write_text("{}")
+    assert paths.resolve_model_path(str(weights)) == str(weights)
+    with pytest.raises(ValueError, match=f"is the folder of a run: its model is in {weights}$"):
+        paths.resolve_model_path(str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=f"is a checkpoint: .* `fivefold checkpoints {checkpoint} --export latest -o"):
+        paths.resolve_model_path(str(checkpoint))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.5, 1.0])
 def test_log_probs_are_asked_of_whole_groups_spread_over_the_prompts(share: float) -> None:
     requests = group_requests([[number] for number in range(40)], 3, (1,), share)
