@@ -102,9 +102,9 @@ def _shipped(model: str) -> Path:
     if name in files:
         return files[name]
     near = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
-    hint = f"did you mean {files[near[0]].stem}? " if near else ""
+    give = f"did you mean {files[near[0]].stem}? Give" if near else "give"
     raise ValueError(
-        f"no shape is known for the model {model!r}: {hint}{'Give' if hint else 'give'} a model folder, its config.json, "
+        f"no shape is known for the model {model!r}: {give} a model folder, its config.json, "
         f"or one of {', '.join(path.stem for path in files.values())}"
     )
 
