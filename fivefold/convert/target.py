@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,13 +23,13 @@ def free_target(out: str | Path, *, overwrite: bool) -> Path:
     """Return the path of the folder to write.
 
     Args:
-        out: where the folder is to be.
+        out: where the folder is to be; if that is a symbolic link, what it points to.
         overwrite: whether an earlier model folder there may be replaced.
 
     Raises:
         ValueError: there is something that may not be replaced.
     """
-    target = user_path(out).absolute()
+    target = Path(os.path.realpath(user_path(out)))
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
     if not (target / "config.json").is_file():

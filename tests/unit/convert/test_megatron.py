@@ -242,3 +242,16 @@ def test_an_earlier_folder_stays_unless_it_is_to_be_replaced(checkpoint: Path, t
     assert fivefold("convert", source, "--to", "torch_dist", "-o", checkpoint, "--overwrite").exit_code == 0
     MegatronWeights(checkpoint, load_shape(source)).close()
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tiny_model: MakeModel, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
+    for family, options in (("qwen3", []), ("llama", ["--overwrite"])):
+        model = tiny_model(family).folder
+        written = fivefold("convert", model, "--to", "torch_dist", "-o", tmp_path / "link", *options)
+        assert written.exit_code == 0, written.output
+        MegatronWeights(tmp_path / "disk" / "model", load_shape(model)).close()
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
+    assert os.listdir(tmp_path / "disk") == ["model"]
