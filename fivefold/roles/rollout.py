@@ -113,7 +113,7 @@ class Rollout:
 
     def can_generate(self) -> bool:
         """Return whether all replicas have weights; one whose server was started again has none before the next."""
-        return all(self._group.call(RolloutWorker.can_generate))
+        return all(self._group.control(RolloutWorker.can_generate))
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs of a stream that replicas have begun, by their first index, with their tokens so far.

@@ -93,12 +93,20 @@ class Roles:
 
         Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
         go before, and the rollout's cache, which takes what the others leave, comes when the actor has freed the rest.
+
+        A server that dies while it takes them is started again, and all get them once more.
         """
         with self.actor.in_turn:
             self._send_weights(version, timers)
+            while not self.rollout.can_generate():
+                self._send_weights(version, timers)
 
     def _send_weights(self, version: int, timers: PhaseTimers) -> None:
         shares, room = self.rollout.shares_devices, CacheRoom(self.rollout.device_share)
+        if shares and self.rollout.version is not None:
+            # It is awake, and a server has none. There is no room for another copy of the weights beside the caches.
+            with self.training(timers):
+                pass
         if shares:
             with timers.phase("hand-over"):
                 self.actor.offload([kind for kind in self.offloaded if kind != "params"])

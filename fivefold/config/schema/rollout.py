@@ -77,7 +77,7 @@ class RolloutConfig(Section):
     they go on with the old ones. null: servers do, the embedded engine does not."""
     max_server_restarts: NonNegative = 3
     """Times that the server of a replica is started again if it dies or hangs while it answers prompts of the next
-    steps, which go to the others meanwhile, or dies in an evaluation; then the run ends."""
+    steps, which go to the others meanwhile, or dies in an evaluation or while it takes weights; then the run ends."""
     new_tokens_per_chunk: Positive | None = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
     those before them outlive the server and are in checkpoints; null: all (docs/async.md)."""

@@ -243,12 +243,18 @@ class ServerEngine:
         self._is_interrupted = True
 
     def _go_on(self) -> None:
-        """Let an interrupted server answer again, if it has all of its memory and its weights."""
+        """Let an interrupted server answer again, if it has all of its memory and its weights.
+
+        One that dies of it is started again.
+        """
         if self._is_interrupted and self._state.memory == "all":
             assert self._stream is not None
             self._stream.resumed(self._state.require_weights())
-            with self._server.served():
-                self._dialect.resume(self._server.http)
+            try:
+                with self._server.served():
+                    self._dialect.resume(self._server.http)
+            except ServerDied as death:
+                self._restart(death)
             self._is_interrupted = False
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -316,8 +322,8 @@ class ServerEngine:
     def _replacing(self, version: int) -> Iterator[None]:
         """Interrupt the server for the block, which replaces its weights by those of `version`; it then goes on.
 
-        One that answers a stream and dies meanwhile is started again, and has no weights before the next update. By
-        NCCL it is not: the trainer and the other servers wait in a transfer that cannot end.
+        One that dies meanwhile is started again, and has no weights before the next update. By NCCL it is not: the
+        trainer and the other servers wait in a transfer that cannot end.
         """
         self._interrupt()
         self._state.begin_update()
@@ -325,7 +331,7 @@ class ServerEngine:
             with self._server.served():
                 yield
         except ServerDied as death:
-            if self._stream is None or self._spec.route.transport == "nccl":
+            if self._spec.route.transport == "nccl":
                 raise
             self._restart(death)
             return

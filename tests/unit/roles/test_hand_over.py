@@ -50,6 +50,9 @@ class SharedRollout(Rollout):
         self._device, self._memory = device, memory
         self.cache = self.used_while_sent = 0
 
+    def can_generate(self) -> bool:
+        return True
+
     def sleep(self) -> None:
         self.version = None
         self._device.set("rollout's weights", 0)
@@ -160,6 +163,37 @@ def test_the_weights_go_too_once_the_cache_does_not_fit_beside_them() -> None:
         assert sum(device.used.values()) <= device.memory
         with roles.training(timers):
             assert device.used["params"] == PARAMS
+
+
+class DyingServer(SharedRollout):
+    """A server that dies while it takes the weights of version 1 for the first time."""
+
+    def __init__(self, device: Device, memory: int) -> None:
+        super().__init__(device, memory)
+        self.taken: list[int] = []
+
+    def can_generate(self) -> bool:
+        return self.taken != [0, 1]
+
+    def take_weights(self, offer: WeightOffer) -> None:
+        super().take_weights(offer)
+        self.taken.append(offer.version)
+
+
+def test_a_server_that_dies_while_it_takes_weights_gets_them_again_in_the_same_memory() -> None:
+    device, timers = Device(), PhaseTimers()
+    memory = PARAMS + PARAMS + BUCKETS + GRADS + OPTIMIZER
+    rollout = DyingServer(device, memory)
+    roles = Roles(SharedActor(device), rollout, None, ("params", "grads", "optimizer"))
+    for version in (0, 1):
+        roles.send_weights(version, timers)
+        with roles.training(timers):
+            pass
+    assert rollout.taken == [0, 1, 1]
+    roles.send_weights(2, timers)
+    roles.send_weights(2, timers)
+    assert rollout.taken == [0, 1, 1, 2, 2]
+    assert device.peak == memory
 
 
 def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:

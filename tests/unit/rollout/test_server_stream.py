@@ -367,8 +367,9 @@ def test_a_server_answers_until_the_weights_that_it_is_to_load_are_there(server:
     assert completion.versions.tolist() == [0] * LONG_TOKENS + [1] * (len(completion.versions) - LONG_TOKENS)
 
 
+@pytest.mark.parametrize("dies_in", ["load", "resume"])
 def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
-    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dies_in: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = restartable(model_folder, tmp_path)
     engine = served.engine
@@ -376,12 +377,12 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
     assert engine.collect(0.1) == []
     served.wait_for_long(1)
 
-    def die(self: SGLangDialect, http: HttpClient, folder: Path, version: int) -> None:
+    def die(self: SGLangDialect, http: HttpClient, *_: Any) -> None:
         os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
         http.post("/flush_cache")
 
     with monkeypatch.context() as dying:
-        dying.setattr(SGLangDialect, "load", die)
+        dying.setattr(SGLangDialect, dies_in, die)
         served.update(1)
     assert not engine.has_weights
     assert served.left_behind() == []
@@ -391,6 +392,16 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
     served.update(1)
     assert engine.has_weights
     engine.close()
+
+
+def test_a_server_that_dies_before_its_first_prompt_is_started_again(model_folder: Folder, tmp_path: Path) -> None:
+    served = restartable(model_folder, tmp_path)
+    os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
+    served.update(1)
+    assert not served.engine.has_weights
+    served.update(1)
+    assert served.engine.has_weights
+    served.engine.close()
 
 
 @pytest.mark.parametrize("dies_before", ["a report", "new weights"])
