@@ -67,9 +67,9 @@ def forward_parts(shape: ModelShape, n_sequences: float, length: int) -> PartFlo
 def keys_of_latents(shape: ModelShape, layout: ParallelLayout) -> float:
     """Return the FLOPs that make keys and values of latents that ranks have exchanged, over those of all projections.
 
-    On Megatron-Core, context-parallel ranks exchange latents; each makes the keys of all tokens that its queries see.
+    Context-parallel ranks exchange latents; each makes the keys of all tokens that its queries see.
     """
-    if shape.latent is None or layout.backend == "fsdp" or layout.cp == 1:
+    if shape.latent is None or layout.cp == 1:
         return 0.0
     return layout.seen_tokens * shape.latent.key_value_parameters(shape.n_heads) / _projection_weights(shape)
 

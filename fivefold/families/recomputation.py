@@ -30,12 +30,13 @@ def repeated_flops(forward: PartFlops, config: EngineConfig, layout: ParallelLay
         shape: the model.
     """
     logits = 0.0 if shape.value_head else forward.head
-    if layout.backend == "fsdp":
-        return logits + (_of_layers(forward, shape, range(shape.n_layers)) if config.fsdp.recompute == "full" else 0.0)
-    section, others = config.megatron, forward.projections * keys_of_others(shape, layout)
+    others = forward.projections * keys_of_others(shape, layout)
     again = logits + BACKWARD_AND_FORWARD * others
+    whole = replace(forward, projections=forward.projections + others)
+    if layout.backend == "fsdp":
+        return again + (_of_layers(whole, shape, range(shape.n_layers)) if config.fsdp.recompute == "full" else 0.0)
+    section = config.megatron
     if section.recompute_granularity == "full":
-        whole = replace(forward, projections=forward.projections + others)
         return again + _of_layers(whole, shape, _recomputed_layers(config, layout, shape))
     keys = forward.projections * keys_of_latents(shape, layout)
     return again + _of_modules(forward, shape, section.recompute_modules(is_moe=shape.is_moe), keys)

@@ -112,10 +112,12 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     """Return the bytes that a layer's norms and its attention save."""
     element, tp = work.element_bytes, layout.tp
     keys = shape.key_width + shape.value_width
-    key_tokens = tokens if layout.cp == 1 else tokens * (2 * layout.cp + 1) / 2
+    key_tokens = tokens * layout.seen_tokens
     saved = 2 * tokens * _norm(shape.hidden, element)
     saved += element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
     saved += _FLOAT * tokens * shape.n_heads / tp
+    if shape.latent is not None and layout.cp > 1:
+        saved += element * key_tokens * shape.latent.shared_dim
     if shape.qk_norm:
         saved += tokens * _norm(shape.query_width + shape.key_width, element) / tp
     return saved

@@ -116,7 +116,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     passes = stage.n_layers * attention + (n_dense + shared) * mlps
     passes += 2 * stage.has_embedding + 2 * stage.has_head
     keys = element * tokens * layout.cp * (shape.key_width + shape.value_width) / tp
-    if shape.latent is not None and not is_fsdp:
+    if shape.latent is not None:
         keys = element * tokens * layout.cp * shape.latent.shared_dim
     gathered = stream / tp * (1 if is_fsdp else layout.etp)
     parameters = rank_parameters(layout, shape, stage)

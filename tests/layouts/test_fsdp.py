@@ -59,7 +59,7 @@ CASES = [
     ("fsdp:t2c2", "qwen3_moe"),
     ("fsdp:d2t2", "glm4_moe"),
     ("fsdp:t2c2", "deepseek_v3"),
-    ("fsdp:d2", "deepseek_v2"),
+    ("fsdp:c2", "deepseek_v2"),
 ]
 
 
@@ -129,6 +129,7 @@ RECOMPUTING = FSDPConfig(recompute="full", reshard_after_forward=False, logprob_
         (FSDPCase("fsdp:c2"), "qwen3_moe"),
         (FSDPCase("fsdp:d2t2", RECOMPUTING), "qwen3_moe"),
         (FSDPCase("fsdp:t2c2", RECOMPUTING), "qwen2"),
+        (FSDPCase("fsdp:t2c2", RECOMPUTING), "deepseek_v3"),
         (FSDPCase("fsdp:d4t2", AHEAD), "qwen3_moe"),
         (FSDPCase("fsdp:d2", micro_batches=MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=5)), "qwen3_moe"),
     ],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,10 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_cases import FSDPCase
 from megatron_cases import Case
+from ragged import uneven_batch
 from worker_pool import Workers
 
-from fivefold.config.schema.engine import FlashAttention
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema.engine import FlashAttention, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine import flash as flash_attention
 from fivefold.engine.rope import cos_sin, inverse_frequencies
@@ -150,18 +154,15 @@ def test_attention_keeps_what_is_planned(
     assert sum(found) / len(found) == costs.attention - again - 2 * costs.input - statistics
 
 
-def exchanged_bytes(case: Case, folder: Path) -> float:
-    """In a worker: return the bytes that a layer's attention sends to context-parallel ranks, forward and backward."""
-    engine = case.engine(folder)
-    module, hidden, packed = attention_of(engine, flash=None)
-    cp, wholes = engine.groups.cp, []
-    for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+@contextmanager
+def noting(cp: dist.ProcessGroup) -> Iterator[list[float]]:
+    """Yield a list of the bytes that each exchange of keys, or of their gradients, sends in the block."""
+    sent: list[float] = []
 
     def noted(collective: Callable[..., Any], whole: int) -> Callable[..., Any]:
         def call(*tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
             if group is cp:
-                wholes.append(tensors[whole].nbytes)
+                sent.append(tensors[whole].nbytes * (cp.size() - 1) / cp.size())
             return collective(*tensors, group=group, **options)
 
         return call
@@ -170,9 +171,27 @@ def exchanged_bytes(case: Case, folder: Path) -> float:
         patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor, 0)),
         patch.object(dist, "reduce_scatter_tensor", noted(dist.reduce_scatter_tensor, 1)),
     ):
+        yield sent
+
+
+def exchanged_bytes(case: Case, folder: Path) -> float:
+    """In a worker: return the bytes that a layer's attention sends to context-parallel ranks, forward and backward."""
+    engine = case.engine(folder)
+    module, hidden, packed = attention_of(engine, flash=None)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    with noting(engine.groups.cp) as sent:
         output, _ = module(hidden, packed_seq_params=packed)
         torch.autograd.grad(output.float().square().sum(), hidden)
-    return sum(wholes) * (cp.size() - 1) / cp.size()
+    return sum(sent)
+
+
+def exchanged_by_fsdp(case: FSDPCase, folder: Path) -> float:
+    """In a worker: return the bytes that attention sends to context-parallel ranks, in both passes of all layers."""
+    engine = case.engine(folder, OptimizerConfig())
+    with noting(engine.groups.cp) as sent:
+        engine.forward_backward_of(uneven_batch(lengths=(LENGTH,)), SFTLoss())
+    return sum(sent)
 
 
 @pytest.mark.parametrize("layout", ["megatron:c2", "megatron:t2c2"])
@@ -185,3 +204,9 @@ def test_context_parallel_ranks_exchange_latents_alone(workers: Workers, models:
     work, together = Workload(LENGTH, 1, LENGTH), ranks_together(from_node_start(parsed, 8), is_moe=True)
     planned = step_traffic(parsed, shape, work, stages(parsed, shape)[0], together)
     assert [each.bytes for each in planned if each.dimension == "cp"] == [shape.n_layers * found[0]]
+
+
+def test_context_parallel_ranks_of_fsdp_exchange_latents_alone(workers: Workers, models: Path) -> None:
+    # Its sharded weights travel in other groups.
+    found = workers(4).run(exchanged_by_fsdp, FSDPCase("fsdp:t2c2"), models / "deepseek_v3")
+    assert found == [4 * 2 * LENGTH // 2 * 4 * (12 + 4)] * 4

@@ -73,3 +73,6 @@ def test_context_parallel_ranks_make_the_same_keys_of_latents() -> None:
     assert of(1, **core) == pytest.approx(forward.attention)
     assert of(4, **core) == pytest.approx(forward.attention + (3 * 3.5 + 4.5) * keys)
     assert of(4, recompute="full") - of(1, recompute="full") == pytest.approx(4 * 3.5 * keys)
+    config = EngineConfig.model_validate({"path": "model", "fsdp": {"recompute": "full"}})
+    on_fsdp = [repeated_flops(forward, config, pipeline("fsdp", cp=cp), shape) for cp in (1, 4)]
+    assert on_fsdp[1] - on_fsdp[0] == pytest.approx(4 * 3.5 * keys)
