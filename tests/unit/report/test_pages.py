@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
+from fivefold.cli.size import size
 from fivefold.observe.jsonl import write_json
 from fivefold.observe.sample_log import parts_of, read_part
 from fivefold.observe.time_left import TimeLeft
@@ -213,6 +214,13 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 )
 def test_durations_are_short_texts(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"), [(0, "0 B"), (999.6, "1 kB"), (1300, "1.3 kB"), (999_700, "1 MB"), (1.024e12, "1.024 TB")]
+)
+def test_sizes_are_short_texts(n_bytes: float, text: str) -> None:
+    assert size(n_bytes) == text
 
 
 def test_the_snippet_of_the_page_reads_the_columns(
