@@ -22,7 +22,12 @@ from fivefold.families.shape import ModelShape
 SHAPES = Path(__file__).parent / "shapes"
 _VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
 """What is added to a model's name where it was trained further, such as `-Instruct-2507`."""
-_POSITIONS = {r"qwen2\.5-.+-instruct": 32_768, r"qwen3-.+-base": 32_768, r"qwen3-.+-2507": 262_144}
+_POSITIONS = {
+    r"qwen2(\.5)?-.+-instruct": 32_768,
+    r"qwen3-.+-base": 32_768,
+    r"qwen3-.+-2507": 262_144,
+    r"kimi-k2-.+-0905": 262_144,
+}
 """Positions of such models by their name, where they are not those of the model with the shorter name."""
 
 
