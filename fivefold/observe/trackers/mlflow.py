@@ -9,6 +9,7 @@ from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
+from mlflow.utils.uri import is_local_uri
 
 from fivefold.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, sample_rows
 
@@ -27,9 +28,11 @@ class MlflowTracker:
         run.folder.mkdir(parents=True, exist_ok=True)
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
         self._client = MlflowClient(store)
+        self._are_files = is_local_uri(store)
+        """Whether each metric is a file, so that there is no `ratio/max` beside `ratio`."""
         experiment = self._client.get_experiment_by_name(run.project)
         if experiment is None:
-            own = None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder / "artifacts").as_uri()
+            own = None if os.environ.get("MLFLOW_TRACKING_URI") else (run.folder / "artifacts").as_uri()
             number = self._client.create_experiment(run.project, artifact_location=own)
         else:
             number = experiment.experiment_id
@@ -46,7 +49,9 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [Metric(_allowed(name), value, now, step) for name, value in metrics.items()])
+        self._client.log_batch(
+            self._id, [Metric(self._name(name), value, now, step) for name, value in metrics.items()]
+        )
 
     def finish(self, summary: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """Log the summary and a table of samples, and close."""
@@ -57,7 +62,7 @@ class MlflowTracker:
             self._client.log_dict(self._id, table, "samples.json")
         self._client.set_terminated(self._id, "FINISHED" if summary else "KILLED")
 
-
-def _allowed(name: str) -> str:
-    """Return the name of a metric without the characters that MLflow refuses."""
-    return "".join(letter if letter.isalnum() or letter in "_-./ " else "_" for letter in name)
+    def _name(self, metric: str) -> str:
+        """Return the name of a metric without the characters that MLflow refuses."""
+        allowed = "".join(letter if letter.isalnum() or letter in "_-./ " else "_" for letter in metric)
+        return allowed.replace("/", ".") if self._are_files else allowed

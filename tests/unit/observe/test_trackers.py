@@ -146,6 +146,20 @@ def test_mlflow_has_the_steps_of_all_starts_in_one_run(tmp_path: Path, monkeypat
     assert table["data"] == [list(SAMPLE.values())]
 
 
+def test_mlflow_keeps_a_metric_and_its_largest_value_in_a_folder_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # later versions ask for it
+    told: list[str] = []
+    trackers = Trackers.open(recipe(tmp_path, "mlflow"), RunDir.of(recipe(tmp_path)), told.append)
+    trackers.log(1, {"ratio": 1.0, "ratio/max": 2.0})
+    trackers.close()
+    assert told == []
+    assert {file.name for file in tmp_path.glob("mlruns/*/*/metrics/*")} == {"ratio", "ratio.max"}
+
+
 def test_swanlab_has_the_steps_of_all_starts_under_one_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
