@@ -42,7 +42,7 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(number, run_name=run.name, tags={KEY: run.key}).info.run_id
-        params = [Param(name, str(value)[:LONGEST]) for name, value in run.config.items()]
+        params = [Param(self._name(name), str(value)[:LONGEST]) for name, value in run.config.items()]
         for start in range(0, len(params), AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
 
@@ -62,7 +62,7 @@ class MlflowTracker:
             self._client.log_dict(self._id, table, "samples.json")
         self._client.set_terminated(self._id, "FINISHED" if summary else "KILLED")
 
-    def _name(self, metric: str) -> str:
-        """Return the name of a metric without the characters that MLflow refuses."""
-        allowed = "".join(letter if letter.isalnum() or letter in "_-./ " else "_" for letter in metric)
+    def _name(self, name: str) -> str:
+        """Return the name of a metric or a parameter without the characters that MLflow refuses."""
+        allowed = "".join(letter if letter.isalnum() or letter in "_-./ " else "_" for letter in name)
         return allowed.replace("/", ".") if self._are_files else allowed

@@ -153,11 +153,14 @@ def test_mlflow_keeps_a_metric_and_its_largest_value_in_a_folder_of_files(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # later versions ask for it
     told: list[str] = []
-    trackers = Trackers.open(recipe(tmp_path, "mlflow"), RunDir.of(recipe(tmp_path)), told.append)
+    own = recipe(tmp_path, "mlflow")
+    own = own.model_copy(update={"reward": own.reward.model_copy(update={"kwargs": {"a=b": 1}})})
+    trackers = Trackers.open(own, RunDir.of(own), told.append)
     trackers.log(1, {"ratio": 1.0, "ratio/max": 2.0})
     trackers.close()
     assert told == []
     assert {file.name for file in tmp_path.glob("mlruns/*/*/metrics/*")} == {"ratio", "ratio.max"}
+    assert len(list(tmp_path.glob("mlruns/*/*/params/reward.kwargs.a_b"))) == 1
 
 
 def test_swanlab_has_the_steps_of_all_starts_under_one_key(
