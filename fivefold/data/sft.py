@@ -137,7 +137,8 @@ class Answers:
 
     def tokenized(self, answer: Any, key: str) -> SFTExample:
         """Return the prompt with an answer, which one end-of-sequence token ends, also where its text has that."""
-        text = self._rendered(answer, key) if is_chat(answer) else answer
+        is_messages = is_chat(answer) and answer and all(isinstance(message, Mapping) for message in answer)
+        text = self._rendered(answer, key) if is_messages else answer
         if not isinstance(text, str):
             raise ValueError(f"{self._where}: {key!r} must be a text or a list of chat messages, not {answer!r:.200}")
         learned = self._behind_prompt(text)

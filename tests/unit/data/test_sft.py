@@ -100,6 +100,12 @@ def test_examples_too_long_with_their_response_are_dropped_and_counted(
             r"no column 'response', which response_key asks for; the columns found are \['prompt'\]",
         ),
         ([{"prompt": "a", "response": 3}], {}, "'response' must be a text or a list of chat messages, not 3"),
+        (
+            [{"prompt": "a", "response": ["2"]}],
+            {},
+            r"'response' must be a text or a list of chat messages, not \['2'\]",
+        ),
+        ([{"prompt": "a", "response": []}], {}, r"'response' must be a text or a list of chat messages, not \[\]"),
         ([{"talk": [USER]}], {"messages_key": "talk"}, "'talk' must be a list of chat messages that ends with one of"),
         ([{"talk": [USER, USER]}], {"messages_key": "talk"}, "ends with one of the assistant"),
         (ROWS, {"answer_key": "response"}, "answer_key='response' has no use"),
