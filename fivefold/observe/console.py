@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -41,7 +43,7 @@ CUT = " ... "
 SILENCE_S = 60.0
 """Seconds without a line after which what goes on is printed where there is no status line."""
 BEST_OF = ("eval/accuracy", "accuracy", "reward/mean")
-"""Metrics by which the best step is chosen: the first that the run has, where larger is better."""
+"""Metrics by which the best step is chosen: the first that several steps have, where larger is better."""
 
 
 class RunConsole:
@@ -72,8 +74,10 @@ class RunConsole:
         """When the last line was printed."""
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._best: tuple[str, float, int] | None = None
-        """Metric, value and number of the best step so far."""
+        self._best: dict[str, tuple[float, int]] = {}
+        """Value and number of the best step so far, by metric."""
+        self._n_measured: Counter[str] = Counter()
+        """Steps that have each metric."""
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print the run's name and facts about it."""
@@ -134,23 +138,28 @@ class RunConsole:
     def end(self, title: str, facts: Mapping[str, object]) -> None:
         """Stop the status line; print how the run ended and where its results are."""
         self._stop()
-        best = {} if self._best is None else {"best step": f"{self._best[2]}, {self._best[0]} {self._best[1]:.3f}"}
+        best: dict[str, object] = {}
+        if (name := self._told_best) is not None:
+            value, step = self._best[name]
+            best = {"best step": f"{step}, {name} {value:.3f}"}
         self._box(title, {**best, **facts}, style="green")
 
     def _remember_best(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Remember the step with the largest value of the first metric of `BEST_OF` that the run has."""
-        name = next((name for name in BEST_OF if metrics.get(name) is not None), None)
-        if name is None:
-            return
-        value = metrics[name] or 0.0
-        rank = BEST_OF.index(name)
-        if (
-            self._best is None
-            or rank < BEST_OF.index(self._best[0])
-            or (self._best[0] == name and value > self._best[1])
-        ):
-            self._best = (name, value, step)
-            self._status.best = f"best {name} {value:.3f} at step {step}"
+        """Remember the step with the largest value of each metric of `BEST_OF`."""
+        for name in BEST_OF:
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                self._n_measured[name] += 1
+                if name not in self._best or value > self._best[name][0]:
+                    self._best[name] = value, step
+        if (told := self._told_best) is not None:
+            value, best = self._best[told]
+            self._status.best = f"best {told} {value:.3f} at step {best}"
+
+    @property
+    def _told_best(self) -> str | None:
+        """The first metric of `BEST_OF` that several steps have, for of one there is no best; None: there is none."""
+        return next((name for name in BEST_OF if self._n_measured[name] > 1), None)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:

@@ -288,3 +288,13 @@ def test_the_best_step_may_be_one_before_the_run_was_interrupted() -> None:
     console.step(3, METRICS, SECONDS)
     console.end("done", {})
     assert "best step  1, accuracy 0.750" in out.getvalue()
+
+
+def test_of_a_metric_that_one_step_has_there_is_no_best() -> None:
+    """Held-out pairs are evaluated after the last step alone, whatever the step before was."""
+    console, out = screen(100, terminal=False)
+    console.start(n_steps=2)
+    console.step(1, METRICS | {"accuracy": 0.75}, SECONDS)
+    console.step(2, METRICS | {"accuracy": 0.25, "eval/accuracy": 0.0}, SECONDS)
+    console.end("done", {})
+    assert "best step  1, accuracy 0.750" in out.getvalue()
