@@ -16,7 +16,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.planning.blueprint import Blueprint, draw_up
 from fivefold.planning.copied_weights import transport_beside_training
-from fivefold.planning.generation_time import reading_seconds, sending_seconds, token_seconds
+from fivefold.planning.generation_time import LOGPROB_SECONDS, reading_seconds, sending_seconds, token_seconds
 from fivefold.planning.lengths import Lengths
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, plan_trainer
@@ -215,6 +215,7 @@ def _setting(recipe: TrainRecipe, blueprint: Blueprint, lengths: Lengths, *, sha
             element_bytes=question.rollout_bytes,
             tp_on_node=next((spread.ranks_per_node for spread in plan.spreads if spread.dimension == "tp"), 1),
         ),
+        logprob_seconds=LOGPROB_SECONDS if layout.is_server else 0.0,
         train_seconds=_train_seconds(recipe, blueprint, prompt + lengths.mean),
         update_seconds=_update_seconds(blueprint, shares=shares),
         weights_beside=_weights_beside(recipe, blueprint),

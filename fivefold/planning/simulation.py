@@ -73,6 +73,8 @@ class Setting:
     """Time in which a replica reads one token of an interrupted request anew; 0: keys and values are kept."""
     prompt_tokens: float = 0.0
     """Tokens of a prompt, which are read anew as well."""
+    logprob_seconds: float = 0.0
+    """Time that a token takes longer for each request with a look-ahead, whose loss reads all log-probs."""
     max_running: int | None = None
     """Most prompts that run at one time; None: all that are young enough."""
 
@@ -82,12 +84,18 @@ class Setting:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if len(self.token_seconds) < 2 or min(self.token_seconds[1:]) <= 0:
             raise ValueError("token_seconds needs a time above 0 for each number of requests, from 1 on at index 1")
-        if self.max_age < 0 or min(self.train_seconds, self.update_seconds, self.reread_seconds) < 0:
-            raise ValueError("max_age, train_seconds, update_seconds and reread_seconds must be at least 0")
+        if self.max_age < 0 or min(self._times) < 0:
+            raise ValueError(
+                "max_age, train_seconds, update_seconds, logprob_seconds and reread_seconds must be at least 0"
+            )
         if self.weights_beside is not None and min(astuple(self.weights_beside)) < 0:
             raise ValueError(f"{self.weights_beside}: its times must be at least 0")
         if self.weights_beside is not None and self.shares_devices:
             raise ValueError("weights_beside needs replicas on devices of their own: drop it, or shares_devices")
+
+    @property
+    def _times(self) -> tuple[float, ...]:
+        return self.train_seconds, self.update_seconds, self.logprob_seconds, self.reread_seconds
 
     def least_seconds(self, mean_length: float) -> float:
         """Return a lower bound of the seconds of a step in the long run, whatever the age."""
@@ -171,8 +179,9 @@ class _Replica:
 
     @property
     def _token_seconds(self) -> float:
-        times = self._setting.token_seconds
-        return times[min(len(self._running), len(times) - 1)]
+        setting, n = self._setting, len(self._running)
+        times = setting.token_seconds
+        return times[min(n, len(times) - 1)] + (n * setting.logprob_seconds if setting.max_age else 0.0)
 
     def advance(self, now: float) -> None:
         """Decode until `now`, before which no completion ends."""

@@ -124,6 +124,13 @@ def test_reading_interrupted_requests_anew_costs_time() -> None:
     assert read.seconds == pytest.approx(kept.seconds + 0.01 * 4 * (5 + 45))
 
 
+def test_log_probs_take_time_with_a_look_ahead_alone() -> None:
+    """Four requests run at any time."""
+    for age, token in ((0, 1.0), (1, 2.0)):
+        slower = replace(TWO_BY_TWO, max_age=age, logprob_seconds=0.25)
+        assert simulate(slower, TEN) == simulate(replace(TWO_BY_TWO, max_age=age, token_seconds=(0.0, token)), TEN)
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_without_a_look_ahead_a_step_is_the_longest_answer_and_the_training(shares: bool) -> None:
     setting = replace(MANY, slots=8, token_seconds=(0.0, 0.02), shares_devices=shares)
