@@ -21,8 +21,8 @@ HOST_SECONDS = 0.0013
 """Seconds of scheduling and sampling for one token of all sequences: vLLM 0.25.1 with 256 sequences on an H200, the
 same with 8 and with 48 layers of Qwen3-30B-A3B."""
 LOGPROB_SECONDS = 4e-6
-"""Seconds that a token takes longer for each sequence whose log-probs are asked for: vLLM 0.25.1 on an H200, where it was
-3e-6 with 256 sequences and 5e-6 with 512."""
+"""Seconds that a token takes longer for each sequence whose log-probs are asked for: vLLM 0.25.1 on an H200, where it
+was 3e-6 with 256 sequences and 5e-6 with 512."""
 SENDING_RATE = 26e9
 """Bytes/s at which a model goes to the replicas: the whole of Qwen3-30B-A3B with CUDA IPC on two H200s."""
 
