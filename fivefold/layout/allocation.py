@@ -214,8 +214,9 @@ class Allocation:
             if len(sizes) > 1:
                 listed = ", ".join(f"{role.role} {size}" for size, role in sizes.items())
                 raise RuleError(
-                    f"roles joined by `|` share the same devices, but their sizes differ: {listed}",
-                    "make them equal (`d*` fits a role to the others), or separate them with `+`",
+                    f"roles share the same devices (`|`, colocate=true), but their sizes differ: {listed}",
+                    "make them equal (`d*` fits a role to the others), or give them devices of their own (`+`, "
+                    "colocate=false)",
                     role=self.roles.index(list(sizes.values())[1]),
                 )
 

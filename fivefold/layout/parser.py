@@ -243,6 +243,11 @@ class AllocationParser:
         while self._peek_here().isalpha():
             start, letter = self._at, self._peek_here()
             if letter not in MEANING:
+                if self._text.startswith(("attn:", "ffn:"), start):
+                    self._fail(
+                        "a layout of two parts stands in parentheses",
+                        f"write {owner}:(attn:...|ffn:...), in a shell in quotes",
+                    )
                 known = ", ".join(f"{key} {meaning}" for key, meaning in MEANING.items() if key in letters)
                 self._fail(f"unknown dimension `{letter}`", f"{owner} takes {known}")
             self._at += 1

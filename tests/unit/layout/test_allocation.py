@@ -81,6 +81,7 @@ REFUSED = [
     ("megatron d4", 9, "a `:` follows"),
     ("megatron:", 9, "degrees are expected"),
     ("megatron:D2", 9, "unknown dimension `D`"),
+    ("megatron:attn:d2|ffn:e2", 9, "two parts stands in parentheses"),
     ("megatron:d", 10, "a number is missing"),
     ("megatron:d²", 10, "a number is missing"),
     ("megatron:d02", 10, "a degree is 1 or more"),
