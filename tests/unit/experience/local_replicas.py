@@ -23,15 +23,24 @@ from fivefold.types import Columns
 MODEL = "package:tiny-moe"
 
 
-class LocalWorker(RolloutWorker):
+class EngineWorker(RolloutWorker):
+    """A replica around an engine of a test."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
+        self._jobs, self._told = {}, {}
+        self._answers_beside, self._reported_at = False, None
+
+
+class LocalWorker(EngineWorker):
     """A replica of the package's small model."""
 
     def __init__(self, max_batch_size: int) -> None:
-        self._engine = TransformersEngine.from_path(
+        engine = TransformersEngine.from_path(
             MODEL, dtype="float32", device="cpu", max_batch_size=max_batch_size, tokenizer_path=None, load_weights=True
         )
-        self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
-        self._jobs, self._told = {}, {}
+        super().__init__(engine)
         self._end: int | None = None
         self._held: list[Job] = []
 

@@ -13,11 +13,9 @@ import pytest
 from fivefold.engine.state_store import finish
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import Saved, read_waiting
-from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
-from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion, Prompt
-from tests.unit.experience.local_replicas import LocalGroup
+from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
 from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, never, recipe_of
 
 STEPS, AGE, MEAN = 60, 2, 50
@@ -86,13 +84,12 @@ def _completion(request: GenerationRequest) -> Completion:
     return Completion(begun.token_ids, begun.logprobs, begun.versions, begun.finish_reason)
 
 
-class TossingWorker(RolloutWorker):
+class TossingWorker(EngineWorker):
     """A replica with a `TossingEngine`."""
 
     def __init__(self, seed: int) -> None:
-        self._engine = self.engine = TossingEngine(seed)  # type: ignore[assignment]
-        self._tokenizer = load_tokenizer("fivefold/models/tiny-moe")
-        self._jobs, self._told = {}, {}
+        self.engine = TossingEngine(seed)
+        super().__init__(self.engine)
 
     def set_version(self, version: int) -> None:
         self.engine.set_version(version)

@@ -14,11 +14,9 @@ from fivefold.experience.stream import StreamSource
 from fivefold.planning.lengths import Lengths, log_normal
 from fivefold.planning.simulation import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
-from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion, Prompt
-from tests.unit.experience.local_replicas import LocalGroup
+from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
 from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, never, recipe_of
 
 STEPS, SLOTS = N_WARM_UP + N_STEPS, 3
@@ -81,13 +79,12 @@ class SleepingEngine:
         return []
 
 
-class SleepingWorker(RolloutWorker):
+class SleepingWorker(EngineWorker):
     """A replica with a `SleepingEngine`."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self._engine = self.engine = SleepingEngine(lengths)  # type: ignore[assignment]
-        self._tokenizer = load_tokenizer("fivefold/models/tiny-moe")
-        self._jobs = {}
+        self.engine = SleepingEngine(lengths)
+        super().__init__(self.engine)
 
     def set_version(self, version: int) -> None:
         """Wait for the slice in progress, as new weights do."""
