@@ -294,6 +294,7 @@ class _Loop:
     def _renew(self, step: int) -> None:
         """Give the rollout the weights after a step again if a replica has none: its server was started again."""
         if not self.roles.rollout.can_generate():
+            self.run.screen.note("a server was started again, and gets its weights: see logs/rollout-*.log")
             self.roles.send_weights(step, self.run.timers)
             self.source.weights_sent(step)
 
@@ -350,8 +351,8 @@ class _Loop:
     def _show(self, step: int, metrics: dict[str, float], seconds: dict[str, float], samples: Sequence[Sample]) -> None:
         screen = self.run.screen
         screen.step(step, metrics, seconds)
-        if self.update.news is not None:
-            screen.note(self.update.news)
+        for news in filter(None, (self.update.news, self.source.take_news())):
+            screen.note(news)
         if self.setup.recipe.stats.shows_samples(step):
             screen.samples(step, [(s.reward, s.prompt.text, s.response_text) for s in extremes(samples)])
 

@@ -49,6 +49,9 @@ class Source(Protocol):
     def settle(self) -> None:
         """Wait until the rollout has the weights that were last given to it; raise what has failed beside training."""
 
+    def take_news(self) -> str | None:
+        """Return what the user should know of the rollout since the last call."""
+
     @property
     def owners(self) -> Mapping[str, StateOwner]:
         """What a checkpoint has of the source besides its position in the data, by folder."""

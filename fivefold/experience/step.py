@@ -64,6 +64,10 @@ class StepSource:
     def settle(self) -> None:
         """Do nothing: nothing goes on between two steps."""
 
+    def take_news(self) -> str | None:
+        """Return nothing: a server that dies while a step is answered ends the run."""
+        return None
+
     def take(self, step: int) -> Experience:
         """Return the experience of training step `step`, counted from 1."""
         actor = self.recipe.actor

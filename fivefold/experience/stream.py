@@ -179,6 +179,11 @@ class StreamSource:
             if self._failure is not None:
                 raise self._failure
 
+    def take_news(self) -> str | None:
+        """Return which servers were started again since the last call."""
+        logs = [f"logs/rollout-{rank}.log" for rank in self._stream.take_died()]
+        return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
+
     def _read_for(self, version: int) -> None:
         """Read the turns whose prompts may begin with weights of a version."""
         with self._changed:

@@ -51,6 +51,8 @@ class RolloutStream:
         """Replicas whose server was started again, and which get no jobs before the next weights."""
         self._lost: dict[int, Sequence[GenerationRequest]] = {}
         """Jobs that replicas have lost, with their tokens so far, by number; `take_lost` forgets them."""
+        self._died: set[int] = set()
+        """Replicas whose server was started again; `take_died` forgets them."""
         self.busy_s = [0.0] * n
         """Seconds that each replica has worked."""
 
@@ -102,6 +104,11 @@ class RolloutStream:
         lost, self._lost = self._lost, {}
         return lost
 
+    def take_died(self) -> list[int]:
+        """Return the replicas whose server was started again since the last call; any thread may call this."""
+        died, self._died = self._died, set()
+        return sorted(died)
+
     def _hand_out(self) -> None:
         """Give jobs to replicas that have fewer requests than they can answer at one time.
 
@@ -120,6 +127,8 @@ class RolloutStream:
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
         jobs = self._jobs[call.rank]
         self.busy_s[call.rank] += report.busy_s
+        if report.lost or not report.has_weights:
+            self._died.add(call.rank)
         if not report.has_weights:
             self._without_weights.add(call.rank)
             # What it was to get with its next call goes to others too.

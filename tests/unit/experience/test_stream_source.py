@@ -19,11 +19,11 @@ from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
-from fivefold.roles.rollout_worker import Job, RolloutWorker
+from fivefold.roles.rollout_worker import Job
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, Prompt
-from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
+from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
     PATIENCE_S,
@@ -213,6 +213,8 @@ def test_a_checkpoint_has_the_tokens_of_jobs_that_wait_for_another_server(tmp_pa
         saved = read_waiting(tmp_path).begun
         assert [group.number for group in saved] == list(range(3 * BATCH))
         assert all(begun is not None and len(begun.token_ids) == 1 for group in saved for begun in group.begun)
+        assert source.take_news() == "servers have died or hung, and were started again: see logs/rollout-0.log"
+        assert source.take_news() is None
         worker.has_weights = True
         source.weights_sent(0)
         source.take(1)
@@ -242,9 +244,8 @@ class LosingEngine:
 
 
 def test_a_replica_knows_the_jobs_that_it_has_lost_until_its_report_was_read() -> None:
-    request, worker = GenerationRequest((3, 4), 0), object.__new__(RolloutWorker)
-    worker._engine = LosingEngine({8: [request]})  # type: ignore[assignment]
-    worker._jobs, worker._told = {}, {}
+    request = GenerationRequest((3, 4), 0)
+    worker = EngineWorker(LosingEngine({8: [request]}))
     sampling = SamplingParams.for_training(recipe_of())
     report, _ = worker.advance([Job(range(8, 9), [Prompt(0, "", (3, 4), "")], [request])], sampling, 0.0)
     assert report.lost == worker.unfinished() == {8: [request]}
