@@ -13,6 +13,7 @@ from typing import Any
 import megatron_cases
 import pytest
 import torch
+from cases import AnyCase, case_of
 from compare import assert_close
 from fsdp_cases import FSDPCase
 from hf_reference import Tensors
@@ -33,7 +34,7 @@ FOLDED = "megatron:(attn:t2|ffn:e2)"
 ONE_SEQUENCE = uneven_batch(lengths=(29,))
 
 
-def gradients(workers: Workers, case: Case, folder: Path, batch: Batch) -> megatron_cases.Gradients:
+def gradients(workers: Workers, case: AnyCase, folder: Path, batch: Batch) -> megatron_cases.Gradients:
     return workers(case.world_size).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
 
 
@@ -307,7 +308,7 @@ def test_one_set_of_processes_has_one_layout(
         assert rule in message
 
 
-def two_engines(case: Case, folder: Path, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def two_engines(case: AnyCase, folder: Path, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """In a worker: return log-probs of a frozen model, before and after another one on the same layout is trained."""
     reference = case.engine(folder)
     actor = case.engine(folder, OptimizerConfig(lr=0.1))
@@ -320,9 +321,9 @@ def two_engines(case: Case, folder: Path, batch: Batch) -> tuple[torch.Tensor, t
     return before, after
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", FOLDED, "megatron:p2v2"])
+@pytest.mark.parametrize("layout", ["megatron:d1", FOLDED, "megatron:p2v2", "fsdp:d2t2"])
 def test_an_actor_and_a_reference_share_their_processes(workers: Workers, models: Path, layout: str) -> None:
-    case = Case(layout)
+    case = case_of(layout)
     for before, after in workers(case.world_size).run(two_engines, case, models / "qwen3_moe", uneven_batch()):
         assert before.equal(after)
 
@@ -343,17 +344,17 @@ def test_collectives_of_all_groups_have_the_time_limit(workers: Workers, models:
 # --- unusual batches
 
 
-@pytest.mark.parametrize("layout", ["megatron:d4", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:d2p2v2"])
+@pytest.mark.parametrize("layout", ["megatron:d4", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:d2p2v2", "fsdp:d2c2"])
 def test_a_batch_may_have_fewer_sequences_than_ranks(workers: Workers, models: Path, layout: str) -> None:
     batch, folder = uneven_batch(lengths=(5,)), models / "qwen3_moe"
     wanted = gradients(workers, Case("megatron:d1"), folder, batch)
-    got = gradients(workers, Case(layout), folder, batch)
+    got = gradients(workers, case_of(layout), folder, batch)
     assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
     torch.testing.assert_close(got.logprobs_T, wanted.logprobs_T, rtol=1e-5, atol=1e-5)
     assert_close(got.gradients, wanted.gradients, 1e-4)
 
 
-def accumulated(case: Case, folder: Path, batches: list[Batch]) -> Tensors:
+def accumulated(case: AnyCase, folder: Path, batches: list[Batch]) -> Tensors:
     """In a worker: return the gradient after several mini-batches without a step in between."""
     engine = case.engine(folder, OptimizerConfig())
     for batch in batches:
@@ -362,10 +363,12 @@ def accumulated(case: Case, folder: Path, batches: list[Batch]) -> Tensors:
     return {name: tensor.clone() for name, tensor in engine.gradients()}
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:t2p2|ffn:e2)", "megatron:d2p2v2"])
+@pytest.mark.parametrize(
+    "layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:t2p2|ffn:e2)", "megatron:d2p2v2", "fsdp:d2t2"]
+)
 def test_gradients_accumulate_over_mini_batches(workers: Workers, models: Path, layout: str) -> None:
     first, second = uneven_batch(0), uneven_batch(1)
-    case, folder = Case(layout), models / "qwen3_moe_mixed"
+    case, folder = case_of(layout), models / "qwen3_moe_mixed"
     ranks = workers(case.world_size)
     apart = [ranks.run(accumulated, case, folder, [batch])[0] for batch in (first, second)]
     together = ranks.run(accumulated, case, folder, [first, second])[0]
