@@ -29,6 +29,7 @@ from fivefold.convert.architecture import (
     hf_config,
     tensor_source,
 )
+from fivefold.convert.rope_factors import ROPE_FACTORS, with_rope_scaling
 from fivefold.convert.source import gguf_file
 from fivefold.convert.target import Progress, free_target
 from fivefold.convert.tokenizer import special_token_ids, write_tokenizer
@@ -132,6 +133,8 @@ def _open(file: Path) -> _GGUFModel:
     family, architecture = architecture_of(metadata)
     vocab_size, is_tied = int(tensors[EMBEDDING].shape[-1]), OUTPUT not in tensors
     config = hf_config(metadata, vocab_size=vocab_size, tied_embeddings=is_tied) | special_token_ids(metadata)
+    if (factors := tensors.pop(ROPE_FACTORS, None)) is not None:
+        config = with_rope_scaling(config, _dequantize(factors, None))
     shape = read_shape(config)
     expected = Bridge(shape).expected_names()
     sources = {name: tensor_source(name, family) for name in expected}

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_gguf import CHAT_TEMPLATE, CONFIGS, GGUFFile, TinyModel, logits, save_tiny_model, tiny_config
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fivefold.convert.gguf_model import convert_gguf
 
@@ -45,6 +46,25 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tied", tiny_config("llama", tied=True))
     convert_gguf(GGUFFile(model).write(tmp_path / "model.gguf"), tmp_path / "out", dtype="float32")
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "out", TINY_TOKENS), model.logits(TINY_TOKENS))
+
+
+def test_factors_of_frequencies_become_llama_3s_scaling(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = tiny_config("llama", rope_parameters=scaling, max_position_embeddings=131072)
+    model = save_tiny_model(tmp_path / "scaled", config)
+    file = GGUFFile(model)
+    plain = LlamaRotaryEmbedding.compute_default_rope_parameters(config)[0]
+    file.tensors["rope_freqs.weight"] = (plain / LlamaRotaryEmbedding(config).inv_freq).numpy()
+    convert_gguf(file.write(tmp_path / "model.gguf"), tmp_path / "out", dtype="float32")
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == scaling
     assert torch.equal(logits(tmp_path / "out", TINY_TOKENS), model.logits(TINY_TOKENS))
 
 
@@ -104,7 +124,11 @@ def uneven_heads(file: GGUFFile) -> None:
 
 
 def stray_tensor(file: GGUFFile) -> None:
-    file.tensors["rope_freqs.weight"] = file.tensors["output_norm.weight"]
+    file.tensors["blk.0.attn_sinks.weight"] = file.tensors["output_norm.weight"]
+
+
+def other_factors(file: GGUFFile) -> None:
+    file.tensors["rope_freqs.weight"] = file.tensors["output_norm.weight"][:8]
 
 
 def missing_tensor(file: GGUFFile) -> None:
@@ -133,7 +157,8 @@ def other_splitting(file: GGUFFile) -> None:
         (stray_key, r"llama\.rope\.scaling\.factor=4\.0"),
         (missing_key, r"lack llama\.block_count"),
         (uneven_heads, r"llama\.attention\.value_length=16"),
-        (stray_tensor, r"rope_freqs\.weight has no place"),
+        (stray_tensor, r"blk\.0\.attn_sinks\.weight has no place"),
+        (other_factors, r"rope_freqs\.weight does not hold the factors of Llama 3\.1 to 3\.3"),
         (missing_tensor, r"blk\.1\.ffn_down\.weight is missing"),
         (wrong_shape, r"blk\.0\.attn_k\.weight has shape \(64, 64\)"),
         (other_architecture, r"'gemma'; those that can be converted are llama, qwen2"),
