@@ -213,14 +213,15 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stored(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row as the schema has it. Half a surrogate pair in a text has no UTF-8 encoding."""
+    """Return a row as the schema has it, whose texts must have an encoding in UTF-8."""
     rewards = [{"name": name, "value": value} for name, value in row["rewards"].items()]
-    return {name: _encodable(value) for name, value in row.items()} | {"rewards": rewards}
+    return {name: encodable(value) for name, value in row.items()} | {"rewards": rewards}
 
 
-def _encodable(value: Any) -> Any:
+def encodable(value: Any) -> Any:
+    """Return a text, or a list of texts, with half surrogate pairs as codes; any other value as it is."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list) and value and isinstance(value[0], str):
-        return [_encodable(item) for item in value]
+        return [encodable(item) for item in value]
     return value

@@ -21,6 +21,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PackagedTracker
 from fivefold.observe.jsonl import write_json
 from fivefold.observe.run_dir import RunDir
+from fivefold.observe.sample_log import encodable
 from fivefold.observe.trackers.tracker import TrackedRun, Tracker
 
 TRACKERS: Mapping[PackagedTracker, str] = {
@@ -131,7 +132,8 @@ class Trackers:
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Keep a step's samples for the table at the end."""
         if self._running:
-            self._samples = [*self._samples, *records][-LAST_SAMPLES:]
+            shown = [{name: encodable(value) for name, value in record.items()} for record in records[-LAST_SAMPLES:]]
+            self._samples = [*self._samples, *shown][-LAST_SAMPLES:]
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Keep the summary for the end."""
