@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from fivefold.engine.state_store import WrittenFile, WrittenPart
 
 Result = TypeVar("Result")
+
+EVALUATION = "eval/"
+"""Beginning of the names of metrics that only steps with an evaluation have."""
 
 
 class StateOwner(Protocol):
@@ -109,6 +113,8 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._begun: _Begun | None = None
         self._writing: Future[None] | None = None
+        self._has_told = False
+        """Whether the user was told that a step lacks the metric of `recover.keep_best`."""
         self.longest_write = 0.0
         """Longest time, in seconds, that a checkpoint took from the beginning of its copy until it was written."""
 
@@ -116,6 +122,7 @@ class Checkpointer:
         """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
         if not self._config.is_enabled:
             return False
+        self._look_for_metric(step, metrics)
         return self._schedule.is_due(step) or self._is_best(metrics)
 
     def begin(self, state: RunState, metrics: Mapping[str, float]) -> None:
@@ -172,6 +179,19 @@ class Checkpointer:
             return False
         kept = {checkpoint.step for checkpoint in self._store.all()}
         return all(value > other for step, other in self._history.values.items() if step in kept)
+
+    def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the user, once, that a step lacks the metric of `recover.keep_best`, whose name may be misspelled."""
+        if self._history is None or self._has_told:
+            return
+        name = self._history.name
+        # Steps without an evaluation say nothing about its metrics.
+        of_its_kind = [one for one in metrics if one.startswith(EVALUATION) == name.startswith(EVALUATION)]
+        if of_its_kind and name not in metrics:
+            near = get_close_matches(name, of_its_kind, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self._note(f"recover.keep_best={name}: step {step} has no such metric{meant}")
+            self._has_told = True
 
     def _kept_value(self, metrics: Mapping[str, float]) -> float | None:
         """Return the value of `recover.keep_best`; None if there is none, or one that is not finite."""

@@ -6,6 +6,9 @@ from pydantic import model_validator
 
 from fivefold.config.schema.run import RunConfig, StatsConfig
 
+LOSSES = ("nll", "loss")
+"""Metrics of which less is better."""
+
 
 class SupervisedConfig(RunConfig):
     """The keys of every recipe of supervised training."""
@@ -25,5 +28,10 @@ class SupervisedConfig(RunConfig):
             raise ValueError(
                 f"recover.keep_best={best} is measured after the last step alone, so it compares no checkpoints: name "
                 "a metric of the training steps"
+            )
+        if best in LOSSES:
+            raise ValueError(
+                f"recover.keep_best={best} keeps the checkpoint with the largest value, which is the worst one of a "
+                "loss: name a metric of which more is better, such as accuracy of pairs, or drop it"
             )
         return self

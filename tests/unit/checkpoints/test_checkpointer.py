@@ -58,7 +58,7 @@ def checkpointer(folder: Path, *owners: Weights, notes: list[str] | None = None,
     recipe = TrainRecipe.model_validate(
         {
             "experiment_name": "e", "actor": {"path": "m"}, "train_dataset": {"path": "d"},
-            "recover": {"freq_secs": None, **recover},
+            "valid_dataset": {"path": "v"}, "recover": {"freq_secs": None, **recover},
         }
     )  # fmt: skip
     schedule = Schedule(recipe.recover, total_steps=50, steps_per_epoch=20)
@@ -114,6 +114,23 @@ def test_a_step_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path) -> 
     saved = RunState.read(CheckpointStore(tmp_path).path(6)).kept_metric
     assert saved is not None
     assert saved.values == {3: 0.1, 6: 0.2}
+
+
+def test_a_metric_that_steps_do_not_have_is_told_once(tmp_path: Path) -> None:
+    told = {}
+    step, evaluated = {"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.5, "eval/accuracy": 0.5}
+    for name in ("acuracy", "nothing", "eval/acuracy", "accuracy", "eval/accuracy"):
+        told[name] = []
+        with checkpointer(tmp_path, Weights(), notes=told[name], keep_best=name) as saving:
+            for number, metrics in enumerate((step, step, evaluated, evaluated), start=1):
+                saving.is_due(number, metrics)
+    assert told == {
+        "acuracy": ["recover.keep_best=acuracy: step 1 has no such metric; did you mean accuracy?"],
+        "nothing": ["recover.keep_best=nothing: step 1 has no such metric"],
+        "eval/acuracy": ["recover.keep_best=eval/acuracy: step 3 has no such metric; did you mean eval/accuracy?"],
+        "accuracy": [],
+        "eval/accuracy": [],
+    }
 
 
 def test_a_process_that_has_lost_the_folder_commits_nothing(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_prompts_with_tokens_that_the_model_does_not_have_are_refused(tmp_path: 
         ("stats.n_logged_samples=all", "stats.n_logged_samples is about completions, and this run samples none"),
         ("stats.logged_tokens=false", "stats.logged_tokens is about"),
         ("stats.shown_samples_freq_steps=null", "stats.shown_samples_freq_steps is about"),
+        ("recover.keep_best=nll", "recover.keep_best=nll keeps the checkpoint with the largest value"),
         ("recover.keep_best=eval/accuracy", "recover.keep_best=eval/accuracy is measured after the last step alone"),
     ],
 )
