@@ -1,6 +1,6 @@
 """Estimates of the time that a replica needs to decode a token, and of what new weights cost.
 
-    token of n sequences = host + max(weights that are read, matmuls) + keys and values of n sequences
+    token of n sequences = max(weights that are read, matmuls) + scheduling, sampling, keys and values of n sequences
                            + sums of tensor parallelism between nodes
 
 A few constants were measured with vLLM on H200s. Traffic inside a node is not counted, nor is the reading of prompts:
@@ -17,9 +17,9 @@ from fivefold.planning.rollout_memory import RolloutMemory
 from fivefold.planning.timing import BANDWIDTH_EFFICIENCY, DENSE_EFFICIENCY, GROUPED_EFFICIENCY
 from fivefold.planning.traffic import Traffic
 
-HOST_SECONDS = 0.0013
-"""Seconds of scheduling and sampling for one token of all sequences: vLLM 0.25.1 with 256 sequences on an H200, the
-same with 8 and with 48 layers of Qwen3-30B-A3B."""
+SEQUENCE_SECONDS = 5.3e-6
+"""Seconds of scheduling and sampling for the token of each sequence: vLLM 0.25.1 on H200s, the same with 8 and with 48
+layers of Qwen3-30B-A3B, and where most sequences have ended."""
 LOGPROB_SECONDS = 4e-6
 """Seconds that a token takes longer for each sequence whose log-probs are asked for: vLLM 0.25.1 on an H200, where it
 was 3e-6 with 256 sequences and 5e-6 with 512."""
@@ -64,7 +64,8 @@ def token_seconds(
     for n in range(1, slots + 1):
         unread = experts * (1 - shape.top_k / shape.n_experts) ** n if experts else 0.0
         weights = (memory.weights * ranks - unread * element_bytes) / layout.tp
-        seconds.append(HOST_SECONDS + max(weights / bandwidth, n * matmuls) + n * (keys * layout.pp + sums))
+        each = SEQUENCE_SECONDS + keys * layout.pp + sums
+        seconds.append(max(weights / bandwidth, n * matmuls) + n * each)
     return tuple(seconds)
 
 

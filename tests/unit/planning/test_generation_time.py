@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -43,31 +44,29 @@ def test_decoding_takes_what_was_measured(n_layers: int, seconds: float) -> None
     assert 1024 * decoding(n_layers)[256] == pytest.approx(seconds, rel=0.15)
 
 
-def test_a_look_ahead_takes_what_was_measured() -> None:
-    """One H200 trains and one generates: the mean of ten steps of 6.0 s, behind those for which answers waited."""
+def setting_on_h200s(layout_text: str, slots: int, lengths: Lengths, **others: Any) -> Setting:
+    """Return steps of 512 completions by 8 layers, with the plan's times of decoding."""
+    layout, shape = parse_role(layout_text).resolve(), of_layers(8)
+    options = {"sequence_length": 190 + lengths.longest, "element_bytes": 2}
+    memory = rollout_memory(layout, shape, GPU, batch_size=slots, **options)
+    context = 190 + lengths.mean_progress
+    times = token_seconds(layout, shape, GPU, memory, context=context, slots=slots, tp_on_node=1, **options)
+    return Setting(
+        batch_size=64, group_size=8, n_replicas=layout.dp, slots=slots, token_seconds=times, prompt_tokens=190,
+        reread_seconds=reading_seconds(layout, shape, GPU), logprob_seconds=LOGPROB_SECONDS, **others,
+    )  # fmt: skip
+
+
+def test_long_tailed_steps_take_what_was_measured() -> None:
+    """Two H200s in turn, the mean of three steps, and one for each side, that of ten which waited for answers."""
     n_stops, vocabulary, longest = 380, 151_936, 2048
     random = Random(0)
     ends = math.log(1 - n_stops / vocabulary)
     lengths = Lengths(tuple(min(1 + int(math.log(random.random()) / ends), longest) for _ in range(8000)))
-    layout, shape = parse_role("vllm:d1").resolve(), of_layers(8)
-    options = {"sequence_length": 190 + longest, "element_bytes": 2}
-    memory = rollout_memory(layout, shape, GPU, batch_size=512, **options)
-    setting = Setting(
-        batch_size=64,
-        group_size=8,
-        n_replicas=1,
-        slots=512,
-        token_seconds=token_seconds(
-            layout, shape, GPU, memory, context=190 + lengths.mean_progress, slots=512, tp_on_node=1, **options
-        ),
-        train_seconds=3.35,
-        update_seconds=0.65,
-        max_age=4,
-        reread_seconds=reading_seconds(layout, shape, GPU),
-        prompt_tokens=190,
-        logprob_seconds=LOGPROB_SECONDS,
-    )
-    assert simulate(setting, lengths).seconds == pytest.approx(5.97, rel=0.15)
+    in_turn = setting_on_h200s("vllm:d2", 256, lengths, train_seconds=2.6, update_seconds=0.3, shares_devices=True)
+    beside = setting_on_h200s("vllm:d1", 512, lengths, train_seconds=3.35, update_seconds=0.65, max_age=4)
+    assert simulate(in_turn, lengths).seconds == pytest.approx(9.3, rel=0.1)
+    assert simulate(beside, lengths).seconds == pytest.approx(5.97, rel=0.1)
 
 
 def test_fewer_sequences_are_faster_but_not_in_proportion() -> None:
